@@ -1,0 +1,36 @@
+# Two commands: `make train` runs the main job, `make test` runs lint, types and all tests.
+# Both create .venv on first use; later calls install nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint types unit bench-step clean
+
+train: .venv/.installed
+	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
+
+test: lint types unit
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+unit: .venv/.installed
+	$(BIN)/python -m pytest
+
+bench-step: .venv/.installed-bench
+	$(BIN)/python benchmarks/bench_step.py
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,dev]'
+	touch $@
+
+.venv/.installed-bench: .venv/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

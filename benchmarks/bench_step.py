@@ -1,0 +1,308 @@
+"""What a wrapper costs per training step: raw DDP, Accelerate, Fabric and Lockstep side by side.
+
+All contestants live in the same two processes (Gloo, one thread each) and take turns in short
+blocks, in an order that rotates, so that whatever disturbs the machine disturbs all of them.
+`alone` is the physical limit: the same local batch without any communication. Equal between the
+contestants: model and initial weights, data, global batch, optimizer (AdamW), threads; after the
+run with a fixed batch the weights are compared bit for bit.
+
+    python benchmarks/bench_step.py [--rounds 30] [--out benchmarks/results/step.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
+PROBLEMS = {"mlp": 40, "digits": 20, "resnet18": 3}
+"""Steps in a block, so that a block takes long enough to time and short enough to interleave."""
+
+
+def problem(name: str) -> tuple[Any, Any, int]:
+    """Model, dataset and samples a rank."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    if name == "mlp":
+        model: nn.Module = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
+        shape: tuple[int, ...] = (64,)
+    elif name == "digits":
+        sys.path.insert(0, str(HERE.parent.parent / "examples" / "digits"))
+        from digits import Net
+
+        model, shape = Net(), (1, 8, 8)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # so that weights can be compared
+    else:
+        sys.path.insert(0, str(HERE.parent.parent / "examples" / "fashion_mnist"))
+        from resnet import resnet18
+
+        model, shape = resnet18(classes=10), (3, 28, 28)
+    images = torch.randn(2048 if name != "resnet18" else 256, *shape, generator=generator)
+    labels = torch.randint(10, (len(images),), generator=generator)
+    return model, TensorDataset(images, labels), 32
+
+
+def contestant(
+    name: str, kind: str, fixed: bool, shared: dict[str, Any]
+) -> tuple[Any, Callable[[Any], None], Callable[[], Iterator[Any]]]:
+    """The wrapped model, one training step, and endless batches: one, or epochs of them."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model, data, local = problem(kind)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    foreach = True if name == "ddp tuned" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+    loader: Any = DataLoader(data, batch_size=local, shuffle=True)
+    backward: Callable[[Any], None] = lambda loss: loss.backward()
+    if name.startswith("ddp"):
+        assert dist.is_initialized()
+        loader = DataLoader(data, batch_size=local, sampler=DistributedSampler(data))
+        model = DistributedDataParallel(model, gradient_as_bucket_view=name == "ddp tuned")
+    elif name == "accelerate":
+        accelerator = shared["accelerate"]
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward = accelerator.backward
+    elif name == "fabric":
+        fabric = shared["fabric"]
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+        backward = fabric.backward
+    elif name == "lockstep":
+        world = shared["lockstep"]
+        loader = DataLoader(data, batch_size=local * size, shuffle=True)
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        backward = world.backward
+
+    def step(batch: Any) -> None:
+        x, y = batch
+        loss = F.cross_entropy(model(x), y)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def batches() -> Iterator[Any]:
+        same = data[rank * local : (rank + 1) * local]
+        while True:
+            if fixed:
+                yield same
+            else:
+                yield from loader
+
+    return model, step, batches
+
+
+def open_shared(names: list[str]) -> dict[str, Any]:
+    """What each contestant needs once a process; Lockstep opens the process group they share."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    shared: dict[str, Any] = {}
+    if "lockstep" in names:
+        import lockstep
+
+        shared["lockstep"] = lockstep.init("ddp", device="cpu", sync_batchnorm=False)
+    else:
+        dist.init_process_group("gloo")
+    if "accelerate" in names:
+        from accelerate import Accelerator
+
+        shared["accelerate"] = Accelerator(cpu=True)
+    if "fabric" in names:
+        from lightning_fabric import Fabric
+
+        shared["fabric"] = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        shared["fabric"].launch()
+    return shared
+
+
+def time_all(kind: str, fixed: bool, rounds: int) -> dict[str, Any]:
+    """Median seconds a step of each contestant and round, interleaved in this pair of processes."""
+    import torch
+    import torch.distributed as dist
+
+    shared = open_shared(CONTESTANTS)
+    steps = PROBLEMS[kind]
+    made = {name: contestant(name, kind, fixed, shared) for name in CONTESTANTS}
+    streams = {name: made[name][2]() for name in CONTESTANTS}
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for turn in range(rounds + 2):
+        first = turn % len(CONTESTANTS)
+        for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
+            step, stream = made[name][1], streams[name]
+            gc.collect()
+            dist.barrier()
+            each = []
+            for _ in range(steps):
+                begin = time.perf_counter()
+                step(next(stream))
+                each.append(time.perf_counter() - begin)
+            if turn >= 2:  # the first rounds build buckets and warm caches
+                times[name].append(statistics.median(each))
+    reference = [p.detach().clone() for p in made["ddp"][0].parameters()]
+    same = {
+        name: all(
+            torch.equal(a, b) for a, b in zip(reference, made[name][0].parameters(), strict=True)
+        )
+        for name in CONTESTANTS
+    }
+    for stream in streams.values():
+        stream.close()
+    dist.barrier()
+    return {"times": times, "same_weights": same if fixed else {}}
+
+
+def peak_memory(kind: str, name: str) -> dict[str, float]:
+    """MiB of resident memory: at the end of imports, and the peak while training."""
+    shared = open_shared([name])
+    before = _resident()
+    _, step, batches = contestant(name, kind, True, shared)
+    stream = batches()
+    for _ in range(10):
+        step(next(stream))
+    stream.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"before": before, "peak": peak}
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def worker(arguments: list[str]) -> None:
+    what, kind, extra, out = arguments
+    if what == "time":
+        fixed, rounds = extra.split(",")
+        found: Any = time_all(kind, fixed == "fixed", int(rounds))
+    else:
+        found = peak_memory(kind, extra)
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(found))
+    import torch.distributed as dist
+
+    if dist.is_initialized() and "lockstep" not in sys.modules:
+        dist.destroy_process_group()
+
+
+def on_two(*arguments: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", str(HERE), "--worker", *arguments, str(out)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stdout + done.stderr)
+        return json.loads(out.read_text())
+
+
+def import_times(rounds: int) -> dict[str, list[float]]:
+    """Seconds to import, alternating, in fresh processes."""
+    statements = {
+        "torch": "import torch",
+        "lockstep": "import torch, lockstep; lockstep.init, lockstep.World, lockstep.launch",
+        "accelerate": "import torch, accelerate",
+        "fabric": "import torch, lightning_fabric",
+    }
+    times: dict[str, list[float]] = {name: [] for name in statements}
+    for turn in range(rounds + 1):
+        for name, statement in statements.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", statement], check=True)
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Median of the paired ratios, and a 95 % interval of it by bootstrap."""
+    import random
+
+    draw = random.Random(0)
+    pairs = [a / b for a, b in zip(times, base, strict=True)]
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return statistics.median(pairs), medians[50], medians[1949]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    import torch
+
+    results: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "rounds": options.rounds,
+        "step": {},
+        "memory": {},
+    }
+    from importlib.metadata import version
+
+    for name in ("accelerate", "lightning-fabric", "torch-lockstep"):
+        results["versions"][name] = version(name)
+    print(f"{results['machine']}; {results['versions']}; {options.rounds} rounds, two processes")
+    for kind in options.problems:
+        for data in ("fixed", "loader"):
+            found = on_two("time", kind, f"{data},{options.rounds}")
+            results["step"][f"{kind} {data}"] = found
+            title = "the same batch again" if data == "fixed" else "with its data loader"
+            print(f"\n{kind}, {title}: median step, ratio to raw DDP [95 % interval]")
+            for name in CONTESTANTS:
+                times = found["times"][name]
+                middle, low, high = ratio(times, found["times"]["ddp"])
+                same = found["same_weights"].get(name)
+                note = {True: "  bit-equal weights", False: "", None: ""}[same]
+                milliseconds = statistics.median(times) * 1e3
+                interval = f"{middle:6.3f} [{low:.3f}, {high:.3f}]"
+                print(f"  {name:<11}{milliseconds:9.3f} ms  {interval}{note}")
+        results["memory"][kind] = {name: on_two("memory", kind, name) for name in CONTESTANTS[1:]}
+        print(f"\n{kind}: peak resident memory of rank 0, and the growth while training")
+        for name, figures in results["memory"][kind].items():
+            growth = figures["peak"] - figures["before"]
+            print(f"  {name:<11}{figures['peak']:9.1f} MiB  {growth:9.1f} MiB")
+    results["import"] = import_times(max(5, options.rounds // 3))
+    print("\nimport: median seconds, ratio to torch [95 % interval]")
+    for name, times in results["import"].items():
+        middle, low, high = ratio(times, results["import"]["torch"])
+        print(
+            f"  {name:<11}{statistics.median(times):9.3f} s   {middle:6.3f} [{low:.3f}, {high:.3f}]"
+        )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,53 @@
+"""Lockstep: trains a PyTorch model on any number of devices and gets the same numbers."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep import errors as errors
+    from lockstep import strategies as strategies
+    from lockstep.checkpoint.weights import load_weights as load_weights
+    from lockstep.checkpoint.weights import save_weights as save_weights
+    from lockstep.launch.spawn import launch as launch
+    from lockstep.optim.activation_checkpointing import (
+        checkpoint_activations as checkpoint_activations,
+    )
+    from lockstep.optim.learning_rate import scale_learning_rate as scale_learning_rate
+    from lockstep.optim.learning_rate import warmup as warmup
+    from lockstep.start import init as init
+    from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from lockstep.world import World as World
+
+__version__ = "0.1.0"
+
+# Imported when first used: the command line needs none of them, and must not import torch.
+_WHERE = {
+    "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
+    "World": "lockstep.world",
+    "checkpoint_activations": "lockstep.optim.activation_checkpointing",
+    "errors": "lockstep.errors",
+    "init": "lockstep.start",
+    "launch": "lockstep.launch.spawn",
+    "load_weights": "lockstep.checkpoint.weights",
+    "save_weights": "lockstep.checkpoint.weights",
+    "scale_learning_rate": "lockstep.optim.learning_rate",
+    "strategies": "lockstep.strategies",
+    "warmup": "lockstep.optim.learning_rate",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    module = import_module(_WHERE[name])
+    value = module if _WHERE[name] == f"lockstep.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,277 @@
+"""State as a JSON tree beside named tensors, and back; no pickle.
+
+JSON's own values stand for themselves; what JSON cannot say is an object with one key that begins
+with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so on.
+A dictionary whose keys are all text (and none begins with `$`) is a plain JSON object.
+
+Two tensors that are the same view of the same storage (tied weights) are stored once, under the
+name of the first, and are one tensor again after `decode`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+
+Tree = Any
+"""What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
+
+_NATIVE = """
+    bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2
+"""
+_AS_BYTES = """
+    uint16 uint32 uint64 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+"""
+NATIVE = frozenset(getattr(torch, name) for name in _NATIVE.split())
+"""The dtypes that every release of safetensors can store."""
+STORABLE = NATIVE | {getattr(torch, name) for name in _AS_BYTES.split() if hasattr(torch, name)}
+"""The dtypes that `encode` can store, the others of them as bytes."""
+
+_RESERVED = "__metadata__"  # not a tensor's name in a safetensors file
+
+
+def encode(state: object, *, inside: str = "") -> tuple[Tree, dict[str, Tensor]]:
+    """Takes a state apart.
+
+    Args:
+        state: any nest of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
+            tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
+        inside: what `state` is called, for messages only.
+
+    Returns:
+        A tree for `json.dumps`, and CPU tensors under the names that the tree uses: contiguous,
+        no two sharing memory, of dtypes that every release of safetensors can store. A tensor that
+        is all that already is not copied.
+
+    Raises:
+        CheckpointError: something else is in there; names where.
+    """
+    encoder = _Encoder(inside)
+    return encoder.tree(state, ()), encoder.tensors
+
+
+def decode(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Puts together again what `encode` took apart; the tensors are not copied.
+
+    Raises:
+        CheckpointError: the tree names a tensor that is not there, or holds a form unknown here.
+    """
+    if isinstance(tree, list):
+        return [decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next((key for key in tree if key.startswith("$")), None)
+    if tag is None:
+        return {key: decode(value, tensors) for key, value in tree.items()}
+    if tag not in _DECODERS:
+        raise CheckpointError(
+            "reading a saved state",
+            f"a value of the kind {tag[1:]!r}, which this version does not know",
+            "read it with the version of Lockstep that saved it, or a newer one",
+        )
+    return _DECODERS[tag](tree, tensors)
+
+
+def unstorable(value: Tensor) -> str | None:
+    """What keeps a tensor from being stored, or None."""
+    if torch.nn.parameter.is_lazy(value):
+        return "is a parameter without a shape yet: run one batch through the model first"
+    if type(value) not in {Tensor, torch.nn.Parameter}:
+        return f"is a {type(value).__name__}, a kind of tensor that cannot be stored as it is"
+    if value.is_meta:
+        return "is a tensor on the meta device, which has no values"
+    if value.layout is not torch.strided or value.is_nested:
+        return f"is a tensor of layout {'nested' if value.is_nested else value.layout}"
+    if value.dtype not in STORABLE:
+        return f"is a tensor of dtype {value.dtype}, which cannot be stored"
+    return None
+
+
+def on_cpu(value: Tensor) -> Tensor:
+    """The values of a tensor in contiguous CPU memory; the tensor itself where it is that."""
+    return value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def separate(tensor: Tensor, memory: set[int]) -> Tensor:
+    """A copy, if the tensor is a part of something larger or its memory is in use already.
+
+    `memory` holds the addresses in use, and gets this tensor's.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in memory:
+        tensor = tensor.clone()
+    if tensor.numel():
+        memory.add(tensor.untyped_storage().data_ptr())
+    return tensor
+
+
+class _Encoder:
+    """The tensors met so far in one call of `encode`."""
+
+    def __init__(self, inside: str) -> None:
+        self.inside = inside
+        self.tensors: dict[str, Tensor] = {}
+        self._trees: dict[object, Tree] = {}  # of each view of a storage
+        self._memory: set[int] = set()
+        self._open: set[int] = set()  # the containers around the present value
+
+    def tree(self, value: Any, path: tuple[object, ...]) -> Tree:
+        kind = type(value)
+        if value is None or kind in {bool, int, str}:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            array = self._array(value, path)
+            return {"$array": array} if kind is np.ndarray else {"$scalar": array}
+        if kind is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"$device": str(value)}
+        if kind in {dict, OrderedDict, Counter, list, tuple, torch.Size}:
+            return self._container(value, path)
+        raise self._refused(path, f"is a {kind.__name__}")
+
+    def _container(self, value: Any, path: tuple[object, ...]) -> Tree:
+        if id(value) in self._open:
+            raise self._refused(path, "contains itself")
+        self._open.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self._dict(value, path)
+            items = [self.tree(item, (*path, place)) for place, item in enumerate(value)]
+            if isinstance(value, torch.Size):
+                return {"$size": items}
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        finally:
+            self._open.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], path: tuple[object, ...]) -> Tree:
+        items = []
+        for key, item in value.items():
+            if not _can_be_key(key):
+                raise self._refused(path, f"has a key that is a {type(key).__name__}")
+            items.append([self.tree(key, path), self.tree(item, (*path, key))])
+        if isinstance(value, Counter):
+            return {"$counter": items}
+        if isinstance(value, OrderedDict):
+            # nn.Module.state_dict() keeps the versions of the modules in an attribute.
+            metadata = getattr(value, "_metadata", None)
+            extra = {} if metadata is None else {"metadata": self.tree(metadata, path)}
+            return {"$ordered": items, **extra}
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(items)
+        return {"$dict": items}
+
+    def _tensor(self, value: Tensor, path: tuple[object, ...]) -> Tree:
+        if problem := unstorable(value):
+            raise self._refused(path, problem)
+        view = _view(value)
+        if value.numel() and view in self._trees:
+            return self._trees[view]
+        self._trees[view] = tree = self._add(on_cpu(value), path)
+        return tree
+
+    def _array(self, value: Any, path: tuple[object, ...]) -> Tree:
+        try:
+            tensor = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError):
+            tensor = None
+        if tensor is None or tensor.dtype not in STORABLE:
+            raise self._refused(path, f"is a numpy value of dtype {value.dtype}")
+        return self._add(tensor.contiguous(), path)
+
+    def _add(self, tensor: Tensor, path: tuple[object, ...]) -> Tree:
+        name = plain = ".".join(map(str, path)) or "value"
+        number = 1
+        while name in self.tensors or name == _RESERVED:
+            number += 1
+            name = f"{plain}#{number}"
+        self.tensors[name] = tensor = separate(tensor, self._memory)
+        if tensor.dtype in NATIVE:
+            return {"$tensor": name}
+        flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+        self.tensors[name] = flat.view(torch.uint8)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+
+    def _refused(self, path: tuple[object, ...], problem: str) -> CheckpointError:
+        place = self.inside
+        for part in path:
+            plain = type(part) is str and all(word.isidentifier() for word in part.split("."))
+            place += (f".{part}" if place else str(part)) if plain else f"[{part!r}]"
+        return CheckpointError(
+            "saving the state of the training",
+            f"{place or 'the state'} {problem}",
+            "let state_dict() return tensors, numbers, text, and lists and dictionaries of these",
+        )
+
+
+def _can_be_key(key: object) -> bool:
+    if type(key) is tuple:
+        return all(map(_can_be_key, key))
+    return key is None or type(key) in {str, int, float, bool}
+
+
+def _view(value: Tensor) -> object:
+    return (
+        value.device,
+        value.untyped_storage().data_ptr(),
+        value.storage_offset(),
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.is_conj(),
+        value.is_neg(),
+    )
+
+
+def _stored(tree: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    name = tree["$tensor"]
+    if name not in tensors:
+        raise CheckpointError(
+            "reading a saved state",
+            f"its list names the tensor {name!r}, which is in none of its files",
+            "the files do not belong together: use another checkpoint",
+        )
+    tensor = tensors[name]
+    if "dtype" in tree:
+        # Copied, since bytes in a mapped file may begin at any address.
+        tensor = tensor.clone().view(getattr(torch, tree["dtype"])).reshape(tree["shape"])
+    return tensor
+
+
+def _pairs(items: Iterable[Any], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(decode(key, tensors), decode(value, tensors)) for key, value in items]
+
+
+def _ordered(tree: Any, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
+    state = OrderedDict(_pairs(tree["$ordered"], tensors))
+    if "metadata" in tree:
+        state._metadata = decode(tree["metadata"], tensors)  # type: ignore[attr-defined]
+    return state
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "$float": lambda tree, _: float(tree["$float"]),
+    "$tensor": lambda tree, tensors: _stored(tree, tensors),
+    "$array": lambda tree, tensors: _stored(tree["$array"], tensors).numpy(),
+    "$scalar": lambda tree, tensors: _stored(tree["$scalar"], tensors).numpy()[()],
+    "$dtype": lambda tree, _: getattr(torch, tree["$dtype"]),
+    "$device": lambda tree, _: torch.device(tree["$device"]),
+    "$size": lambda tree, _: torch.Size(tree["$size"]),
+    "$tuple": lambda tree, tensors: tuple(decode(tree["$tuple"], tensors)),
+    "$dict": lambda tree, tensors: dict(_pairs(tree["$dict"], tensors)),
+    "$counter": lambda tree, tensors: Counter(dict(_pairs(tree["$counter"], tensors))),
+    "$ordered": _ordered,
+}

@@ -1,0 +1,90 @@
+"""`lockstep run`: starts a script on several processes of this machine."""
+
+from __future__ import annotations
+
+import click
+
+from lockstep.errors import SettingError
+from lockstep.launch.spec import LaunchSpec, Settings, split_arguments
+
+_TORCHRUN = "lockstep.torchrun"
+
+
+class RunCommand(click.Command):
+    """Takes torchrun's flags among its own: both stand before the script, in any order."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Lays torchrun's flags aside and leaves the others to click."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        own = {name: not option.is_flag for option in options for name in option.opts}
+        try:
+            flags, rest = split_arguments(args, own)
+        except SettingError:
+            # Asking torchrun's parser imports torch, so only where a flag is not ours.
+            from lockstep.launch.local import torchrun_flags
+
+            flags, rest = split_arguments(args, {**torchrun_flags(), **own})
+        ctx.meta[_TORCHRUN] = tuple(w for name, words in flags if name not in own for w in words)
+        ours = [word for name, words in flags if name in own for word in words]
+        return super().parse_args(ctx, [*ours, "--", *rest])
+
+
+@click.command(
+    cls=RunCommand,
+    options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
+    epilog="Every flag of torchrun is accepted too, with torchrun's meaning (--nnodes, "
+    "--node-rank, --master-addr, --rdzv-endpoint, --max-restarts, ...; see torchrun --help). Flags "
+    "stand before the script; what follows the script is the script's own.",
+)
+@click.option(
+    "--nproc",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    metavar="N|auto|gpu|cpu",
+    help="Processes on this machine; auto: one a GPU, else one a core.  [default: 1]",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--strategy", metavar="NAME", help="How the model is distributed, such as ddp.")
+@click.option("--precision", metavar="NAME", help="fp32, bf16 or fp16.")
+@click.option("--shares", metavar="A:B:...", help="How a global batch is divided over the ranks.")
+@click.option("--micro-batch", type=int, metavar="SAMPLES", help="Most samples computed at a time.")
+@click.option("--backend", metavar="NAME", help="nccl, gloo or mpi.")
+@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:0.")
+@click.option(
+    "--join-timeout", type=float, metavar="SECONDS", help="How long the ranks wait to join."
+)
+@click.option("--seed", type=int, metavar="NUMBER", help="Of everything random.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    script: str,
+    args: tuple[str, ...],
+    nproc: str | None,
+    module: bool,
+    dry_run: bool,
+    join_timeout: float | None,
+    **settings: str | int | None,
+) -> None:
+    """Starts SCRIPT on several processes of this machine, and ends them all when one fails.
+
+    The settings (--strategy to --seed) reach `lockstep.init` in the script; a script that sets
+    one itself to another value ends in an error.
+    """
+    spec = LaunchSpec(
+        script=script,
+        arguments=args,
+        nproc=nproc,
+        module=module,
+        settings=Settings(timeout=join_timeout, **settings),  # type: ignore[arg-type]
+        torchrun=ctx.meta[_TORCHRUN],
+    )
+    from lockstep.launch import local
+
+    if dry_run:
+        click.echo(local.plan(spec).describe())
+    else:
+        ctx.exit(local.run(spec, lambda line: click.echo(f"lockstep: {line}", err=True)))

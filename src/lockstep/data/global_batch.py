@@ -1,0 +1,190 @@
+"""The global batch: which samples form it, and who computes which of them.
+
+Two pure functions carry all of Lockstep's promises about data:
+
+1. `plan_epoch(length, batch_size, seed=, epoch=, ...)` cuts an epoch into global batches. It knows
+   nothing of devices, so the order of samples cannot depend on them.
+2. `split_batch(count, shares, micro_batches)` cuts one global batch into micro-batches and ranks.
+   It knows nothing of the data.
+
+A global batch is laid out as consecutive micro-batches, and each micro-batch as consecutive parts
+of the ranks. The micro-batches hold the same samples on any number of ranks, which is what makes
+BatchNorm, whose statistics are those of a micro-batch, independent of that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError, SettingError
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """The global batches of one epoch: `plan[t]` holds the sample indices of batch t, in order."""
+
+    order: Indices
+    """Sample indices, shape `(samples used in the epoch,)`."""
+    bounds: Indices
+    """Where the batches begin and end in `order`, shape `(steps + 1,)`."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, step: int) -> Indices:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        return self.order[self.bounds[step] : self.bounds[step + 1]]
+
+
+def plan_epoch(
+    length: int,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> EpochPlan:
+    """The global batches of one epoch, from nothing but its arguments.
+
+    Args:
+        length: samples in the dataset.
+        batch_size: samples in a global batch; the last one is shorter when it does not divide
+            `length`, or left out with `drop_last`.
+        seed: of the run.
+        epoch: counted from 0; every epoch has an order of its own.
+        shuffle: False keeps the dataset's order.
+        drop_last: leave out a last batch that is not full.
+
+    Raises:
+        DataError: `batch_size` or `length` is out of range.
+    """
+    check_batch_size(batch_size)
+    if length < 0:
+        raise DataError(f"a dataset of length {length}", "a length is at least 0", "fix __len__")
+    order = shuffled(length, seed=seed, epoch=epoch) if shuffle else np.arange(length)
+    return cut(order, batch_size, drop_last=drop_last)
+
+
+def cut(order: Indices, batch_size: int, *, drop_last: bool) -> EpochPlan:
+    """Consecutive global batches of a given order."""
+    steps = batches_in_epoch(len(order), batch_size, drop_last=drop_last)
+    bounds = np.minimum(np.arange(steps + 1, dtype=np.int64) * batch_size, len(order))
+    return EpochPlan(order[: bounds[-1]], bounds)
+
+
+def batches_in_epoch(length: int, batch_size: int, *, drop_last: bool) -> int:
+    """Global batches, and so optimizer steps, in an epoch."""
+    return length // batch_size if drop_last else math.ceil(length / batch_size)
+
+
+def shuffled(length: int, *, seed: int, epoch: int) -> Indices:
+    """A permutation of `range(length)` that is the same on every machine and numpy version.
+
+    numpy promises stable streams for the raw output of its bit generators, not for
+    `Generator.permutation` (NEP 19); a run resumed next year must see the same order, so the raw
+    words are the sort keys.
+    """
+    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+@lru_cache(maxsize=256)
+def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> Indices:
+    """Who computes which samples of a global batch.
+
+    Every rank's part is within one sample of its share of the whole batch, and micro-batches
+    differ by at most one sample. Of `count < micro_batches` samples there are only `count`
+    micro-batches, so none is empty on all ranks; a rank's part may be.
+
+    Args:
+        count: samples in the global batch.
+        shares: one weight a rank, `(1, 2)`: rank 1 computes twice as much as rank 0.
+        micro_batches: how many pieces the batch is computed in, one after the other.
+
+    Returns:
+        An array of shape `(micro-batches, ranks, 2)`: begin and end within the global batch.
+    """
+    micro_batches = max(1, min(micro_batches, count))
+    total, before = sum(shares), np.cumsum([0, *shares])
+    ends = -(-count * before // total)  # ceilings: a lone sample goes to the first rank
+    of_rank = np.diff(ends)
+    # Spread each rank's samples evenly over the batch, then cut: the totals stay exact.
+    positions = np.concatenate([(np.arange(n) + 0.5) / n for n in of_rank if n] or [np.empty(0)])
+    owners = np.repeat(np.arange(len(shares)), of_rank)[np.argsort(positions, kind="stable")]
+    cuts = -(-count * np.arange(micro_batches + 1) // micro_batches)
+    parts = np.empty((micro_batches, len(shares), 2), dtype=np.int64)
+    for j in range(micro_batches):
+        sizes = np.bincount(owners[cuts[j] : cuts[j + 1]], minlength=len(shares))
+        stops = cuts[j] + np.cumsum(sizes)
+        parts[j, :, 0], parts[j, :, 1] = stops - sizes, stops
+    parts.setflags(write=False)
+    return parts
+
+
+def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int | None) -> int:
+    """How many micro-batches keep every rank's part of each within `largest` samples.
+
+    Counted once for the full batch, so a short last batch is computed in as many pieces.
+    """
+    if largest is None:
+        return 1
+    if largest < 1:
+        raise SettingError(
+            f"micro_batch={largest}",
+            "a micro-batch holds at least one sample on each rank",
+            "give the number of samples one device computes at a time, or leave it out",
+        )
+    for pieces in range(math.ceil(batch_size / (largest * len(shares))), batch_size + 1):
+        parts = split_batch(batch_size, shares, max(1, pieces))
+        if int((parts[..., 1] - parts[..., 0]).max()) <= largest:
+            return max(1, pieces)
+    return batch_size
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raises DataError unless this is a whole number of at least 1."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise DataError(
+            f"batch_size={batch_size!r}",
+            "a global batch holds a whole number of samples, at least 1",
+            "give the number of samples of one optimizer step over all devices",
+        )
+
+
+def parse_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """`'1:2'` or `(1, 2)` as one non-negative whole number a rank; None is equal shares.
+
+    Raises:
+        SettingError: the wrong number of shares, none above zero, or not whole numbers.
+    """
+    if shares is None:
+        return (1,) * size
+    advice = "give one whole number a rank, for example shares='2:3:3'"
+    try:
+        parts = shares.split(":") if isinstance(shares, str) else list(shares)
+        numbers = tuple(int(part) for part in parts)
+        exact = all(isinstance(p, str) or p == n for p, n in zip(parts, numbers, strict=True))
+    except (TypeError, ValueError):
+        exact, numbers = False, ()
+    if not exact:
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
+    if len(numbers) != size:
+        raise SettingError(
+            f"shares={shares!r}", f"{len(numbers)} shares for a world size of {size}", advice
+        )
+    if min(numbers) < 0 or max(numbers) == 0:
+        raise SettingError(
+            f"shares={shares!r}", "shares are at least 0, and one is above 0", advice
+        )
+    divisor = math.gcd(*numbers)
+    return tuple(n // divisor for n in numbers)

@@ -1,0 +1,286 @@
+"""The loader: this rank's part of every global batch, on the device, in the planned order.
+
+One pass over a loader is one epoch. Its position is two numbers, epoch and global batch, which are
+the same on all ranks and mean the same on any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.fetch import Fetch, Key
+from lockstep.data.global_batch import Indices, micro_batches_needed, split_batch
+from lockstep.data.nest import emptied
+from lockstep.data.prefetch import to_device
+from lockstep.data.source import Source
+from lockstep.data.weighting import Pair, Weight, weighted
+from lockstep.errors import CheckpointError
+from lockstep.runtime.choice import Choice
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.seeding import kept_random_state, mix
+from lockstep.runtime.step import OUTSIDE, MicroBatch, Step
+
+
+class Loader:
+    """Iterates this rank's micro-batches of an epoch.
+
+    With gradients enabled every rank gets every micro-batch, one without samples being a batch of
+    shape `(0, *)`: the other ranks need its backward pass. Under `torch.no_grad()` or
+    `torch.inference_mode()` nothing is exchanged, so a rank skips a batch it has no samples of.
+
+    Args:
+        source: the data and its order.
+        shares: one whole number a rank.
+        micro_batch: the most samples this rank computes at a time; None: its whole part.
+        weight: a batch's weight in the mean, instead of its number of samples.
+        sample_rng: give every sample random streams of its own.
+        seed: of the run.
+        collectives: of the run.
+        step: the present optimizer step, kept up to date while iterating.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        shares: tuple[int, ...],
+        micro_batch: int | None = None,
+        weight: Weight | None = None,
+        sample_rng: bool = True,
+        seed: int,
+        collectives: Collectives,
+        step: Step,
+    ) -> None:
+        self.source = source
+        self.shares = shares
+        self.weight = weight
+        self.seed = seed
+        self.micro_batches = micro_batches_needed(source.batch_size, shares, micro_batch)
+        self.current = OUTSIDE
+        self._collectives = collectives
+        self._step = step
+        self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
+        self._epoch = 0
+        self._start = 0
+        self._position: int | None = None
+        self._example: Any = None
+        self._workers: DataLoader[Any] | None = None
+        self._keys: list[Key] = []
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.source.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self.source.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Global batches, and so optimizer steps, of an epoch."""
+        return self.source.steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass that is running, or of the next one."""
+        return self._epoch if self._position is None else self._epoch - 1
+
+    @property
+    def mid_epoch(self) -> bool:
+        """A pass is running, or will be taken up where a checkpoint left it."""
+        return self._position is not None or self._start > 0
+
+    @property
+    def start(self) -> int:
+        """Global batches of the coming pass that a checkpoint has been resumed after."""
+        return self._start
+
+    @property
+    def choice(self) -> Choice:
+        """How the global batch is computed, in words."""
+        parts = split_batch(self.batch_size, self.shares, self.micro_batches)
+        of_rank = (parts[..., 1] - parts[..., 0]).sum(axis=0).tolist()
+        value = f"{self.batch_size} samples"
+        if len(of_rank) == 1:
+            reason = "the global batch, on one device"
+        elif len(set(of_rank)) == 1:
+            reason = f"the global batch: {of_rank[0]} on each of {len(of_rank)} ranks"
+        else:
+            shown = " + ".join(str(n) for n in of_rank[:8]) + (" + ..." if of_rank[8:] else "")
+            reason = f"the global batch: {shown} on ranks 0 to {len(of_rank) - 1}"
+        if self.micro_batches > 1:
+            reason += f", in {self.micro_batches} micro-batches"
+        return Choice("batch", value, reason)
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, which is the number of turns of a training loop."""
+        if self.micro_batches == 1:
+            return self.steps
+        plan = self.source.plan(self.seed, self.epoch)
+        return sum(min(self.micro_batches, len(plan[step])) for step in range(len(plan)))
+
+    def __iter__(self) -> Iterator[Any]:
+        training = torch.is_grad_enabled()
+        epoch, start = self._epoch, self._start
+        self._epoch, self._start = epoch + 1, 0
+        plan = self.source.plan(self.seed, epoch)
+        pieces = [
+            piece for step in range(start, len(plan)) for piece in self._pieces(step, plan[step])
+        ]
+        if not training:
+            pieces = [piece for piece in pieces if piece[1].local]
+        return self._run(epoch, pieces, training)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: the same on every rank, and meaningful on any number of them."""
+        position = self._position
+        if position is None:
+            epoch, step = self._epoch, self._start
+        else:
+            done = self._step.current.last and self._step.stepped
+            epoch, step = self._epoch - 1, position + int(done)
+        return {"epoch": epoch, "step": step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes up the position; the next pass begins there.
+
+        Raises:
+            CheckpointError: the data or the global batch are not those of the checkpoint.
+        """
+        for name, value in self._identity().items():
+            if state[name] != value:
+                raise CheckpointError(
+                    f"resuming a loader whose {name.replace('_', ' ')} is {value}",
+                    f"in the checkpoint it is {state[name]}, so the position means other samples",
+                    "continue with the same data, batch size and seed, or leave the loader out",
+                )
+        self._epoch, self._start, self._position = state["epoch"], state["step"], None
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "length": self.source.length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": int(self.source.shuffle),
+        }
+
+    def _pieces(self, step: int, batch: Indices) -> list[tuple[int, MicroBatch, Indices, bool]]:
+        """This rank's micro-batches: (step, what it is, sample indices, all ranks have some)."""
+        parts = split_batch(len(batch), self.shares, self.micro_batches)
+        counts = parts[..., 1] - parts[..., 0]
+        plain = len(parts) == 1 and bool((counts == counts[0, 0]).all()) and len(batch) > 0
+        ranks, rank = len(self.shares), self._collectives.topology.rank
+        found = []
+        for j in range(len(parts)):
+            begin, end = parts[j, rank]
+            local = int(end - begin)
+            micro = MicroBatch(
+                count=len(batch),
+                local=local,
+                first=j == 0,
+                last=j == len(parts) - 1,
+                scale=1.0 if plain else local * ranks / max(1, len(batch)),
+                plain=plain,
+            )
+            found.append((step, micro, batch[begin:end], bool(counts[j].all())))
+        return found
+
+    def _run(
+        self,
+        epoch: int,
+        pieces: list[tuple[int, MicroBatch, Indices, bool]],
+        training: bool,
+    ) -> Iterator[Any]:
+        """Hands out the pieces; what is not the present pass's is put back on leaving."""
+        step, outer = self._step, (self._step.current, self._step.seen)
+        micros = (micro for _, micro, _, _ in pieces)
+        batches = self._read([(epoch, indices) for _, _, indices, _ in pieces])
+        pairs: Iterator[Pair] = zip(micros, batches, strict=True)
+        if self.weight is not None and training:
+            pairs = weighted(pairs, self.weight, len(self.shares))
+        try:
+            placed = self._place(pairs)
+            for (position, _, _, everyone), (micro, batch) in zip(pieces, placed, strict=True):
+                self.current = micro
+                if training:
+                    self._position = position
+                    step.begin(micro)
+                else:
+                    step.seen = micro
+                    self._collectives.blocked = None if everyone else _SOME_SKIP
+                yield batch
+        finally:
+            self._collectives.blocked = None
+            self._position = None
+            step.current, step.seen = outer
+
+    def _place(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+        """Moves batches to the device while keeping what they are beside them."""
+        micros: list[MicroBatch] = []
+
+        def batches() -> Iterator[Any]:
+            for micro, batch in pairs:
+                micros.append(micro)
+                yield batch
+
+        pin_memory = self.source.options.get("num_workers", 0) == 0
+        for batch in to_device(batches(), self._collectives.device, pin_memory=pin_memory):
+            yield micros.pop(0), batch
+
+    def _read(self, keys: list[Key]) -> Iterator[Any]:
+        """The collated batches on the CPU; an empty part is made from any other batch."""
+        filled = [key for key in keys if len(key[1])]
+        workers = self.source.options.get("num_workers", 0)
+        fetched = (
+            self._with_workers(filled)
+            if workers and filled
+            else map(self._fetch.__getitem__, filled)
+        )
+        for key in keys:
+            if len(key[1]):
+                batch = next(fetched)
+                if self._example is None:
+                    self._example = emptied(batch)
+                yield batch
+            else:
+                yield self._empty(key[0])
+
+    def _empty(self, epoch: int) -> Any:
+        if self._example is None:
+            with kept_random_state():
+                self._example = emptied(self._fetch[epoch, _FIRST])
+        return self._example
+
+    def _with_workers(self, keys: list[Key]) -> Iterator[Any]:
+        self._keys[:] = keys
+        if self._workers is None:
+            options = {
+                name: value for name, value in self.source.options.items() if value is not None
+            }
+            options["pin_memory"] = self._collectives.device.type == "cuda"
+            # A generator of its own: torch would draw the workers' seed from the global stream.
+            generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
+            self._workers = DataLoader(
+                self._fetch,
+                batch_size=None,
+                sampler=self._keys,
+                collate_fn=_as_it_is,
+                generator=generator,
+                **options,
+            )
+        return iter(self._workers)
+
+
+_FIRST: Indices = np.zeros(1, dtype=np.int64)
+_SOME_SKIP = "some rank has no samples of this batch and is not here"
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

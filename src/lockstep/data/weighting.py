@@ -1,0 +1,81 @@
+"""The exact weight of every micro-batch, so that gradients are those of the global mean.
+
+DDP averages over ranks and backward passes accumulate, so a micro-batch whose loss is the mean over
+weight `w` counts as it should when that loss is multiplied by `w * ranks / W`, `W` being the weight
+of the whole global batch.
+
+By samples, `W` is known from the plan. By a user's weight (the tokens that count, say) it is a sum
+over ranks: the loader reads one global batch ahead and starts that all-reduce (8 bytes, on the CPU
+side) a whole step before its result is needed, so no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import DataError
+from lockstep.runtime.step import MicroBatch
+
+Weight = Callable[[Any], float | Tensor]
+Pair = tuple[MicroBatch, Any]
+
+
+@dataclass
+class _Group:
+    """The micro-batches of one global batch, their weights, and the sum that is on its way."""
+
+    pairs: list[Pair]
+    weights: list[float]
+    total: Tensor
+    work: dist.Work | None
+
+
+def weighted(pairs: Iterator[Pair], weight: Weight, size: int) -> Iterator[Pair]:
+    """The same micro-batches with the exact scale of `weight` instead of that of samples."""
+    ahead: deque[_Group] = deque()
+    group: list[Pair] = []
+    for pair in pairs:
+        group.append(pair)
+        if pair[0].last:
+            ahead.append(_start(group, weight, size))
+            group = []
+        if len(ahead) == 2:
+            yield from _finish(ahead.popleft(), size)
+    for waiting in ahead:
+        yield from _finish(waiting, size)
+
+
+def _start(pairs: list[Pair], weight: Weight, size: int) -> _Group:
+    weights = [_weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
+    total = torch.tensor([sum(weights)], dtype=torch.float64)
+    work = dist.all_reduce(total, async_op=True) if size > 1 else None
+    return _Group(pairs, weights, total, work)
+
+
+def _finish(group: _Group, size: int) -> Iterator[Pair]:
+    if group.work is not None:
+        group.work.wait()
+    total = float(group.total)
+    plain = size == 1 and len(group.pairs) == 1
+    for (micro, batch), own in zip(group.pairs, group.weights, strict=True):
+        scale = own * size / total if total else 0.0
+        yield replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch
+
+
+def _weigh(weight: Weight, batch: Any) -> float:
+    value = weight(batch)
+    number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e300:
+        raise DataError(
+            f"weight={getattr(weight, '__name__', weight)}",
+            f"it gave {value!r} for a batch",
+            "return one number that is at least 0, such as the number of tokens that count",
+        )
+    return float(number)

@@ -1,0 +1,161 @@
+"""What can go wrong, as a tree.
+
+    LockstepError                   exit code
+    ├── SettingError                2   an argument, flag or variable that cannot be honoured
+    ├── UsageError                  2   an object used in a way that would give wrong numbers
+    ├── DataError                   2   a dataset, sampler or batch that cannot be cut into shares
+    ├── CheckpointError             1   a file that cannot be read, written or matched
+    ├── RankFailedError             1   a process of `lockstep.launch` raised, died or was late
+    ├── RanksDifferError            4   something that must be equal on all ranks is not
+    └── JoinError                   3   the ranks did not come together
+        ├── MissingRankError        3
+        ├── DuplicateRankError      3
+        ├── WorldSizeError          3
+        ├── MasterUnreachableError  3
+        ├── PortTakenError          3
+        └── StaleInitFileError      3
+
+Every message says what was set, what was found and what to do, and closes with the rank and the
+user's own line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+# Frames of these are not the user's: this package, the standard library, installed packages and
+# commands, and what was compiled from strings.
+_NOT_THE_USERS = (
+    str(Path(__file__).parent),
+    sysconfig.get_paths()["stdlib"],
+    str(Path(sys.executable).parent),
+    "<frozen ",
+    "<string>",
+)
+
+_rank: int | None = None
+
+
+def set_rank(rank: int | None) -> None:
+    """Names the rank that this process's errors carry (None: no run has been joined)."""
+    global _rank
+    _rank = rank
+
+
+class LockstepError(Exception):
+    """The root of the tree.
+
+    Args:
+        was_set: what the user asked for, in the user's own terms.
+        found: what stands against it.
+        do: what to change.
+    """
+
+    exit_code = 1
+
+    def __init__(self, was_set: str, found: str, do: str) -> None:
+        self.was_set = was_set
+        self.found = found
+        self.do = do
+        self.rank = _rank
+        self.line = user_line()
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        place = ", ".join(
+            part for part in (None if self.rank is None else f"rank {self.rank}", self.line) if part
+        )
+        text = f"{self.was_set}\n  found: {self.found}\n  do:    {self.do}"
+        return f"{text}\n  at:    {place}" if place else text
+
+
+class SettingError(LockstepError, ValueError):
+    """An argument, flag or variable that cannot be honoured."""
+
+    exit_code = 2
+
+
+class UsageError(LockstepError, RuntimeError):
+    """An object used in a way that would give wrong numbers or a hang."""
+
+    exit_code = 2
+
+
+class DataError(LockstepError, ValueError):
+    """A dataset, sampler or batch that cannot be cut into shares."""
+
+    exit_code = 2
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A file that cannot be read, written or matched."""
+
+
+class RanksDifferError(LockstepError, RuntimeError):
+    """Something that must be equal on all ranks is not."""
+
+    exit_code = 4
+
+
+class JoinError(LockstepError, RuntimeError):
+    """The ranks did not come together."""
+
+    exit_code = 3
+
+
+class MissingRankError(JoinError):
+    """A rank did not come within the join timeout."""
+
+
+class DuplicateRankError(JoinError):
+    """Two processes claim the same rank."""
+
+
+class WorldSizeError(JoinError):
+    """The ranks were started with different world sizes."""
+
+
+class MasterUnreachableError(JoinError):
+    """Nothing that speaks our protocol answers at the master's address."""
+
+
+class PortTakenError(JoinError):
+    """The master's port belongs to another program."""
+
+
+class StaleInitFileError(JoinError):
+    """The file of `file://` is left over from an earlier run."""
+
+
+class RankFailedError(LockstepError, RuntimeError):
+    """A process of `launch` raised, died or did not return in time.
+
+    `rank` failed first; `remote_traceback` is its traceback, empty where it died without one.
+    """
+
+    def __init__(
+        self, was_set: str, found: str, do: str, rank: int, remote_traceback: str = ""
+    ) -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(was_set, found, do)
+        self.rank = rank
+
+    def _text(self) -> str:
+        text = super()._text()
+        return f"{text}\n\n{self.remote_traceback}" if self.remote_traceback else text
+
+
+def user_line() -> str | None:
+    """The innermost line of the stack that is the user's own, `file:line: code`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_USERS) and "site-packages" not in name:
+            code = linecache.getline(name, frame.f_lineno).strip()
+            return f"{Path(name).name}:{frame.f_lineno}" + (f": {code}" if code else "")
+        frame = frame.f_back
+    return None

@@ -1,0 +1,189 @@
+"""Optimizers and schedulers that step once per global batch.
+
+The training loop runs once per micro-batch. On all but the last of a global batch, `step()` and
+`zero_grad()` do nothing, so the same loop is right with and without accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import RanksDifferError, UsageError
+from lockstep.optim.precision import Precision
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.step import Step
+
+# Their CPU implementations over lists of tensors give the same bits as those over single tensors,
+# with a fraction of the calls (tests/optim/test_accumulation.py). The fused ones do not.
+_SAME_BITS_FOREACH = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+)
+
+
+class PreparedOptimizer(Optimizer):
+    """The user's optimizer, stepping once per global batch.
+
+    It shares the inner optimizer's groups and state. `before` and `after` are called around every
+    real step.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        step: Step,
+        precision: Precision,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
+        self.inner = inner
+        self.skipped = False
+        """Whether the loss scaler left the last step out because a gradient was infinite."""
+        self._step = step
+        self._precision = precision
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared{self.inner!r}"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps where the present micro-batch closes its global batch; else returns None.
+
+        Raises:
+            UsageError: `loss.backward()` was called where the loss needs exact weighting.
+        """
+        present = self._step.current
+        if not self._step.backwards and closure is None:
+            self._check_backward()
+        if not present.last:
+            if closure is not None:
+                raise UsageError(
+                    "optimizer.step(closure) with micro-batches",
+                    "the closure would be evaluated on a part of the global batch",
+                    "leave micro_batch out, or use an optimizer without closures",
+                )
+            return None
+        if closure is None:
+            self._before()
+        result, self.skipped = self._precision.step(self.inner, closure)
+        self._step.mark_stepped()
+        self._after()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, but for those that a global batch has begun to accumulate."""
+        present = self._step.current
+        begun = not present.first or (self._step.backwards > 0 and not present.last)
+        if self._step.stepped or not begun:
+            self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the strategy was built for the parameters that were there at `prepare`."""
+        raise UsageError(
+            "optimizer.add_param_group after world.prepare",
+            "gradients of parameters that came later would not be averaged over the ranks",
+            "add all parameters first (frozen ones may be in it), then call world.prepare",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state: that of plain torch."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner optimizer."""
+        self.inner.load_state_dict(state_dict)
+
+    def _check_backward(self) -> None:
+        present = self._step.current
+        if present.plain and self._precision.scaler is None:
+            return
+        reason = (
+            f"the precision is {self._precision.name}, whose loss is scaled"
+            if present.plain
+            else f"this rank's part is {present.local} of {present.count} samples, "
+            "so its mean counts as much as others only when weighted"
+        )
+        raise UsageError(
+            "loss.backward() before optimizer.step()",
+            reason,
+            "call world.backward(loss), which weighs the loss exactly",
+        )
+
+
+class PreparedScheduler(LRScheduler):
+    """The user's scheduler: steps where the optimizer does, once per global batch or per epoch."""
+
+    def __init__(self, inner: LRScheduler, step: Step, collectives: Collectives) -> None:
+        self.inner = inner
+        self.prepared: PreparedOptimizer | None = None
+        """The prepared optimizer that it drives, once that is known."""
+        self._step = step
+        self._collectives = collectives
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps unless a global batch is in the middle or its optimizer step was left out.
+
+        Raises:
+            RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
+        """
+        if not self._step.current.last or (self.prepared is not None and self.prepared.skipped):
+            return
+        if isinstance(self.inner, ReduceLROnPlateau):
+            self._check_metric(*args, **kwargs)
+        self.inner.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """The learning rate of each parameter group."""
+        return self.inner.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner scheduler's state."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner scheduler."""
+        self.inner.load_state_dict(state_dict)
+
+    def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
+        values = self._collectives.exchange(repr(float(metrics)))
+        if len(set(values)) > 1:
+            raise RanksDifferError(
+                "ReduceLROnPlateau.step(metric)",
+                ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
+                "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
+            )
+
+
+def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Switches to the faster implementation with the same bits; returns the reason, if it did."""
+    if device.type != "cpu" or type(optimizer) not in _SAME_BITS_FOREACH:
+        return None
+    flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
+    if any(group.get(flag) for group in optimizer.param_groups for flag in flags):
+        return None
+    if any(group.get("foreach") is False for group in optimizer.param_groups):
+        return None
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+    return "updates all tensors in one call; the same bits as one at a time"

@@ -1,0 +1,105 @@
+"""Precision: fp32, bf16 and fp16 mixed precision by torch's autocast and gradient scaler.
+
+Parameters, gradients and the optimizer stay in fp32. The model's forward pass runs under autocast
+and its floating-point outputs come back in fp32, so that losses are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import SettingError
+
+_DTYPES: dict[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Precision:
+    """How the forward pass is computed and the loss scaled.
+
+    Args:
+        name: `fp32`, `bf16` or `fp16`.
+        device: of the model.
+
+    Raises:
+        SettingError: an unknown name, or one that the device cannot do.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name not in _DTYPES:
+            raise SettingError(
+                f"precision={name!r}",
+                "precisions are " + ", ".join(_DTYPES),
+                "choose one of them; float64 models run under fp32, which changes no dtype",
+            )
+        if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise SettingError(
+                "precision='bf16'",
+                f"{torch.cuda.get_device_name(device)} has no bfloat16 arithmetic",
+                "use precision='fp16'",
+            )
+        self.name = name
+        self.device = device
+        self.dtype = _DTYPES[name]
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._unscaled: set[int] = set()
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Runs the module's forward under autocast; returns the handles that undo it."""
+        if self.dtype is None:
+            return []
+        running: list[torch.autocast] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            running.append(torch.autocast(self.device.type, self.dtype))
+            running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            running.pop().__exit__(None, None, None)
+            return pytree.tree_map_only(Tensor, self._to_fp32, output)
+
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _to_fp32(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The backward pass of the (scaled) loss."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        torch.autograd.backward(scaled, **options)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Brings gradients to their true size before they are looked at; once a step."""
+        for optimizer in optimizers:
+            if self.scaler is not None and id(optimizer) not in self._unscaled:
+                self.scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """Steps the optimizer; returns its result and whether the scaler left the step out."""
+        if self.scaler is None:
+            return optimizer.step(closure), False
+        if closure is not None:
+            raise SettingError(
+                "precision='fp16' with an optimizer that takes a closure",
+                "a scaled step evaluates the loss once",
+                "use precision='bf16' or 'fp32'",
+            )
+        before = self.scaler.get_scale()
+        result = self.scaler.step(optimizer)
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        return result, self.scaler.get_scale() < before

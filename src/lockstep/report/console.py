@@ -1,0 +1,120 @@
+"""What rank 0 prints: plain lines and the block of choices, above a running bar if there is one.
+
+Nothing here asks for the rank: the caller is rank 0. `rich` is imported where it is needed, so
+that importing lockstep does not pay for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.runtime.choice import Choice as Choice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_INDENT = 2
+_MIN_NAME, _MAX_VALUE, _MIN_REASON = 10, 24, 24
+
+_with_bar: Console | None = None
+
+
+def open_console() -> Console:
+    """The console of the running bar, or a new one on stdout as it is now."""
+    from rich.console import Console
+
+    return _with_bar or Console(markup=False, emoji=False, highlight=False)
+
+
+def on_terminal() -> bool:
+    """Whether stdout can be drawn on; a pipe cannot, whatever is set to force colours on it."""
+    return sys.stdout.isatty() and open_console().is_interactive
+
+
+def occupy(console: Console | None) -> None:
+    """A bar runs on `console` from now on, so all lines must go through it; None: no longer."""
+    global _with_bar
+    _with_bar = console
+
+
+def say(text: str = "") -> None:
+    """Prints lines as they are, above the running bar if there is one; for rank 0 alone."""
+    if _with_bar is None:
+        sys.stdout.write(encodable(text, sys.stdout.encoding) + "\n")
+        sys.stdout.flush()
+    else:
+        from rich.text import Text
+
+        _with_bar.print(Text.from_ansi(encodable(text, _with_bar.encoding)), soft_wrap=True)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """The text with `?` for what a stream of this encoding cannot print: no run ends over a dot."""
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def print_choices(title: str, choices: Sequence[Choice]) -> None:
+    """Prints the title and one aligned line a choice; for rank 0 alone.
+
+    On a terminal long reasons are wrapped between words; on anything else a choice is one line, so
+    that a log can be searched.
+    """
+    console = open_console()
+    width = console.width if on_terminal() else None
+    for parts in choice_rows(title, choices, width):
+        text = _styled(*(encodable(part, console.encoding) for part in parts))
+        console.print(text, soft_wrap=True)
+
+
+def choice_rows(
+    title: str, choices: Sequence[Choice], width: int | None
+) -> list[tuple[str, str, str]]:
+    """The block as rows of name, value and reason, each padded to stand where it belongs.
+
+    Args:
+        title: the line above the block.
+        choices: in the order in which they are shown.
+        width: columns to stay within, where words are short enough; None: any.
+    """
+    rows = [("", line, "") for line in _wrap(title, width)]
+    name_width = max([_MIN_NAME, *(len(c.name) for c in choices)]) + 2
+    fitting = [len(c.value) for c in choices if len(c.value) <= _MAX_VALUE]
+    value_width = max([0, *fitting]) + 2
+    indent = _INDENT + name_width
+    beside = indent + value_width
+    for choice in choices:
+        name = " " * _INDENT + choice.name.ljust(name_width)
+        fits = len(choice.value) + 2 <= value_width
+        if fits and (width is None or width - beside >= _MIN_REASON):
+            reasons = _wrap(choice.reason, None if width is None else width - beside)
+            value = choice.value.ljust(value_width) if choice.reason else choice.value
+            rows.append((name, value, reasons[0]))
+            rows += [(" " * beside, "", line) for line in reasons[1:]]
+        elif width is None or indent + len(choice.value) + 2 + len(choice.reason) <= width:
+            rows.append((name, choice.value, f"  {choice.reason}" if choice.reason else ""))
+        else:
+            values = _wrap(choice.value, width - indent)
+            rows.append((name, values[0], ""))
+            rows += [(" " * indent, line, "") for line in values[1:]]
+            if choice.reason:
+                lines = _wrap(choice.reason, width - indent - 2)
+                rows += [(" " * (indent + 2), "", line) for line in lines]
+    return rows
+
+
+def _wrap(text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [text]
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
+
+
+def _styled(name: str, value: str, reason: str) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((name, "dim"), (value, "bold"), reason)

@@ -1,0 +1,248 @@
+"""Means over all samples of all ranks, kept while training without ever waiting for a device.
+
+Communication pattern: every `every` global batches each rank starts one asynchronous all-reduce of
+a fixed number of float64 values (the sums so far, 536 bytes) and reads the result whenever it has
+come; a final one at the end of the pass is waited for. When to start is a count of global batches,
+so all ranks start the same collectives at the same places between those of training. The size does
+not depend on what a rank logged: ranks that log different things are found, instead of hanging.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import RanksDifferError, UsageError
+from lockstep.topology import Topology
+
+_MAX_NAMES = 32
+_HEADER = 4  # ranks that log, the code of their names, its square, samples
+
+
+@dataclass(slots=True)
+class _Sum:
+    total: Tensor
+    """Weighted sum of the values: float64, 0-dimensional, on the device."""
+    weight: float | Tensor = 0.0
+
+
+@dataclass(frozen=True)
+class Means:
+    """What is known of a pass at one time."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    """Weighted mean over ranks by name; names that no weight has been given are left out."""
+    samples: int = 0
+    """Samples over all ranks."""
+
+
+class RunningMeans:
+    """The means of one pass over the data.
+
+    Args:
+        topology: the ranks that take part; on one process the reduction is the identity.
+        device: where sums are kept: tensors that are there already cost one kernel each.
+        every: global batches between two reductions; 0: only the final one.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, every: int = 10) -> None:
+        self.latest = Means()
+        """The last reduction that has been read."""
+        self.samples = 0
+        """This rank's samples so far; kept up to date by whoever hands them out."""
+        self._topology = topology
+        self._device = device
+        self._every = every
+        self._sums: dict[str, _Sum] = {}
+        self._steps = 0
+        self._pending: deque[_Reduction] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    def add(self, weight: float | Tensor, /, **values: float | Tensor) -> None:
+        """Adds one micro-batch's means.
+
+        Args:
+            weight: what the values are weighted by: samples, tokens. Values of weight 0 count for
+                nothing, also where they are NaN, as the mean of an empty share is.
+            values: one number each, 0-dimensional or with a single element; they are detached, and
+                not waited for.
+
+        Raises:
+            UsageError: a value is not one real number, or there are more than 32 names.
+        """
+        if isinstance(weight, Tensor):
+            weight = weight.detach().to(self._device, torch.float64, non_blocking=self._on_cuda)
+        for name, value in values.items():
+            entry = self._sums.get(name) or self._open(name)
+            if isinstance(value, Tensor):
+                value = self._one_number(name, value)
+            elif not isinstance(value, int | float):
+                raise _not_a_number(name, f"a {type(value).__name__}")
+            if isinstance(weight, Tensor):
+                entry.total += torch.where(weight == 0, 0.0, weight * value)
+            elif weight and isinstance(value, Tensor):
+                entry.total.add_(value, alpha=weight)
+            elif weight:
+                entry.total += weight * value
+            entry.weight = entry.weight + weight
+
+    def step(self) -> None:
+        """One global batch is done: starts a reduction when it is time, reads those that came.
+
+        Raises:
+            RanksDifferError: the ranks did not log the same names.
+        """
+        self._steps += 1
+        if self._every and self._steps % self._every == 0:
+            self.start_reduce()
+        if self._pending:
+            self._read(wait=False)
+
+    def start_reduce(self) -> None:
+        """Starts one reduction of everything up to here; all ranks must call it alike."""
+        names = sorted(self._sums)
+        packed = self._pack(names)
+        if self._on_cuda:
+            self._pending.append(self._start_on_cuda(names, packed))
+        else:
+            work = None
+            if self._topology.size > 1:
+                work = dist.all_reduce(packed, async_op=True)
+            self._pending.append(_Reduction(names, packed, work))
+
+    def finish(self) -> Means:
+        """The exact means of everything that was added, waited for; all ranks must call it.
+
+        Raises:
+            RanksDifferError: the ranks did not log the same names.
+        """
+        self.start_reduce()
+        self._read(wait=True)
+        return self.latest
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _open(self, name: str) -> _Sum:
+        if len(self._sums) == _MAX_NAMES:
+            raise UsageError(
+                f"world.log({name}=...) as name number {_MAX_NAMES + 1} of one pass",
+                f"at most {_MAX_NAMES} means are kept",
+                "log fewer names, or log a mean of several of them",
+            )
+        # Sums that are first needed under inference_mode() must be usable outside of it as well.
+        with torch.inference_mode(False):
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._sums.setdefault(name, _Sum(total))
+
+    def _one_number(self, name: str, value: Tensor) -> Tensor:
+        if value.numel() != 1 or value.is_complex():
+            raise _not_a_number(name, f"a {value.dtype} tensor of shape {tuple(value.shape)}")
+        value = value.detach().reshape(())
+        return value.to(self._device, non_blocking=self._on_cuda)
+
+    def _pack(self, names: list[str]) -> Tensor:
+        """Everything in one float64 tensor of shape `(4 + 2 * 32,)`: header, weights, totals."""
+        # A rank that had no samples may have logged nothing, and is not one that differs.
+        takes_part = bool(names) or self.samples > 0
+        # Up to 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
+        code = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1 if takes_part else 0
+        entries = [self._sums[name] for name in names]
+        host = [float(takes_part), float(code), float(code * code), float(self.samples)]
+        host += [0.0 if isinstance(e.weight, Tensor) else float(e.weight) for e in entries]
+        host += [0.0] * (_HEADER + 2 * _MAX_NAMES - len(host))
+        packed = torch.tensor(host, dtype=torch.float64, pin_memory=self._on_cuda)
+        packed = packed.to(self._device, non_blocking=True)
+        for place, entry in enumerate(entries):
+            if isinstance(entry.weight, Tensor):
+                packed[_HEADER + place] = entry.weight
+        if entries:
+            start = _HEADER + _MAX_NAMES
+            packed[start : start + len(entries)] = torch.stack([e.total for e in entries])
+        return packed
+
+    def _start_on_cuda(self, names: list[str], packed: Tensor) -> _Reduction:
+        """Reduces and copies on a stream of its own: the next step's kernels do not wait."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if self._topology.size > 1:
+                work = dist.all_reduce(packed, async_op=True)
+                if work is not None:
+                    work.wait()  # the stream waits, not the CPU
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        # A pass that is broken off forgets what is under way; the memory must not be reused before.
+        packed.record_stream(self._stream)
+        return _Reduction(names, host, event=event)
+
+    def _read(self, *, wait: bool) -> None:
+        """Reads the reductions that have come, or all of them."""
+        while self._pending and (wait or self._pending[0].ready()):
+            reduction = self._pending.popleft()
+            reduction.wait()
+            numbers = reduction.host.tolist()
+            ranks, code, squares = numbers[:3]
+            # Equal on all ranks that take part if and only if this holds (Cauchy and Schwarz).
+            if ranks * squares != code * code:
+                raise _names_differ(reduction.names)
+            weights = numbers[_HEADER : _HEADER + _MAX_NAMES]
+            totals = numbers[_HEADER + _MAX_NAMES :]
+            self.latest = Means(
+                {
+                    name: total / weight
+                    for name, weight, total in zip(reduction.names, weights, totals, strict=False)
+                    if weight != 0
+                },
+                int(numbers[3]),
+            )
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """One that is under way."""
+
+    names: list[str]
+    host: Tensor
+    """Where the result will be."""
+    work: dist.Work | None = None
+    event: torch.cuda.Event | None = None
+
+    def ready(self) -> bool:
+        if self.event is not None:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Waits, and raises what went wrong."""
+        if self.event is not None:
+            self.event.synchronize()
+        elif self.work is not None:
+            self.work.wait()
+
+
+def _not_a_number(name: str, found: str) -> UsageError:
+    return UsageError(
+        f"world.log({name}=...)",
+        f"{found}, not one number",
+        f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+    )
+
+
+def _names_differ(names: list[str]) -> RanksDifferError:
+    logged = ", ".join(names) if names else "nothing"
+    return RanksDifferError(
+        "world.log, whose values are averaged over all ranks",
+        f"this rank logged {logged} and some other rank logged other names",
+        "log the same names on every rank (only rank 0 shows them); "
+        "for a line from rank 0 alone use world.print",
+    )

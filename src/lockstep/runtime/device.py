@@ -1,0 +1,88 @@
+"""Which device this process computes on, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lockstep.errors import SettingError
+from lockstep.topology import Topology
+
+
+def choose_device(
+    wanted: str | None, topology: Topology, environ: Mapping[str, str], *, may_share: bool
+) -> tuple[torch.device, str]:
+    """The device and the reason for it.
+
+    Args:
+        wanted: `cpu`, `cuda`, `cuda:1`, or None for a GPU where there is one.
+        topology: local rank r takes visible GPU r.
+        environ: for `CUDA_VISIBLE_DEVICES`, which renumbers the GPUs.
+        may_share: more processes than GPUs are allowed (Gloo can; NCCL refuses).
+
+    Raises:
+        SettingError: no such device, or fewer GPUs than processes.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu":
+        return torch.device("cpu"), "as set"
+    if wanted is None and not count:
+        return torch.device("cpu"), "no CUDA device is visible"
+    if wanted is not None:
+        device = _parsed(wanted)
+        if device.type != "cuda":
+            return device, "as set"
+        if not count:
+            raise SettingError(
+                f"device={wanted!r}",
+                "no CUDA device is visible" + _visible(environ),
+                "use device='cpu', or install a CUDA build of torch and check the driver",
+            )
+        if device.index is not None:
+            _check_one_process(device, topology, count)
+            return device, "as set" + physical(device.index, environ)
+    if topology.local_size > count and not may_share:
+        raise SettingError(
+            f"{topology.local_size} processes on this machine",
+            f"{count} visible GPU{'s' * (count != 1)}{_visible(environ)}; NCCL needs one for each",
+            f"start {count}, or use device='cpu', or backend='gloo' to share GPUs",
+        )
+    index = topology.local_rank % count
+    reason = f"local rank {topology.local_rank}" + physical(index, environ)
+    return torch.device("cuda", index), reason
+
+
+def _parsed(wanted: str) -> torch.device:
+    try:
+        return torch.device(wanted)
+    except RuntimeError:
+        raise SettingError(
+            f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
+        ) from None
+
+
+def _check_one_process(device: torch.device, topology: Topology, count: int) -> None:
+    if topology.local_size > 1:
+        raise SettingError(
+            f"device='{device}' with {topology.local_size} processes on this machine",
+            "all of them would use this one GPU",
+            "use device='cuda': local rank r then takes visible GPU r",
+        )
+    if device.index >= count:
+        raise SettingError(
+            f"device='{device}'",
+            f"{count} visible GPU{'s' * (count != 1)}, numbered from 0",
+            "choose a lower number; CUDA_VISIBLE_DEVICES renumbers the GPUs it lists from 0",
+        )
+
+
+def physical(index: int, environ: Mapping[str, str]) -> str:
+    """` (physical GPU 2)` where CUDA_VISIBLE_DEVICES renumbers; else nothing."""
+    listed = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return f" (physical GPU {listed[index]})" if index < len(listed) and listed[index] else ""
+
+
+def _visible(environ: Mapping[str, str]) -> str:
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if value is None else f" (CUDA_VISIBLE_DEVICES={value})"

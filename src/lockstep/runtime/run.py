@@ -1,0 +1,219 @@
+"""Joining and leaving a run: from settings and environment to a process group."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import SettingError, UsageError, set_rank
+from lockstep.runtime.choice import Choice
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.device import choose_device
+from lockstep.runtime.environment import detect
+from lockstep.runtime.manifest import collect
+from lockstep.runtime.process_group import choose_backend, close_group, open_group
+from lockstep.runtime.rendezvous import Joined, join
+from lockstep.runtime.settings import Settings
+from lockstep.runtime.step import Step
+from lockstep.topology import Topology
+
+# Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
+_MAIN_FIRST = timedelta(days=7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One process's part in a run, from `join_run` to `leave`."""
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    """Empty where there is no process group: on one process."""
+    collectives: Collectives
+    step: Step
+    joined: Joined | None
+    """The store that the ranks met at; None on one process."""
+
+
+_current: Run | None = None
+_joins = 0
+
+
+def join_run(
+    settings: Settings,
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> tuple[Run, list[Choice]]:
+    """Brings the processes together and opens the process group.
+
+    Args:
+        settings: what the user set.
+        environ: read once, here.
+        rank: given in the script instead of by a launcher; then `world_size` is given too.
+        world_size: likewise.
+
+    Raises:
+        JoinError: the ranks did not come together within `settings.timeout_s`.
+        RanksDifferError: they run other code, arguments, versions or settings.
+        SettingError: something that was set cannot be honoured.
+        UsageError: this process is in a run already.
+    """
+    global _current, _joins
+    if _current is not None or dist.is_initialized():
+        raise UsageError(
+            "lockstep.init",
+            "this process is in a run already"
+            if _current is not None
+            else "torch.distributed.init_process_group was called before it",
+            "call lockstep.init once, and nothing else that opens a process group; "
+            "world.close() leaves the run",
+        )
+    topology = _topology(environ, rank, world_size)
+    set_rank(topology.rank if topology.size > 1 else None)
+    device, device_reason = choose_device(
+        settings.device, topology, environ, may_share=settings.backend == "gloo"
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    choices = [
+        Choice("processes", str(topology.size), topology.source),
+        Choice("device", str(device), device_reason),
+    ]
+    backend, joined = "", None
+    if topology.size > 1:
+        backend, reason = choose_backend(settings.backend, device)
+        record = collect(topology, _compared(settings))
+        _joins += 1  # a store that outlives this run must not show it the records of the last
+        joined = join(
+            topology,
+            settings.init_method,
+            record=record,
+            timeout=settings.timeout_s,
+            attempt=f"{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_joins}",
+        )
+        limit = settings.collective_timeout_s
+        try:
+            network = open_group(
+                topology,
+                backend,
+                device,
+                joined.store,
+                timeout=None if limit is None else timedelta(seconds=limit),
+            )
+        except BaseException:
+            joined.close()
+            raise
+        choices.append(Choice("backend", backend, reason))
+        choices.append(Choice("network", *network))
+    run = Run(
+        topology=topology,
+        device=device,
+        backend=backend,
+        collectives=Collectives(topology, device),
+        step=Step(),
+        joined=joined,
+    )
+    _current = run
+    return run, choices
+
+
+def leave(run: Run, *, failed: bool) -> None:
+    """Closes what `join_run` opened.
+
+    Args:
+        run: to leave.
+        failed: this process ends with an error, so the others cannot be counted on.
+    """
+    global _current
+    if _current is not run:
+        return
+    _current = None
+    if run.joined is not None:
+        # NCCL waits for outstanding work of ranks that may never do theirs.
+        if not (failed and run.device.type == "cuda"):
+            close_group()
+        run.joined.close()
+    set_rank(None)
+
+
+@contextmanager
+def main_first(run: Run, turn: str) -> Iterator[None]:
+    """Rank 0 runs the block, then the others; they wait at the store, where no timeout is short.
+
+    Raises:
+        UsageError: on the other ranks, where rank 0's block raised.
+    """
+    if run.joined is None:
+        yield
+        return
+    key = f"main_first/{turn}"
+    if run.topology.is_main:
+        try:
+            yield
+        except BaseException:
+            run.joined.store.set(key, "failed")
+            raise
+        run.joined.store.set(key, "done")
+        return
+    run.joined.store.wait([key], _MAIN_FIRST)
+    if run.joined.store.get(key) == b"failed":
+        raise UsageError(
+            "with world.main_first()",
+            "rank 0 raised in its block",
+            "look at rank 0's error",
+        )
+    yield
+
+
+def _topology(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Topology:
+    found = detect(environ, sys.argv[1:]) or Topology()
+    if (rank is None) != (world_size is None):
+        raise SettingError(
+            f"rank={rank}, world_size={world_size}",
+            "only one of them was given",
+            "give both, or neither under a launcher",
+        )
+    if rank is None or world_size is None:
+        return found
+    if found.size > 1 and (found.rank, found.size) != (rank, world_size):
+        raise SettingError(
+            f"rank={rank}, world_size={world_size} in the script",
+            f"{found.source} says rank {found.rank} of {found.size}",
+            "leave them out under a launcher",
+        )
+    if found.size > 1:
+        return found
+    # Without a launcher nothing says which machine this is. Local ranks only number the devices.
+    local = environ.get("LOCAL_RANK")
+    return Topology(
+        rank=rank,
+        size=world_size,
+        local_rank=int(local) if local else 0 if world_size == 1 else rank,
+        local_size=world_size,
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None,
+        source="set in the script",
+    )
+
+
+def _compared(settings: Settings) -> dict[str, object]:
+    """The settings that must be equal on all ranks."""
+    return {
+        "strategy": getattr(settings.strategy, "name", settings.strategy),
+        "seed": settings.seed,
+        "precision": settings.precision,
+        "backend": settings.backend,
+        "shares": settings.shares,
+        "micro_batch": settings.micro_batch,
+        "sync_batchnorm": settings.sync_batchnorm,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }

@@ -1,0 +1,104 @@
+"""The settings of a run: from the script, or from the command line where the script is silent.
+
+`lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. What the script says wins by
+being the only one to speak: where both speak and differ, that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from lockstep.errors import SettingError
+
+JOIN_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user set; None where nothing was said."""
+
+    strategy: Any = None
+    """A name, or an options object of `lockstep.strategies`."""
+    seed: int = 0
+    precision: str = "fp32"
+    backend: str | None = None
+    device: str | None = None
+    init_method: str | None = None
+    shares: Any = None
+    micro_batch: int | None = None
+    timeout_s: float = JOIN_TIMEOUT_S
+    """Seconds that ranks wait for each other in `init`."""
+    collective_timeout_s: float | None = None
+    """Seconds that a collective may take; None: torch's default for the backend."""
+    sync_batchnorm: bool = True
+
+
+def settle(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Merges the arguments of `init` (None: left open) with the LOCKSTEP_* variables.
+
+    Raises:
+        SettingError: a value that does not parse, or two that contradict each other.
+    """
+    readers: dict[str, Callable[[str], Any]] = {
+        "strategy": str,
+        "seed": int,
+        "precision": str,
+        "backend": str,
+        "device": str,
+        "init_method": str,
+        "shares": str,
+        "micro_batch": int,
+        "timeout": float,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, read in readers.items():
+        variable = f"LOCKSTEP_{name.upper()}"
+        if not environ.get(variable):
+            continue
+        outside = _parse(variable, environ[variable], read)
+        if name in values and _written(values[name]) != _written(outside):
+            raise SettingError(
+                f"{name}={values[name]!r} in the script and {variable}={outside} outside it",
+                "they contradict each other",
+                "set it in one place",
+            )
+        values.setdefault(name, outside)
+    for name in ("timeout", "collective_timeout"):
+        if name in values:
+            values[f"{name}_s"] = _seconds(name, values.pop(name))
+    if not isinstance(values.get("seed", 0), int) or values.get("seed", 0) < 0:
+        raise SettingError(
+            f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
+        )
+    return Settings(**values)
+
+
+def _parse(variable: str, text: str, read: Callable[[str], T]) -> T:
+    try:
+        return read(text)
+    except ValueError:
+        raise SettingError(
+            f"{variable}={text}", f"it is not a valid {read.__name__}", "correct or unset it"
+        ) from None
+
+
+def _written(value: Any) -> str:
+    """How a value is written on the command line, for comparing."""
+    if isinstance(value, list | tuple):
+        return ":".join(str(part) for part in value)
+    if isinstance(value, timedelta):
+        return str(value.total_seconds())
+    return str(getattr(value, "name", value) if not isinstance(value, int) else float(value))
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+        raise SettingError(
+            f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
+        )
+    return float(seconds)

@@ -1,0 +1,220 @@
+"""What `world.prepare` does: modules are spread, optimizers follow the global batch, loaders shard.
+
+Modules come first, whatever the order of the arguments, because optimizers are checked against
+their parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lockstep.data.loader import Loader
+from lockstep.errors import RanksDifferError, UsageError
+from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
+from lockstep.optim.precision import Precision
+from lockstep.runtime.choice import Choice
+from lockstep.runtime.run import Run
+from lockstep.strategies import sync_batchnorm
+from lockstep.strategies.base import Strategy
+
+
+class Preparer:
+    """Prepares the objects of one run and remembers which belong together."""
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: Strategy,
+        precision: Precision,
+        *,
+        sync_batchnorm: bool,
+        make_loader: Callable[[DataLoader[Any]], Loader],
+    ) -> None:
+        self.choices: list[Choice] = []
+        self.loaders: list[Loader] = []
+        self._run = run
+        self._strategy = strategy
+        self._precision = precision
+        self._sync_batchnorm = sync_batchnorm
+        self._make_loader = make_loader
+        self._modules: list[nn.Module] = []
+        self._owners: dict[int, nn.Module] = {}
+        self._optimizers: list[PreparedOptimizer] = []
+
+    def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
+        """The prepared objects in the order given.
+
+        Raises:
+            UsageError: something of another kind, prepared before, or an optimizer with
+                parameters of no prepared module.
+            RanksDifferError: other objects on other ranks, such as datasets of different lengths.
+        """
+        for thing in objects:
+            self._check(thing)
+        agree(self._run, "world.prepare", "; ".join(_describe(thing) for thing in objects))
+        prepared = {id(thing): thing for thing in objects}
+        steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (nn.Module, self._module),
+            (Optimizer, self._optimizer),
+            (LRScheduler, self._scheduler),
+            (DataLoader, self._make_loader),
+        )
+        for kind, prepare in steps:
+            for thing in objects:
+                if isinstance(thing, kind) and thing is prepared[id(thing)]:
+                    prepared[id(thing)] = prepare(thing)
+        self.loaders += [x for x in prepared.values() if isinstance(x, Loader)]
+        return [prepared[id(thing)] for thing in objects]
+
+    def owning(self, module: nn.Module) -> list[Optimizer]:
+        """The inner optimizers that hold parameters of the module."""
+        mine = {id(p) for p in module.parameters()}
+        return [o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))]
+
+    def inner(self, module: nn.Module) -> nn.Module:
+        """The user's module inside a prepared one."""
+        return getattr(module, "module", module) if module in self._modules else module
+
+    def _check(self, thing: Any) -> None:
+        if not isinstance(thing, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
+            raise UsageError(
+                f"world.prepare of a {type(thing).__name__}",
+                "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
+                "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
+            )
+        known = any(
+            thing is module or thing is self.inner(module) for module in self._modules
+        ) or any(thing is o.inner for o in self._optimizers)
+        if known or isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader):
+            raise UsageError(
+                f"world.prepare of a {type(thing).__name__} that is prepared already",
+                "preparing it again would cut, average or step twice",
+                "call world.prepare once for each object and use what it returns",
+            )
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        run = self._run
+        if run.topology.size > 1:
+            module = self._convert(module)
+        handles = self._precision.attach(module)
+        if handles:
+            self._choose("autocast", type(module).__name__, "outputs come back in fp32")
+        own = list(module.parameters())
+        wrapped, choices = self._strategy.wrap(module, run)
+        self.choices += choices
+        self._modules.append(wrapped)
+        self._owners |= {id(parameter): wrapped for parameter in own}
+        return wrapped
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        has = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        if not has:
+            return module
+        if not self._sync_batchnorm:
+            self._choose("batchnorm", "per rank", "sync_batchnorm=False; differs from one device")
+            return module
+        conversion = sync_batchnorm.convert(module)
+        if conversion.converted:
+            self._choose(
+                "batchnorm",
+                f"{len(conversion.converted)} synchronised",
+                "statistics of the global batch, as on one device",
+            )
+        if conversion.left:
+            self._choose(
+                "batchnorm", f"{len(conversion.left)} per rank", "they have a forward of their own"
+            )
+        return conversion.module
+
+    def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        modules = self._modules_of(optimizer)
+        reason = choose_foreach(optimizer, self._run.device)
+        if reason:
+            self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
+
+        def before() -> None:
+            for module in modules:
+                self._strategy.before_step(module)
+
+        def after() -> None:
+            for module in modules:
+                self._strategy.after_step(module)
+
+        prepared = PreparedOptimizer(optimizer, self._run.step, self._precision, before, after)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        strange = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._owners.get(id(parameter))
+                if owner is None:
+                    strange += 1
+                elif not any(owner is module for module in found):
+                    found.append(owner)
+        if strange:
+            total = sum(len(group["params"]) for group in optimizer.param_groups)
+            raise UsageError(
+                f"world.prepare of {type(optimizer).__name__}",
+                f"{strange} of its {total} parameters belong to no prepared module",
+                "build the optimizer from model.parameters() of the very model you prepare, and "
+                "give both to world.prepare(model, optimizer)",
+            )
+        return found
+
+    def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        prepared = PreparedScheduler(scheduler, self._run.step, self._run.collectives)
+        for optimizer in self._optimizers:
+            if scheduler.optimizer in (optimizer, optimizer.inner):
+                prepared.prepared = optimizer
+        if prepared.prepared is None:
+            raise UsageError(
+                f"world.prepare of {type(scheduler).__name__}",
+                "the optimizer it drives is not prepared",
+                "give both to world.prepare(model, optimizer, scheduler)",
+            )
+        return prepared
+
+    def _choose(self, name: str, value: str, reason: str) -> None:
+        self.choices.append(Choice(name, value, reason))
+
+
+def agree(run: Run, what: str, mine: str) -> None:
+    """Raises RanksDifferError on all ranks unless all brought the same."""
+    brought = run.collectives.exchange(mine)
+    if len(set(brought)) > 1:
+        raise RanksDifferError(
+            what,
+            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(brought)),
+            "build the same on every rank: same code, arguments, seed and data",
+        )
+
+
+def describe_loader(loader: Loader) -> str:
+    """What must be equal on all ranks of a loader."""
+    batches = f"global batches of {loader.batch_size}"
+    return f"a loader over {loader.source.length} samples in {batches}"
+
+
+def _describe(thing: Any) -> str:
+    """What must be equal on all ranks of an object given to `prepare`."""
+    if isinstance(thing, nn.Module):
+        shapes = [[n, list(p.shape), str(p.dtype)] for n, p in thing.named_parameters()]
+        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
+        numbers = sum(p.numel() for p in thing.parameters())
+        return f"{type(thing).__name__} of {numbers:,} parameters (shapes {digest})"
+    return type(thing).__name__
+
+
+def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
+    return (id(p) for group in optimizer.param_groups for p in group["params"])

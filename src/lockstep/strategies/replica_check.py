@@ -1,0 +1,55 @@
+"""Do the replicas still hold the same bits? One pass over the parameters and one small all-reduce.
+
+Every tensor's bits are summed as integers; the largest and the smallest sum over the ranks must be
+equal. Gradients are averaged to the same bits on all ranks, so anything else is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import RanksDifferError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """One 64-bit sum of the bits of each tensor, shape `(number of tensors,)`."""
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        bits = real.contiguous().view(_INTEGERS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums)
+
+
+def check_replicas(module: nn.Module, when: str, *, buffers: bool) -> None:
+    """Compares the parameters (and buffers) of a module over all ranks.
+
+    Raises:
+        RanksDifferError: on every rank, naming the tensors.
+    """
+    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.numel()}
+    if buffers:
+        named |= {name: b for name, b in module.named_buffers() if b.numel()}
+    if not named:
+        return
+    mine = fingerprint(named.values())
+    extremes = torch.cat([mine, -mine])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes.chunk(2)
+    differ = [
+        name for name, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same
+    ]
+    if differ:
+        shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
+        raise RanksDifferError(
+            f"replicas that stay equal ({when})",
+            f"{len(differ)} of {len(named)} tensors differ between ranks: {shown}",
+            "look for a forward pass that goes around the prepared model, parameters changed by "
+            "hand on some ranks, or a step taken on some ranks only",
+        )

@@ -1,0 +1,38 @@
+"""One process on one device: the module itself, with nothing around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from lockstep.errors import SettingError
+from lockstep.runtime.run import Run
+from lockstep.strategies.base import Strategy, Wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(Strategy):
+    """Plain torch; the reference that all other strategies are compared with."""
+
+    name: ClassVar[str] = "single"
+
+    def check(self, run: Run) -> None:
+        """Raises SettingError on more than one process."""
+        if run.topology.size > 1:
+            raise SettingError(
+                "strategy='single'",
+                f"world size {run.topology.size}: the processes would train apart",
+                "use strategy='ddp', or start one process",
+            )
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The module on its device."""
+        return Wrapped(module.to(run.device), [])
+
+    def before_step(self, module: nn.Module) -> None:
+        """Nothing can differ."""
+
+    def after_step(self, module: nn.Module) -> None:
+        """Nothing can differ."""

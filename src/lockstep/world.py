@@ -1,0 +1,364 @@
+"""`World`: what a script holds of the run it is part of. Thin: everything is handed on."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep import __version__
+from lockstep.checkpoint.session import Checkpoint
+from lockstep.data.global_batch import parse_shares
+from lockstep.data.loader import Loader
+from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.data.weighting import Weight
+from lockstep.errors import DataError, UsageError
+from lockstep.optim.loss_check import LossCheck
+from lockstep.optim.precision import Precision
+from lockstep.report.closing import closing_lines
+from lockstep.report.console import print_choices, say
+from lockstep.report.metrics import RunningMeans
+from lockstep.report.progress import progress
+from lockstep.runtime.choice import Choice
+from lockstep.runtime.run import Run, leave, main_first
+from lockstep.runtime.seeding import diverge
+from lockstep.runtime.settings import Settings
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.prepare import Preparer, agree, describe_loader
+
+
+class World:
+    """One process's view of the run. Made by `lockstep.init`.
+
+    Attributes:
+        rank, size: this process among all, `0 <= rank < size`.
+        local_rank, local_size: among those of its machine.
+        node_rank: its machine among all.
+        device: where this process computes.
+        is_main: True on rank 0.
+        strategy: the name of the strategy.
+        epoch: of `epochs`, counted from 0.
+    """
+
+    def __init__(
+        self, run: Run, strategy: Strategy, settings: Settings, choices: list[Choice]
+    ) -> None:
+        self.topology = run.topology
+        self.rank = run.topology.rank
+        self.size = run.topology.size
+        self.local_rank = run.topology.local_rank
+        self.local_size = run.topology.local_size
+        self.node_rank = run.topology.node_rank
+        self.is_main = run.topology.is_main
+        self.device = run.device
+        self.collectives = run.collectives
+        self.strategy = strategy.name
+        self.settings = settings
+        self.means = self._outside = RunningMeans(run.topology, run.device, 0)
+        self.precision = Precision(settings.precision, run.device)
+        self.shares = parse_shares(settings.shares, run.topology.size)
+        self.epoch = 0
+        self._run = run
+        self._check_loss = LossCheck(run.step)
+        self._choices = choices
+        self._shown = 0
+        self._preparer = Preparer(
+            run,
+            strategy,
+            self.precision,
+            sync_batchnorm=settings.sync_batchnorm,
+            make_loader=lambda loader: self._make_loader(from_loader(loader)),
+        )
+        self._diverged = False
+        self._turns = 0
+        self._folders: list[str] = []
+        self._in_epoch = False
+        self._closed = False
+        atexit.register(self.close)
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, *objects: Any) -> Any:
+        """Places and wraps modules, optimizers, schedulers and DataLoaders, in any order.
+
+        A DataLoader's `batch_size` is the global batch: each rank gets its part. Optimizers and
+        schedulers step once per global batch. On more than one process a module's BatchNorm
+        layers are synchronised unless `init` was told `sync_batchnorm=False`.
+
+        Returns:
+            The prepared objects in the order given; of one object, that object.
+
+        Raises:
+            UsageError: an object of another kind, one that is prepared already, or an optimizer
+                with parameters of no prepared module.
+            DataError: a DataLoader without batch size or length.
+            RanksDifferError: other models or data on other ranks.
+        """
+        self._check_open("prepare")
+        if not objects:
+            raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
+        prepared = self._preparer.prepare(objects)
+        if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
+            diverge(self.settings.seed, self.rank)
+            self._diverged = True
+        self._announce()
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def loader(
+        self,
+        data: Dataset[Any] | DataLoader[Any],
+        batch_size: int | None = None,
+        *,
+        batch_size_per_device: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        micro_batch: int | None = None,
+        shares: Any = None,
+        weight: Weight | None = None,
+        sample_rng: bool = True,
+        collate_fn: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> Loader:
+        """A prepared loader, with the options that a DataLoader does not have.
+
+        Args:
+            data: a map-style dataset, or a DataLoader, which then brings `batch_size`, `shuffle`,
+                `drop_last`, `collate_fn` and `options`.
+            batch_size: samples of the global batch.
+            batch_size_per_device: samples a device; the global batch is that times the world size.
+            shuffle: a new order every epoch, the same on any number of devices.
+            drop_last: leave a last batch that is not full out.
+            micro_batch: the most samples a rank computes at a time; the rest is accumulated.
+            shares: how the batch is divided, `"1:2"`; None: as `init` was told.
+            weight: gives a batch's weight in the mean, such as its number of tokens; the loss is
+                then the mean over that. Called on the CPU batch.
+            sample_rng: give every sample random streams of its own; False for datasets that draw
+                nothing, which are then read in whole batches.
+            collate_fn: joins samples into a batch.
+            **options: of `torch.utils.data.DataLoader`: `num_workers`, `prefetch_factor`, ...
+
+        Raises:
+            DataError, SettingError: data or sizes that make no global batch.
+            RanksDifferError: data of other lengths on other ranks.
+        """
+        self._check_open("loader")
+        if isinstance(data, DataLoader):
+            if batch_size is not None or batch_size_per_device is not None or options:
+                raise UsageError(
+                    "world.loader of a DataLoader with batch_size or loader options",
+                    "the DataLoader has these already",
+                    "set them in the DataLoader, or pass its dataset",
+                )
+            source = from_loader(data)
+        else:
+            size = self._global_batch(batch_size, batch_size_per_device)
+            source = from_dataset(
+                data,
+                size,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                collate=collate_fn,
+                options=options,
+            )
+        loader = self._make_loader(
+            source, micro_batch=micro_batch, shares=shares, weight=weight, sample_rng=sample_rng
+        )
+        agree(self._run, "world.loader", describe_loader(loader))
+        self._preparer.loaders.append(loader)
+        return loader
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The backward pass, weighted so that the step's gradient is that of the global mean.
+
+        Args:
+            loss: the mean over this rank's samples of the micro-batch (with `weight=`: over what
+                they weigh), one element.
+            **options: of `torch.autograd.backward`, such as `retain_graph`.
+
+        Raises:
+            UsageError: the loss is not a scalar tensor with a gradient, or is NaN.
+        """
+        self._check_loss(loss)
+        step = self._run.step
+        scale = step.current.scale
+        self.precision.backward(loss if scale == 1.0 else loss * scale, **options)
+        step.backwards += 1
+
+    def clip_grad_norm(
+        self, model: nn.Module, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clips by the norm of the whole gradient of the global batch.
+
+        Returns:
+            The norm before clipping; None on micro-batches that do not close a global batch.
+        """
+        if not self._run.step.current.last:
+            return None
+        self.precision.unscale(self._preparer.owning(model))
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+
+    def sum(self, value: Any) -> Any:
+        """The sum over all ranks of tensors, numbers and nests of them, on every rank."""
+        return self.collectives.sum(value)
+
+    def mean(self, value: Any) -> Any:
+        """The mean over ranks; for a mean over samples divide two sums."""
+        return self.collectives.mean(value)
+
+    def max(self, value: Any) -> Any:
+        """The largest over all ranks."""
+        return self.collectives.max(value)
+
+    def gather(self, value: Any) -> Any:
+        """All ranks' values: tensors joined along the first dimension, numbers as lists."""
+        return self.collectives.gather(value)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Rank `source`'s value on every rank; the others may pass None."""
+        return self.collectives.broadcast(value, source)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.collectives.barrier()
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Rank 0 runs the block first, the others when it is done (however long that takes)."""
+        self._turns += 1
+        return main_first(self._run, str(self._turns))
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """Prints on rank 0 alone, above a running progress bar."""
+        if self.is_main:
+            say(sep.join(str(value) for value in values))
+
+    def log(self, **values: float | Tensor) -> None:
+        """Adds to the running means that `progress` shows: means over all ranks' samples.
+
+        Raises:
+            UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
+        """
+        if self.means is self._outside:
+            raise UsageError(
+                f"world.log({', '.join(values)})",
+                "no world.progress(loader) is being iterated, so nothing would show it",
+                "iterate world.progress(loader) instead of the loader, or use world.print",
+            )
+        self.means.add(self._run.step.seen.local, **values)
+
+    def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
+        """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
+        text = f"epoch {self.epoch}" if description is None else description
+        return progress(loader, self, text, done=loader.start)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
+        while self.epoch < total:
+            self._in_epoch = True
+            try:
+                yield self.epoch
+            finally:
+                self._in_epoch = False
+            self.epoch += 1
+
+    def checkpoint(self, folder: str | Path, /, *, keep: int = 2, **state: Any) -> Checkpoint:
+        """Saves and resumes the whole training state: `.save()`, `.resume()`, `.wait()`.
+
+        Args:
+            folder: where; made when it is needed.
+            keep: how many of the newest checkpoints stay.
+            **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
+        """
+        self._check_open("checkpoint")
+        self._folders.append(str(folder))
+        return Checkpoint(folder, self.collectives, keep=keep, state=state, world_state=self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run itself has to remember: epoch, step, the loss scaler."""
+        # Between the end of a pass and the end of the loop's body the epoch counts as done.
+        unfinished = any(loader.mid_epoch for loader in self._preparer.loaders)
+        scaler = self.precision.scaler
+        return {
+            "epoch": self.epoch + int(self._in_epoch and not unfinished),
+            "step": self._run.step.number,
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` gave."""
+        self.epoch = state["epoch"]
+        self._run.step.number = state["step"]
+        if self.precision.scaler is not None and state["scaler"] is not None:
+            self.precision.scaler.load_state_dict(state["scaler"])
+
+    def close(self) -> None:
+        """Leaves the run; called at exit too. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        failed = hasattr(sys, "last_type")  # set by an uncaught exception: the others may be gone
+        leave(self._run, failed=failed)
+        if self.is_main and self._run.step.number and not failed:
+            self._close_with_words()
+
+    def _make_loader(self, source: Source, **options: Any) -> Loader:
+        shares = options.pop("shares", None)
+        own = options.pop("micro_batch", None)
+        made = Loader(
+            source,
+            shares=self.shares if shares is None else parse_shares(shares, self.size),
+            micro_batch=self.settings.micro_batch if own is None else own,
+            seed=self.settings.seed,
+            collectives=self.collectives,
+            step=self._run.step,
+            **options,
+        )
+        self._preparer.choices.append(made.choice)
+        return made
+
+    def _global_batch(self, batch_size: int | None, per_device: int | None) -> object:
+        if (batch_size is None) == (per_device is None):
+            raise DataError(
+                f"batch_size={batch_size}, batch_size_per_device={per_device}",
+                "exactly one of them says how large the global batch is",
+                "give batch_size: the samples of one optimizer step over all devices",
+            )
+        return per_device * self.size if per_device is not None else batch_size
+
+    def _announce(self) -> None:
+        """Prints the choices made since the last time, once, on rank 0."""
+        choices, self._preparer.choices = [*self._choices, *self._preparer.choices], []
+        self._choices = []
+        if self.is_main and choices:
+            hosts = self.size // self.local_size
+            title = (
+                f"lockstep {__version__} · {self.size} process{'es' * (self.size > 1)} on "
+                f"{hosts} host{'s' * (hosts > 1)}"
+            )
+            print_choices(title, choices)
+
+    def _close_with_words(self) -> None:
+        step = self._run.step
+        folder = self._folders[-1] if self._folders else None
+        for line in closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds):
+            say(line)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise UsageError(
+                f"world.{what} after world.close()", "the run was left", "close at the very end"
+            )

@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.checkpoint import layout, save
+from lockstep.checkpoint.session import Checkpoint
+from lockstep.checkpoint.weights import load_weights
+from lockstep.errors import CheckpointError, SettingError, UsageError
+from lockstep.runtime.collectives import Collectives
+from lockstep.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+class World:
+    """The run's own state, as far as a checkpoint knows it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.epoch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.epoch = state["step"], state["epoch"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x).relu())
+        return out
+
+
+class Training:
+    """A plain training, on one process or under DDP."""
+
+    def __init__(self, folder: Path, collectives: Collectives | None = None, **more: Any) -> None:
+        collectives = collectives or Collectives(Topology(), CPU)
+        torch.manual_seed(0)
+        net = Net()
+        self.model: nn.Module = net if collectives.alone else DistributedDataParallel(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=50)
+        self.world = World()
+        self.checkpoint = Checkpoint(
+            folder,
+            collectives,
+            keep=2,
+            state={
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "scheduler": self.scheduler,
+                **more,
+            },
+            world_state=self.world,
+        )
+        torch.manual_seed(collectives.topology.rank)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            noise = float(np.random.normal()) + random.gauss(0, 1)
+            loss = self.model(torch.randn(6, 4) + noise).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.world.step += 1
+
+    def values(self) -> list[torch.Tensor]:
+        moments = [t for s in self.optimizer.state_dict()["state"].values() for t in s.values()]
+        return [t.clone() for t in [*self.model.state_dict().values(), *moments]]
+
+
+def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
+    np.random.seed(1)
+    random.seed(1)
+    whole = Training(tmp_path / "unused")
+    whole.train(9)
+
+    np.random.seed(1)
+    random.seed(1)
+    first = Training(tmp_path / "run")
+    assert first.checkpoint.resume() is False
+    assert first.checkpoint.last_resume_note == f"nothing to resume in {tmp_path / 'run'}"
+    first.train(5)
+    first.world.epoch = 1
+    assert first.checkpoint.save() == tmp_path / "run" / "step-000000005"
+    first.checkpoint.wait()
+
+    np.random.seed(99)
+    random.seed(99)
+    second = Training(tmp_path / "run")
+    torch.manual_seed(99)
+    assert second.checkpoint.resume() is True
+    assert (second.world.step, second.world.epoch) == (5, 1)
+    assert second.checkpoint.last_resume_note == (
+        f"resumed {tmp_path / 'run' / 'step-000000005'} (epoch 1, step 5)"
+    )
+    second.train(4)
+    assert all_equal(whole.values(), second.values())
+    assert whole.scheduler.state_dict() == second.scheduler.state_dict()
+
+
+def test_what_was_resumed_does_not_need_the_files(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    first.train(2)
+    first.checkpoint.save()
+    second = Training(tmp_path)
+    second.checkpoint.resume()
+    with open("/proc/self/maps") as maps:
+        assert str(tmp_path) not in maps.read()
+    shutil.rmtree(tmp_path / "step-000000002")
+    second.train(2)
+
+
+def test_saving_many_times_keeps_the_newest(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    for _ in range(4):
+        run.train(1)
+        run.checkpoint.save()
+    assert [layout.step_of(p) for p in layout.list_checkpoints(tmp_path)] == [3, 4]
+
+
+def test_what_is_incomplete_is_said(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    for _ in range(2):
+        run.train(1)
+        run.checkpoint.save()
+    (tmp_path / "step-000000002" / "manifest.json").unlink()
+    assert run.checkpoint.resume()
+    assert run.world.step == 1
+    assert run.checkpoint.last_resume_note.endswith("; passed over as incomplete: step-000000002")
+
+
+def test_a_compiled_model_is_saved_bare(tmp_path: Path) -> None:
+    net = torch.compile(Net(), backend="eager")
+    checkpoint = Checkpoint(
+        tmp_path, Collectives(Topology(), CPU), keep=1, state={"net": net}, world_state=World()
+    )
+    path = checkpoint.save()
+    bare = Net()
+    load_weights(bare, path / "net.safetensors")
+    assert torch.equal(bare.head.weight, net.head.weight)
+    with torch.no_grad():
+        net.head.weight.zero_()
+    checkpoint.resume()
+    assert torch.equal(bare.head.weight, net.head.weight)
+
+
+class Counter:
+    """A user's own object."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_own_objects(tmp_path: Path) -> None:
+    state = {"best": float("-inf"), "seen": {3: (1, None)}, "mean": torch.ones(2)}
+    Training(tmp_path, own=Counter(state)).checkpoint.save()
+    other = Counter()
+    Training(tmp_path, own=other).checkpoint.resume()
+    assert other.state.keys() == state.keys()
+    assert other.state["seen"] == {3: (1, None)}
+
+
+def test_other_names_than_were_saved(tmp_path: Path) -> None:
+    Training(tmp_path, ema=Counter(1)).checkpoint.save()
+    with pytest.raises(CheckpointError) as caught:
+        Training(tmp_path, scaler=Counter(1)).checkpoint.resume()
+    assert caught.value.found == ("not in the checkpoint: scaler; in the checkpoint alone: ema")
+
+
+def test_another_model_changes_nothing(tmp_path: Path) -> None:
+    Training(tmp_path).checkpoint.save()
+    run = Training(tmp_path)
+    run.model.head = nn.Linear(8, 5)
+    before = run.values()
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoint.resume()
+    assert "head.weight: [2, 8] in the file, [5, 8] in the model" in caught.value.found
+    run.model.head = nn.Identity()
+    with pytest.raises(CheckpointError, match=r"2 unexpected \(head.weight, head.bias\)"):
+        run.checkpoint.resume()
+    run.model.head = nn.Linear(8, 5)
+    assert all_equal(before[:5], run.values()[:5])
+
+
+def test_another_optimizer(tmp_path: Path) -> None:
+    Training(tmp_path).checkpoint.save()
+    run = Training(tmp_path)
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(CheckpointError, match="resuming optimizer from") as caught:
+        run.checkpoint.resume()
+    assert "parameter groups" in caught.value.found
+
+
+def test_a_module_where_another_thing_is_now(tmp_path: Path) -> None:
+    Training(tmp_path, ema=Net()).checkpoint.save()
+    with pytest.raises(CheckpointError, match=r"ema was a module .* and is a Counter now"):
+        Training(tmp_path, ema=Counter(1)).checkpoint.resume()
+    shutil.rmtree(tmp_path / "step-000000000")
+    Training(tmp_path, ema=Counter(1)).checkpoint.save()
+    with pytest.raises(CheckpointError, match=r"ema was not a module .* and is a Net now"):
+        Training(tmp_path, ema=Net()).checkpoint.resume()
+
+
+def test_state_that_cannot_be_stored(tmp_path: Path) -> None:
+    run = Training(tmp_path, own=Counter({"f": [len]}))
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoint.save()
+    assert caught.value.found == "own.f[0] is a builtin_function_or_method"
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
+def test_no_pickle_is_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    run = Training(tmp_path)
+    run.train(1)
+    path = run.checkpoint.save()
+    assert run.checkpoint.resume()
+    assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
+    assert json.loads((path / "manifest.json").read_text())["world_size"] == 1
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, None])
+def test_keep_must_be_a_count(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(SettingError, match="keep="):
+        Checkpoint(
+            tmp_path,
+            Collectives(Topology(), CPU),
+            keep=keep,
+            state={"model": Net()},
+            world_state=World(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({}, "only the folder was given"),
+        ({"best": {"a": 1}}, "a dict has no state_dict()"),
+        ({"best": 3}, "a int has no state_dict()"),
+        ({"world": Counter()}, "the name is taken"),
+        ({"training": Counter()}, "the name is taken"),
+        ({"../x": Counter()}, "no plain word"),
+        ({"Net": Counter(), "net": Counter()}, "upper and lower case"),
+    ],
+)
+def test_what_can_be_given(tmp_path: Path, state: dict[str, Any], found: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Checkpoint(tmp_path, Collectives(Topology(), CPU), keep=1, state=state, world_state=World())
+    assert found in caught.value.found
+
+
+def test_not_within_an_evaluation(tmp_path: Path) -> None:
+    collectives = Collectives(Topology(), CPU)
+    run = Training(tmp_path, collectives)
+    collectives.blocked = "the ranks may have different numbers of batches"
+    for method in (run.checkpoint.save, run.checkpoint.resume):
+        with pytest.raises(UsageError, match="in the body of an evaluation loop"):
+            method()
+
+
+# --- several processes
+
+
+def joined() -> Collectives:
+    dist.init_process_group("gloo")
+    return Collectives(Topology(rank=dist.get_rank(), size=dist.get_world_size()), CPU)
+
+
+def streams() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+
+def save_on_many(folder: str) -> tuple[list[Any], list[float]]:
+    collectives = joined()
+    np.random.seed(collectives.topology.rank)
+    random.seed(collectives.topology.rank)
+    run = Training(Path(folder), collectives)
+    run.train(3)
+    path = run.checkpoint.save()
+    run.checkpoint.wait()
+    assert layout.latest(Path(folder)) == path
+    result = [t.tolist() for t in run.values()], streams()
+    dist.destroy_process_group()
+    return result
+
+
+def resume_on_many(folder: str) -> tuple[list[Any], list[float], str]:
+    collectives = joined()
+    run = Training(Path(folder), collectives)
+    assert run.checkpoint.resume()
+    assert run.world.step == 3
+    drawn = streams()
+    result = [t.tolist() for t in run.values()], drawn, run.checkpoint.last_resume_note
+    run.train(1)
+    dist.destroy_process_group()
+    return result
+
+
+def test_saved_on_two_resumed_on_two_one_and_three(tmp_path: Path) -> None:
+    saved = run_ranks(save_on_many, 2, str(tmp_path))
+    values = saved[0][0]
+    assert saved[0][1] != saved[1][1], "the ranks' random streams differ, or this shows nothing"
+
+    on_two = run_ranks(resume_on_many, 2, str(tmp_path))
+    assert [r[0] for r in on_two] == [values, values]
+    assert [r[1] for r in on_two] == [s[1] for s in saved]
+    assert "processes" not in on_two[0][2]
+
+    on_three = run_ranks(resume_on_many, 3, str(tmp_path))
+    assert [r[0] for r in on_three] == [values] * 3
+    assert all("saved by 2 processes and this run has 3" in r[2] for r in on_three)
+
+    alone = Training(tmp_path)
+    assert alone.checkpoint.resume()
+    assert [t.tolist() for t in alone.values()] == values
+    assert "saved by 2 processes and this run has 1" in alone.checkpoint.last_resume_note
+
+
+def caught(action: Any) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, getattr(error, "found", str(error))
+    return "nothing", ""
+
+
+def failing(folder: str) -> list[tuple[str, str]]:
+    """Every way in which one rank alone fails; the others must hear of it."""
+    collectives = joined()
+    rank = collectives.topology.rank
+    own = Counter(1)
+    run = Training(Path(folder) / "a", collectives, own=own)
+    seen = []
+
+    original, full = save.save_file, OSError(28, "No space left on device")
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise full
+
+    if rank == 0:
+        save.save_file = no_space
+    seen.append(caught(run.checkpoint.save))
+    save.save_file = original
+
+    if rank == 1:
+        own.state_dict = lambda: 1 / 0  # type: ignore[method-assign]
+    seen.append(caught(run.checkpoint.save))
+    own.__dict__.pop("state_dict", None)
+
+    run.checkpoint.save()
+    if rank == 1:
+        own.load_state_dict = lambda _: 1 / 0  # type: ignore[method-assign]
+    seen.append(caught(run.checkpoint.resume))
+
+    # Rank 1 on another machine: it sees an empty folder, or another checkpoint of that name.
+    elsewhere = Training(Path(folder) / ("a" if rank == 0 else "b"), collectives, own=Counter(1))
+    seen.append(caught(elsewhere.checkpoint.resume))
+    if rank == 1:
+        alone = Training(Path(folder) / "b", own=Counter(1))
+        alone.checkpoint.save()
+    collectives.barrier()
+    seen.append(caught(elsewhere.checkpoint.resume))
+    other_way = Training(Path(folder) / ("c" if rank == 0 else "b"), collectives, own=Counter(1))
+    seen.append(caught(other_way.checkpoint.resume))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    zero, one = run_ranks(failing, 2, str(tmp_path))
+    space = "no space is left for it ([Errno 28] No space left on device)"
+    assert zero[0] == ("CheckpointError", space)
+    assert one[0] == ("CheckpointError", f"rank 0: {space}")
+    assert one[1] == ("ZeroDivisionError", "division by zero")
+    assert zero[1] == ("CheckpointError", "rank 1: ZeroDivisionError: division by zero")
+    assert one[2] == ("CheckpointError", "ZeroDivisionError: division by zero")
+    assert zero[2] == ("CheckpointError", "rank 1: ZeroDivisionError: division by zero")
+    assert "not complete" in one[3][1]
+    assert zero[3][1] == f"rank 1: {one[3][1]}"
+    assert "another checkpoint under that name" in one[4][1]
+    assert zero[4][1] == f"rank 1: {one[4][1]}"
+    assert one[5] == zero[5]
+    assert zero[5][1] == "rank 1 sees a complete checkpoint there, rank 0 sees none"
+    assert os.listdir(tmp_path / "a") == ["step-000000000"]

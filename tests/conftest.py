@@ -1,0 +1,82 @@
+"""Every test is checked for what it leaves behind: processes, threads, shared memory, variables."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch starts its thread pools, and before the fork server is started.
+os.environ["OMP_NUM_THREADS"] = "1"
+for _name in [
+    n for n in os.environ if n.startswith(("LOCKSTEP_", "SLURM_", "OMPI_", "TORCHELASTIC"))
+]:
+    del os.environ[_name]
+
+# A temporary folder of our own, so that what other programs do in theirs is not counted.
+_FOLDER = tempfile.mkdtemp(prefix="lockstep-tests-")
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+os.environ["TMPDIR"] = tempfile.tempdir = _FOLDER
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+
+def _processes() -> dict[int, str]:
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+        if "forkserver" in command or "resource_tracker" in command:
+            continue
+        found[child.pid] = command
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Segments that torch made for processes that are gone."""
+    folder = Path("/dev/shm")
+    found = set()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        owner = re.match(r"torch_(\d+)_", path.name)
+        if owner and not psutil.pid_exists(int(owner[1])):
+            found.add(path.name)
+    return found
+
+
+def _temporary_files() -> set[str]:
+    ours = ("pytest-of-", "pymp-", "torchinductor_")  # of pytest, the fork server, torch
+    return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    variables = dict(os.environ)
+    memory, files, processes = _shared_memory(), _temporary_files(), _processes()
+    yield
+    assert not dist.is_initialized(), "the process group was left open"
+    left = {pid: text for pid, text in _processes().items() if pid not in processes}
+    alive = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
+    alive = psutil.wait_procs(alive, timeout=5)[1]
+    assert not alive, f"processes left behind: {[left[p.pid] for p in alive]}"
+    assert set(threading.enumerate()) <= threads, "threads left behind"
+    assert _shared_memory() <= memory, "shared memory left behind"
+    assert _temporary_files() <= files, "files left behind in the temporary folder"
+    changed = {
+        name
+        for name in {*os.environ, *variables} - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+        if os.environ.get(name) != variables.get(name)
+    }
+    assert not changed, f"environment variables changed: {sorted(changed)}"

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems import Augmented, tensors
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+from lockstep.data.fetch import Fetch
+from lockstep.data.loader import Loader
+from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.step import OUTSIDE, Step
+from lockstep.topology import Topology
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make(source: Source, rank: int = 0, size: int = 1, **options: Any) -> Loader:
+    """The loader of one rank, without processes: reading needs no other rank."""
+    collectives = Collectives(Topology(rank=rank, size=size, local_size=size, local_rank=rank),
+                              torch.device("cpu"))  # fmt: skip
+    options = {"shares": (1,) * size, "seed": 3, **options}
+    return Loader(source, collectives=collectives, step=Step(), **options)
+
+
+def numbers(length: int, batch_size: int, **options: Any) -> Source:
+    settings = {"shuffle": True, "drop_last": False, "collate": None, "options": {}, **options}
+    return from_dataset(Numbers(length), batch_size, **settings)
+
+
+def read(loader: Loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_ranks_together_see_every_sample_once_in_the_planned_order(size):
+    source = numbers(23, 6)
+    expected = read(make(source))
+    assert sorted(sum(expected, [])) == list(range(23))
+    ranks = [read(make(source, rank, size)) for rank in range(size)]
+    assert [sum(parts, []) for parts in zip(*ranks, strict=True)] == expected
+
+
+def test_epochs_follow_each_other_without_set_epoch():
+    loader = make(numbers(30, 10))
+    epochs = [sum(read(loader), []) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+
+
+def test_an_empty_part_is_an_empty_batch_when_training_and_skipped_when_not():
+    data = tensors(1, torch.float32)
+    source = from_loader(DataLoader(data, batch_size=4))
+    loader = make(source, rank=2, size=3)
+    ((x, y),) = list(loader)
+    assert x.shape == (0, 6)
+    assert y.shape == (0,)
+    assert x.dtype == torch.float32
+    with torch.no_grad():
+        assert list(loader) == []
+
+
+def test_micro_batches_are_marked():
+    loader = make(numbers(10, 8), micro_batch=3)
+    seen = []
+    for batch in loader:
+        now = loader.current
+        seen.append((len(batch), now.count, now.local, now.first, now.last, now.plain))
+    assert seen == [
+        (3, 8, 3, True, False, False),
+        (3, 8, 3, False, False, False),
+        (2, 8, 2, False, True, False),
+        (1, 2, 1, True, False, False),
+        (1, 2, 1, False, True, False),
+    ]
+    assert len(loader) == 5
+    assert loader.steps == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_scales_of_a_global_batch_make_the_exact_mean(size):
+    for shares, micro in (((1,) * size, None), (tuple(range(1, size + 1)), 3)):
+        loaders = [
+            make(numbers(11, 8), r, size, shares=shares, micro_batch=micro) for r in range(size)
+        ]
+        weights = np.zeros(11)
+        for loader in loaders:
+            for batch in loader:
+                now = loader.current
+                for index in batch.tolist():
+                    # What one sample's loss counts after the mean over its part and over ranks.
+                    weights[index] = now.scale / now.local / size * now.count
+        assert np.allclose(weights, 1)
+
+
+def test_position_and_resume_on_another_number_of_ranks():
+    source = numbers(23, 6)
+    whole = make(source)
+    read(whole)
+    expected = read(whole)
+    two = [make(source, rank, 2) for rank in range(2)]
+    for loader in two:
+        read(loader)
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+            loader._step.mark_stepped()
+        state = loader.state_dict()
+        iterator.close()
+    assert (state["epoch"], state["step"]) == (1, 2)
+    three = [make(source, rank, 3) for rank in range(3)]
+    for loader in three:
+        loader.load_state_dict(state)
+    rest = [sum(parts, []) for parts in zip(*(read(loader) for loader in three), strict=True)]
+    assert rest == expected[2:]
+
+
+def test_a_position_inside_a_global_batch_is_that_before_it():
+    loader = make(numbers(20, 8), micro_batch=4)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.state_dict()["step"] == 0
+    next(iterator)
+    assert loader.state_dict()["step"] == 0  # not stepped yet
+    loader._step.mark_stepped()
+    assert loader.state_dict()["step"] == 1
+    next(iterator)
+    assert loader.state_dict()["step"] == 1
+    iterator.close()
+    assert not loader.mid_epoch
+    assert loader.state_dict() | {"epoch": 1, "step": 0} == loader.state_dict()
+
+
+@pytest.mark.parametrize(("changed", "name"), [((24, 6), "length"), ((23, 7), "batch size")])
+def test_a_position_in_other_data_is_refused(changed, name):
+    state = make(numbers(23, 6)).state_dict()
+    with pytest.raises(CheckpointError, match=name):
+        make(numbers(*changed)).load_state_dict(state)
+
+
+def test_the_state_is_left_as_it_was():
+    loader = make(numbers(8, 4))
+    for _ in loader:
+        assert loader._step.current.count == 4
+    assert loader._step.current is OUTSIDE
+    for _ in loader:
+        break
+    del _
+    outer = loader._step.current
+    with torch.no_grad():
+        list(make(numbers(3, 2)))
+    assert loader._step.current is outer
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_augmentation_depends_on_the_sample_alone(workers, size):
+    """Not on the rank, the number of loader workers, or where the epoch was taken up."""
+    expected = by_sample(make(source_of(0)), 0)
+    found: dict[float, list[float]] = {}
+    for rank in range(size):
+        found |= by_sample(make(source_of(workers), rank, size), 0)
+    assert found == expected
+    resumed = make(source_of(workers))
+    resumed.load_state_dict(resumed.state_dict() | {"step": 2})
+    part = by_sample(resumed, 0)
+    assert 0 < len(part) < len(expected)
+    assert all(expected[key] == value for key, value in part.items())
+
+
+def source_of(workers: int) -> Source:
+    return from_loader(DataLoader(Augmented(20), batch_size=6, shuffle=True, num_workers=workers))
+
+
+def by_sample(loader: Loader, epoch: int) -> dict[Any, Any]:
+    data = Augmented(20).data
+    plan = loader.source.plan(3, epoch)
+    found = {}
+    start, rank = loader.start, loader._collectives.topology.rank
+    for step, (x, _) in enumerate(loader, start):
+        order = plan[step]
+        size = len(loader.shares)
+        half = -(-len(order) * rank // size)
+        for row, index in zip(x, order[half:], strict=False):
+            found[int(index)] = (row - data[int(index)][0]).tolist()
+    return found
+
+
+def test_epochs_have_their_own_augmentation_and_the_outer_streams_are_untouched():
+    loader = make(source_of(0))
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first, second = by_sample(loader, 0), by_sample(loader, 1)
+    assert all(first[index] != second[index] for index in first)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+
+
+def test_rows_of_tensors_are_what_reading_each_sample_gives():
+    data = tensors(30)
+    for dataset in (data, Subset(data, [5, 3, 8, 1, 0]), Subset(Subset(data, range(9)), [2, 7])):
+        source = from_loader(DataLoader(dataset, batch_size=4, shuffle=True))
+        fast = make(source)
+        assert fast._fetch.tensors is not None
+        slow = make(source)
+        slow._fetch.tensors = None
+        for a, b in zip(fast, slow, strict=True):
+            assert [t.tolist() for t in a] == [t.tolist() for t in b]
+            assert type(a) is type(b)
+
+
+def test_a_subclass_of_tensordataset_is_read_sample_by_sample():
+    class Noisy(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            return tuple(t + 1 for t in super().__getitem__(index))
+
+    data = Noisy(torch.zeros(4, 1))
+    source = from_loader(DataLoader(data, batch_size=2))
+    assert make(source)._fetch.tensors is None
+    assert next(iter(make(source)))[0].tolist() == [[1.0], [1.0]]
+
+
+def test_without_sample_rng_a_dataset_is_read_in_whole_batches():
+    class Batched(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [index + 100 for index in indices]
+
+    source = from_dataset(Batched(6), 3, shuffle=False, drop_last=False, collate=None, options={})
+    assert read(make(source, sample_rng=False)) == [[100, 101, 102], [103, 104, 105]]
+    assert read(make(source)) == [[0, 1, 2], [3, 4, 5]]
+    assert isinstance(make(source)._fetch, Fetch)
+
+
+def test_a_sampler_of_the_users_is_the_global_order():
+    sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * 10, 12)
+    source = from_loader(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
+    one = read(make(source))
+    assert [len(batch) for batch in one] == [5, 5, 2]
+    assert max(sum(one, [])) < 10
+    two = [read(make(source, rank, 2)) for rank in range(2)]
+    assert [sum(parts, []) for parts in zip(*two, strict=True)] == one
+
+
+def test_a_batch_sampler_of_the_users_makes_the_global_batches():
+    class Growing(BatchSampler):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from ([0], [1, 2], [3, 4, 5])
+
+        def __len__(self) -> int:
+            return 3
+
+    batches = Growing(SequentialSampler(Numbers(6)), 2, False)
+    source = from_loader(DataLoader(Numbers(6), batch_sampler=batches))
+    assert read(make(source)) == [[0], [1, 2], [3, 4, 5]]
+    assert make(source).steps == 3
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield from range(3)
+
+
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "loader"),
+    [
+        (DataError, "IterableDataset", lambda: DataLoader(Stream(), batch_size=2)),
+        (DataError, "without a length", lambda: DataLoader(Endless(), batch_size=2,
+                                                           sampler=range(3))),
+        (DataError, "batch_size=None", lambda: DataLoader(Numbers(3), batch_size=None)),
+        (UsageError, "DistributedSampler", lambda: DataLoader(
+            Numbers(4), batch_size=2, sampler=DistributedSampler(Numbers(4), 2, 0))),
+    ],
+)  # fmt: skip
+def test_loaders_that_cannot_be_cut(error, text, loader):
+    with pytest.raises(error, match=text):
+        from_loader(loader())

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import SettingError
+from lockstep.optim.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_forward_pass_runs_lower_and_comes_back_in_fp32(name):
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            y = self.layer(x)
+            seen.append(y.dtype)
+            return {"y": y, "n": 3, "ids": torch.ones(2, dtype=torch.int64)}
+
+    precision = Precision(name, CPU)
+    net = Net()
+    handles = precision.attach(net)
+    out = net(torch.ones(2, 4))
+    assert seen == [precision.dtype]
+    assert out["y"].dtype == torch.float32
+    assert out["ids"].dtype == torch.int64
+    precision.backward(out["y"].mean())
+    assert net.layer.weight.grad is not None
+    assert net.layer.weight.grad.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    for handle in handles:
+        handle.remove()
+    net(torch.ones(2, 4))
+    assert seen[1] == torch.float32
+
+
+def test_autocast_is_left_when_the_forward_pass_raises():
+    class Broken(nn.Module):
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            raise RuntimeError("broken")
+
+    net = Broken()
+    Precision("bf16", CPU).attach(net)
+    with pytest.raises(RuntimeError, match="broken"):
+        net(torch.ones(1))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_fp16_leaves_out_a_step_with_infinite_gradients():
+    precision = Precision("fp16", CPU)
+    assert precision.scaler is not None
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    precision.backward((parameter * float("inf")).sum())
+    before = precision.scaler.get_scale()
+    assert precision.step(optimizer, None) == (None, True)
+    assert parameter.item() == 1.0
+    assert precision.scaler.get_scale() < before
+    optimizer.zero_grad()
+    precision.backward(parameter.sum())
+    precision.unscale([optimizer])
+    precision.unscale([optimizer])  # a second look at the gradients is allowed
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 1.0
+    assert precision.step(optimizer, None)[1] is False
+    assert parameter.item() == 0.0
+
+
+def test_fp32_changes_nothing():
+    assert Precision("fp32", CPU).attach(nn.Linear(1, 1)) == []
+
+
+def test_unknown_precision():
+    with pytest.raises(SettingError, match="precision='fp8'"):
+        Precision("fp8", CPU)

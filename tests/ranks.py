@@ -1,0 +1,146 @@
+"""Real processes for the tests: Gloo on loopback, forked from a server that imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "lockstep", "ranks"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not end in time; `errors` maps ranks to tracebacks."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items())))
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    timeout: float = 60.0,
+    environment: Callable[[int], dict[str, str]] | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` on `size` processes as a launcher would start them; returns their results.
+
+    `fn` must be a module-level function. `environment(rank)` replaces the default environment.
+    Fails with `RankFailed` when any rank raises, dies, leaves a thread or a process group behind,
+    or is still running after `timeout` seconds.
+    """
+    with _store(size) as port:
+        make = environment or (lambda rank: rank_environment(rank, size, port))
+        pipes, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(theirs, fn, args, {**make(rank), **(env or {})})
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets on one node."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "test",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+@contextlib.contextmanager
+def _store(size: int) -> Iterator[int]:
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(enumerate(pipes))
+    deadline = time.monotonic() + timeout
+    while waiting and not (errors and time.monotonic() > deadline):
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank, pipe in list(waiting.items()):
+            if pipe not in ready:
+                continue
+            del waiting[rank]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                kind, value = "error", f"ended with exit code {processes[rank].exitcode}"
+            (results if kind == "result" else errors)[rank] = value
+        if errors:  # the others may be waiting for the one that failed
+            deadline = min(deadline, time.monotonic() + 10)
+    for rank in waiting:
+        errors.setdefault(rank, f"still running after {timeout} s (or 10 s after another failed)")
+    if errors:
+        raise RankFailed(errors)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], environ: dict[str, str]
+) -> None:
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    try:
+        result = fn(*args)
+        _check_nothing_left()
+        _send(pipe, "result", result)
+    except BaseException as error:
+        _send(pipe, "error", f"{type(error).__name__}: {traceback.format_exc()}")
+    finally:
+        pipe.close()
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    # Plain pickle: multiprocessing's own would pass tensors through shared memory of this process.
+    pipe.send_bytes(pickle.dumps((kind, value)))
+
+
+def _check_nothing_left() -> None:
+    left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    if left:
+        raise AssertionError(f"threads left behind: {left}")
+    if dist.is_initialized():
+        raise AssertionError("the process group was left open: call world.close()")
+    children = psutil.Process().children(recursive=True)
+    if children:
+        raise AssertionError(f"processes left behind: {children}")

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailed, run_ranks
+
+from lockstep.errors import UsageError
+from lockstep.report.metrics import RunningMeans
+from lockstep.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+def alone(every: int = 1) -> RunningMeans:
+    return RunningMeans(Topology(), CPU, every)
+
+
+def test_weighted_mean_of_floats_and_tensors() -> None:
+    means = alone()
+    means.add(3, loss=torch.tensor(2.0), acc=1.0)
+    means.add(1, loss=torch.tensor([4.0]), acc=0)
+    means.samples = 4
+    found = means.finish()
+    assert found.values == {"loss": 2.5, "acc": 0.75}
+    assert found.samples == 4
+
+
+def test_no_graph_is_kept_and_the_value_is_not_changed() -> None:
+    means = alone()
+    parameter = torch.ones(1, requires_grad=True)
+    loss = (parameter * 3).sum()
+    means.add(2, loss=loss)
+    assert loss.item() == 3
+    assert not means._sums["loss"].total.requires_grad
+    assert means.finish().values == {"loss": 3.0}
+
+
+def test_empty_share_adds_nothing_not_even_nan() -> None:
+    nan = torch.tensor(float("nan"))
+    means = alone()
+    means.add(0, loss=nan, acc=float("nan"))
+    means.add(torch.tensor(0), loss=nan, acc=float("nan"))
+    assert means.finish().values == {}
+    means.add(5, loss=1.5, acc=1.0)
+    assert means.finish().values == {"loss": 1.5, "acc": 1.0}
+
+
+def test_a_real_nan_is_shown() -> None:
+    means = alone()
+    means.add(1, loss=torch.tensor(float("nan")))
+    means.add(1, loss=torch.tensor(1.0))
+    assert str(means.finish().values["loss"]) == "nan"
+
+
+def test_weights_may_be_tensors() -> None:
+    means = alone()
+    means.add(torch.tensor(7), loss=torch.tensor(1.0), other=3)
+    means.add(torch.tensor(1.0, requires_grad=True), loss=2.0, other=5.0)
+    means.add(2, loss=2.0)
+    assert means.finish().values == pytest.approx({"loss": 1.3, "other": 3.25})
+
+
+def test_names_may_come_and_go() -> None:
+    means = alone()
+    for step in range(4):
+        means.add(1, loss=float(step))
+        if step == 2:
+            means.add(1, weight=7.0)
+    assert means.finish().values == {"loss": 1.5, "weight": 7.0}
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(True), torch.tensor(1, dtype=torch.int32), torch.tensor(1.0).half(), 1]
+)
+def test_kinds_of_numbers(value: Any) -> None:
+    means = alone()
+    means.add(3, x=value)
+    assert means.finish().values == {"x": 1.0}
+
+
+def test_sums_are_kept_in_float64() -> None:
+    means = alone()
+    for value in (1e8, 1.0, -1e8):
+        means.add(1, x=torch.tensor(value, dtype=torch.float32))
+    assert means.finish().values == {"x": pytest.approx(1 / 3, rel=1e-12)}
+
+
+def test_inference_mode_and_normal_mode_mix() -> None:
+    means = alone()
+    with torch.inference_mode():
+        means.add(1, x=torch.tensor(1.0) * 1)
+    means.add(1, x=torch.tensor(3.0))
+    with torch.inference_mode():
+        means.add(1, x=torch.tensor(5.0) * 1)
+        assert means.finish().values == {"x": 3.0}
+
+
+def test_known_every_so_many_global_batches() -> None:
+    means = alone(every=3)
+    known = []
+    for step in range(7):
+        means.add(1, x=step)
+        means.step()
+        known.append(means.latest.values.get("x"))
+    assert known == [None, None, 1.0, 1.0, 1.0, 2.5, 2.5]
+    assert means.finish().values == {"x": 3.0}
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones((), dtype=torch.cfloat), "1", None])
+def test_what_is_not_one_number_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="not one number"):
+        alone().add(1, loss=value)
+
+
+def test_too_many_names_are_refused() -> None:
+    means = alone()
+    means.add(1, **{f"x{i}": 1.0 for i in range(32)})
+    assert len(means.finish().values) == 32
+    with pytest.raises(UsageError, match="number 33"):
+        means.add(1, one_more=1.0)
+
+
+def joined(every: int = 0) -> RunningMeans:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return RunningMeans(
+        Topology(rank=rank, size=size, local_rank=rank, local_size=size), CPU, every
+    )
+
+
+def value_of(rank: int, step: int) -> float:
+    return 0.1 * step + rank
+
+
+def weight_of(rank: int, step: int) -> int:
+    """Uneven, and now and then nothing."""
+    return (rank * 3 + step * 2) % 5
+
+
+def log_unevenly(every: int) -> tuple[dict[str, float], int, list[float]]:
+    means = joined(every)
+    rank = dist.get_rank()
+    seen = []
+    for step in range(10):
+        weight = weight_of(rank, step)
+        value = value_of(rank, step) if weight else float("nan")
+        means.add(weight, loss=torch.tensor(value, dtype=torch.float64))
+        means.add(weight, **({"b": 1.0, "a": value} if rank else {"a": value, "b": 1.0}))
+        means.samples += weight
+        means.step()
+        seen.append(means.latest.values.get("loss", -1.0))
+    final = means.finish()
+    dist.destroy_process_group()
+    return final.values, final.samples, seen
+
+
+def exact_mean(size: int, steps: int) -> float:
+    places = [(r, t) for r in range(size) for t in range(steps)]
+    total = sum(weight_of(*place) * value_of(*place) for place in places)
+    return total / sum(weight_of(*place) for place in places)
+
+
+@pytest.mark.parametrize(("size", "every"), [(2, 1), (3, 4), (3, 0)])
+def test_mean_over_ranks_is_exact_for_uneven_weights(size: int, every: int) -> None:
+    prefixes = {exact_mean(size, steps) for steps in range(1, 11)}
+    for values, samples, seen in run_ranks(log_unevenly, size, every):
+        assert values["loss"] == pytest.approx(exact_mean(size, 10), rel=1e-12)
+        assert values["a"] == pytest.approx(exact_mean(size, 10), rel=1e-12)
+        assert values["b"] == 1.0
+        assert samples == sum(weight_of(r, t) for r in range(size) for t in range(10))
+        # What is shown on the way is the mean over all ranks up to one of the steps.
+        for value in seen:
+            assert value == -1.0 or any(value == pytest.approx(p, rel=1e-12) for p in prefixes)
+        if every == 0:
+            assert seen == [-1.0] * 10
+
+
+def log_where_there_are_samples() -> dict[str, float]:
+    means = joined()
+    if dist.get_rank() != 1:
+        means.add(2, correct=torch.tensor(float(dist.get_rank())))
+        means.samples += 2
+    final = means.finish().values
+    dist.destroy_process_group()
+    return final
+
+
+def test_a_rank_without_batches_in_an_evaluation_needs_to_log_nothing() -> None:
+    assert run_ranks(log_where_there_are_samples, 3) == [{"correct": 1.0}, {}, {"correct": 1.0}]
+
+
+def log_other_names(mine: dict[int, list[str]]) -> None:
+    means = joined()
+    try:
+        means.samples += 1
+        means.add(1, **dict.fromkeys(mine.get(dist.get_rank(), ["loss"]), 1.0))
+        means.finish()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mine", [{0: ["loss", "acc"]}, {0: []}, {1: ["lost"]}])
+def test_ranks_that_log_other_names_are_found_not_hung(mine: dict[int, list[str]]) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(log_other_names, 3, mine)
+    assert sorted(failed.value.errors) == [0, 1, 2]
+    for rank, text in failed.value.errors.items():
+        assert "RanksDifferError" in text
+        assert (
+            f"this rank logged {', '.join(sorted(mine.get(rank, ['loss']))) or 'nothing'}" in text
+        )

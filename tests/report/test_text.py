@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lockstep.report.text import (
+    Snapshot,
+    bar_parts,
+    clock,
+    duration,
+    number,
+    plain_line,
+    rate,
+    summary_line,
+)
+
+HALF = Snapshot(
+    description="epoch 3",
+    done=50,
+    total=100,
+    samples=3200,
+    seconds=2.0,
+    means={"acc": 0.5, "loss": 1.25},
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.000"),
+        (1.0, "1.000"),
+        (0.0412, "0.04120"),
+        (-2.5, "-2.500"),
+        (123.456, "123.5"),
+        (54321.6, "54322"),
+        (1.2e-5, "1.200e-05"),
+        (3e9, "3.000e+09"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+    ],
+)
+def test_number(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_rate_and_times() -> None:
+    assert rate(10864, 2.0) == "5 432 samples/s"
+    assert rate(3, 2.0) == "1.5 samples/s"
+    assert rate(0, 0.0) == "0 samples/s"
+    assert [clock(s) for s in (7.4, 125, 3725)] == ["0:07", "2:05", "1:02:05"]
+    assert [duration(s) for s in (1.94, 59.94, 59.97)] == ["1.9 s", "59.9 s", "1:00"]
+
+
+def test_lines() -> None:
+    means = "loss 1.250  acc 0.5000  1 600 samples/s"
+    assert plain_line(HALF) == f"epoch 3  50/100  {means}  0:02 left"
+    assert summary_line(HALF, complete=True) == f"epoch 3  {means}  2.0 s"
+    assert summary_line(HALF, complete=False) == (
+        f"epoch 3  stopped after 50 of 100 global batches  {means}  2.0 s"
+    )
+
+
+def test_a_pass_of_unknown_length() -> None:
+    at = Snapshot(done=7, samples=70, seconds=1.0)
+    assert plain_line(at) == "7 global batches  70 samples/s"
+    assert summary_line(at, complete=False) == "stopped after 7 global batches  70 samples/s  1.0 s"
+    assert bar_parts(at, 80) == ("", None, 0, "7  70 samples/s")
+
+
+def test_time_left_counts_only_what_this_pass_did() -> None:
+    resumed = Snapshot(begun=80, done=90, total=100, seconds=5.0)
+    assert resumed.seconds_left == 5.0
+    assert Snapshot(begun=80, done=80, total=100, seconds=5.0).seconds_left is None
+
+
+@pytest.mark.parametrize("width", range(20, 120))
+def test_a_row_fits_any_width(width: int) -> None:
+    description, part, bar, after = bar_parts(HALF, width)
+    assert part == 0.5
+    assert len(f"{description}  {'-' * bar}{'  ' if bar else ''}{after}") <= width
+    assert after.startswith("50/100")
+    if width >= 100:
+        assert after == "50/100  loss 1.250  acc 0.5000  1 600 samples/s  0:02 left"
+
+
+def test_an_empty_epoch_has_no_bar() -> None:
+    assert bar_parts(Snapshot(description="x", total=0), 80)[1:3] == (None, 0)

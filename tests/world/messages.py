@@ -1,0 +1,254 @@
+"""What Lockstep says to each wrong use of test_wrong_uses.py, word for word."""
+
+from __future__ import annotations
+
+MESSAGES: dict[str, str] = {
+    "batch size 0": (
+        "batch_size=0\n"
+        "  found: a global batch holds a whole number of samples, at least 1\n"
+        "  do:    give the number of samples of one optimizer step over all devices"
+    ),
+    "batch size of a fraction": (
+        "batch_size=2.5\n"
+        "  found: a global batch holds a whole number of samples, at least 1\n"
+        "  do:    give the number of samples of one optimizer step over all devices"
+    ),
+    "no batch size": (
+        "batch_size=None, batch_size_per_device=None\n"
+        "  found: exactly one of them says how large the global batch is\n"
+        "  do:    give batch_size: the samples of one optimizer step over all devices"
+    ),
+    "two batch sizes": (
+        "batch_size=4, batch_size_per_device=2\n"
+        "  found: exactly one of them says how large the global batch is\n"
+        "  do:    give batch_size: the samples of one optimizer step over all devices"
+    ),
+    "dataset without length": (
+        "a NoLength without a length\n"
+        "  found: len() does not work on it, so an epoch cannot be cut into global batches\n"
+        "  do:    give it a __len__ that returns the number of samples (batches for a batch sampler)"
+    ),
+    "stream": (
+        "a Stream, which is an IterableDataset\n"
+        "  found: a stream has no length and no index, so its samples cannot be planned\n"
+        "  do:    use a map-style dataset (with __getitem__ and __len__)"
+    ),
+    "not a dataset": (
+        "data of type int\n"
+        "  found: it has no __getitem__\n"
+        "  do:    pass a torch Dataset, or a DataLoader"
+    ),
+    "DataLoader without batch size": (
+        "a DataLoader with batch_size=None\n"
+        "  found: without a batch size there is no global batch\n"
+        "  do:    give the DataLoader a batch_size"
+    ),
+    "DistributedSampler": (
+        "a DataLoader with a DistributedSampler\n"
+        "  found: it is already cut into shards; Lockstep would cut each shard again\n"
+        "  do:    leave the sampler out and pass shuffle=True: every rank gets its part of the batch"
+    ),
+    "DataLoader and batch size": (
+        "world.loader of a DataLoader with batch_size or loader options\n"
+        "  found: the DataLoader has these already\n"
+        "  do:    set them in the DataLoader, or pass its dataset"
+    ),
+    "more shares than ranks": (
+        "shares='1:2'\n"
+        "  found: 2 shares for a world size of 1\n"
+        "  do:    give one whole number a rank, for example shares='2:3:3'"
+    ),
+    "shares of nothing": (
+        "shares='0'\n"
+        "  found: shares are at least 0, and one is above 0\n"
+        "  do:    give one whole number a rank, for example shares='2:3:3'"
+    ),
+    "shares of words": (
+        "shares='half'\n"
+        "  found: these are not whole numbers\n"
+        "  do:    give one whole number a rank, for example shares='2:3:3'"
+    ),
+    "micro-batch of nothing": (
+        "micro_batch=0\n"
+        "  found: a micro-batch holds at least one sample on each rank\n"
+        "  do:    give the number of samples one device computes at a time, or leave it out"
+    ),
+    "unknown strategy": (
+        "strategy='dpd'\n  found: strategies are single, ddp\n  do:    did you mean 'ddp'?"
+    ),
+    "unknown precision": (
+        "precision='bf61'\n"
+        "  found: precisions are fp32, bf16, fp16\n"
+        "  do:    choose one of them; float64 models run under fp32, which changes no dtype"
+    ),
+    "unknown device": (
+        "device='gpu'\n  found: torch knows no such device\n  do:    use cpu, cuda or cuda:0"
+    ),
+    "rank without world size": (
+        "rank=0, world_size=None\n"
+        "  found: only one of them was given\n"
+        "  do:    give both, or neither under a launcher"
+    ),
+    "timeout below zero": (
+        "timeout=-1\n  found: it is not a time above 0\n  do:    give seconds, or a timedelta"
+    ),
+    "seed of words": (
+        "seed='lucky'\n  found: a seed is a whole number of at least 0\n  do:    give such a one"
+    ),
+    "foreign parameters": (
+        "world.prepare of SGD\n"
+        "  found: 4 of its 4 parameters belong to no prepared module\n"
+        "  do:    build the optimizer from model.parameters() of the very model you prepare, and give both to world.prepare(model, optimizer)"
+    ),
+    "prepare twice": (
+        "world.prepare of a Sequential that is prepared already\n"
+        "  found: preparing it again would cut, average or step twice\n"
+        "  do:    call world.prepare once for each object and use what it returns"
+    ),
+    "prepare an optimizer twice": (
+        "world.prepare of a PreparedOptimizer that is prepared already\n"
+        "  found: preparing it again would cut, average or step twice\n"
+        "  do:    call world.prepare once for each object and use what it returns"
+    ),
+    "prepare a dataset": (
+        "world.prepare of a TensorDataset\n"
+        "  found: it takes modules, optimizers, learning-rate schedulers and DataLoaders\n"
+        "  do:    give a dataset to world.loader(dataset, batch_size=...); leave the rest out"
+    ),
+    "prepare nothing": (
+        "world.prepare()\n  found: nothing was given\n  do:    pass the model, ..."
+    ),
+    "scheduler without its optimizer": (
+        "world.prepare of StepLR\n"
+        "  found: the optimizer it drives is not prepared\n"
+        "  do:    give both to world.prepare(model, optimizer, scheduler)"
+    ),
+    "parameters added after prepare": (
+        "optimizer.add_param_group after world.prepare\n"
+        "  found: gradients of parameters that came later would not be averaged over the ranks\n"
+        "  do:    add all parameters first (frozen ones may be in it), then call world.prepare"
+    ),
+    "loss that is a number": (
+        "world.backward of a float\n"
+        "  found: a loss is a tensor of one element\n"
+        "  do:    pass the loss itself, not .item() of it or a tuple"
+    ),
+    "loss that is not a scalar": (
+        "world.backward of a loss of shape (4,)\n"
+        "  found: exact weighting needs one number: the mean over this rank's samples\n"
+        "  do:    take its .mean(), or leave reduction='none' out of the loss function"
+    ),
+    "loss without gradient": (
+        "world.backward of a loss without gradient\n"
+        "  found: it does not depend on any parameter that is trained, or was computed under torch.no_grad()\n"
+        "  do:    compute it from the output of the prepared model, with gradients enabled"
+    ),
+    "loss that is NaN": (
+        "world.backward(loss)\n"
+        "  found: the loss of step 1 is NaN on this rank\n"
+        "  do:    look at the batch of this step, lower the learning rate, or clip the gradients (world.clip_grad_norm)"
+    ),
+    "weight that is no number": (
+        "weight=<lambda>\n"
+        "  found: it gave 'many' for a batch\n"
+        "  do:    return one number that is at least 0, such as the number of tokens that count"
+    ),
+    "loss.backward() of a part": (
+        "loss.backward() before optimizer.step()\n"
+        "  found: this rank's part is 4 of 8 samples, so its mean counts as much as others only when weighted\n"
+        "  do:    call world.backward(loss), which weighs the loss exactly"
+    ),
+    "sum of an object": (
+        "a collective on a type\n"
+        "  found: collectives take tensors, numbers, text (gather and broadcast) and nests of them\n"
+        "  do:    convert it first, for example with torch.as_tensor"
+    ),
+    "log without progress": (
+        "world.log(loss)\n"
+        "  found: no world.progress(loader) is being iterated, so nothing would show it\n"
+        "  do:    iterate world.progress(loader) instead of the loader, or use world.print"
+    ),
+    "init twice": (
+        "lockstep.init\n"
+        "  found: this process is in a run already\n"
+        "  do:    call lockstep.init once, and nothing else that opens a process group; world.close() leaves the run"
+    ),
+    "prepare after close": (
+        "world.prepare after world.close()\n"
+        "  found: the run was left\n"
+        "  do:    close at the very end"
+    ),
+    "contradiction": (
+        "precision='fp16' in the script and LOCKSTEP_PRECISION=bf16 outside it\n"
+        "  found: they contradict each other\n"
+        "  do:    set it in one place"
+    ),
+    "variable that does not parse": (
+        "LOCKSTEP_MICRO_BATCH=few\n  found: it is not a valid int\n  do:    correct or unset it"
+    ),
+    "forward through .module": (
+        "a training forward pass through .module\n"
+        "  found: DDP averages the gradients of its own forward passes only; these would stay here\n"
+        "  do:    call the object that world.prepare returned; .module is for reading and for evaluation under torch.no_grad()"
+    ),
+    "layers of .module": (
+        "a backward pass whose forward pass did not go through the prepared model\n"
+        "  found: its gradients stayed on this rank: they were not averaged\n"
+        "  do:    call the object that world.prepare returned, not its .module or a method of it"
+    ),
+    "unused parameters": (
+        "an optimizer step while some parameters have no gradient\n"
+        "  found: 2 of 4 were not used for the loss: spare.weight, spare.bias; DDP waits for them, so others may not be averaged either\n"
+        "  do:    use them, freeze them with requires_grad_(False) before world.prepare, or pass strategy=lockstep.strategies.DDP(find_unused_parameters=True)"
+    ),
+    "loss.backward() of uneven parts": (
+        "loss.backward() before optimizer.step()\n"
+        "  found: this rank's part is 5 of 9 samples, so its mean counts as much as others only when weighted\n"
+        "  do:    call world.backward(loss), which weighs the loss exactly"
+    ),
+    "layer added after prepare": (
+        "parameters added, replaced or unfrozen after world.prepare\n"
+        "  found: DDP does not average the gradients of 0.weight, 0.bias\n"
+        "  do:    change the model first, then call world.prepare"
+    ),
+    "replicas part": (
+        "replicas that stay equal (step 1)\n"
+        "  found: 1 of 4 tensors differ between ranks: 2.bias\n"
+        "  do:    look for a forward pass that goes around the prepared model, parameters changed by hand on some ranks, or a step taken on some ranks only"
+    ),
+    "other models": (
+        "world.prepare\n"
+        "  found: rank 0: Linear of 3 parameters (shapes bbd31dc0493f); rank 1: Linear of 4 parameters (shapes 0889407e870e)\n"
+        "  do:    build the same on every rank: same code, arguments, seed and data"
+    ),
+    "data of other lengths": (
+        "world.loader\n"
+        "  found: rank 0: a loader over 8 samples in global batches of 4; rank 1: a loader over 9 samples in global batches of 4\n"
+        "  do:    build the same on every rank: same code, arguments, seed and data"
+    ),
+    "plateau of other metrics": (
+        "ReduceLROnPlateau.step(metric)\n"
+        "  found: rank 0: 0.5, rank 1: 1.5\n"
+        "  do:    give it a value that is equal everywhere: world.mean(metric) or world.sum(...)"
+    ),
+    "shapes that do not match": (
+        "world.sum\n"
+        "  found: rank 0: sum of float32[2]; rank 1: sum of float32[3]\n"
+        "  do:    call the same collective with the same structure, shapes and types on every rank"
+    ),
+    "single on two": (
+        "strategy='single'\n"
+        "  found: world size 2: the processes would train apart\n"
+        "  do:    use strategy='ddp', or start one process"
+    ),
+    "shares for three": (
+        "shares='1:2:3'\n"
+        "  found: 3 shares for a world size of 2\n"
+        "  do:    give one whole number a rank, for example shares='2:3:3'"
+    ),
+    "sum in an evaluation loop": (
+        "world.sum in the body of an evaluation loop\n"
+        "  found: some rank has no samples of this batch and is not here\n"
+        "  do:    sum up inside the loop and call the collective once, after it"
+    ),
+}

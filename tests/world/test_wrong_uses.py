@@ -1,0 +1,265 @@
+"""Bad input: what a user may get wrong, and the whole of what Lockstep says about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from messages import MESSAGES
+from problems import mlp, tensors
+from ranks import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import lockstep
+from lockstep.errors import LockstepError
+
+Case = Callable[[], Any]
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield 1
+
+
+def model_and_optimizer(world: lockstep.World) -> Any:
+    model = mlp()
+    return world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def scalar() -> torch.Tensor:
+    return torch.ones((), requires_grad=True)
+
+
+def prepare_twice(world: lockstep.World) -> None:
+    model = mlp()
+    world.prepare(model)
+    world.prepare(model)
+
+
+def prepare_optimizer_twice(world: lockstep.World) -> None:
+    _, optimizer = model_and_optimizer(world)
+    world.prepare(optimizer)
+
+
+def add_param_group(world: lockstep.World) -> None:
+    _, optimizer = model_and_optimizer(world)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def scheduler_alone(world: lockstep.World) -> None:
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    world.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+def wrong_weight(world: lockstep.World) -> None:
+    next(iter(world.loader(tensors(), 4, weight=lambda batch: "many")))
+
+
+def closed(world: lockstep.World) -> None:
+    world.close()
+    world.prepare(mlp())
+
+
+def plain_backward_of_micro_batches(world: lockstep.World) -> None:
+    model, optimizer = model_and_optimizer(world)
+    for x, _ in world.loader(tensors(), 8, micro_batch=4):
+        model(x).mean().backward()
+        optimizer.step()
+
+
+def init(**settings: Any) -> None:
+    lockstep.init(**settings).close()
+
+
+def within(use: Callable[[lockstep.World], Any]) -> None:
+    with lockstep.init() as world:
+        use(world)
+
+
+ALONE_CASES: dict[str, Case] = {
+    "batch size 0": lambda: within(lambda w: w.loader(tensors(), 0)),
+    "batch size of a fraction": lambda: within(lambda w: w.loader(tensors(), 2.5)),  # type: ignore[arg-type]
+    "no batch size": lambda: within(lambda w: w.loader(tensors())),
+    "two batch sizes": lambda: within(lambda w: w.loader(tensors(), 4, batch_size_per_device=2)),
+    "dataset without length": lambda: within(lambda w: w.loader(NoLength(), 4)),
+    "stream": lambda: within(lambda w: w.prepare(DataLoader(Stream(), batch_size=2))),
+    "not a dataset": lambda: within(lambda w: w.loader(7, 4)),  # type: ignore[arg-type]
+    "DataLoader without batch size": lambda: within(
+        lambda w: w.prepare(DataLoader(tensors(), batch_size=None))
+    ),
+    "DistributedSampler": lambda: within(
+        lambda w: w.prepare(
+            DataLoader(tensors(), batch_size=2, sampler=DistributedSampler(tensors(), 2, 0))
+        )
+    ),
+    "DataLoader and batch size": lambda: within(
+        lambda w: w.loader(DataLoader(tensors(), batch_size=2), 4)
+    ),
+    "more shares than ranks": lambda: init(shares="1:2"),
+    "shares of nothing": lambda: init(shares="0"),
+    "shares of words": lambda: init(shares="half"),
+    "micro-batch of nothing": lambda: within(lambda w: w.loader(tensors(), 4, micro_batch=0)),
+    "unknown strategy": lambda: init(strategy="dpd"),
+    "unknown precision": lambda: init(precision="bf61"),
+    "unknown device": lambda: init(device="gpu"),
+    "rank without world size": lambda: init(rank=0),
+    "timeout below zero": lambda: init(timeout=-1),
+    "seed of words": lambda: init(seed="lucky"),
+    "foreign parameters": lambda: within(
+        lambda w: w.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    ),
+    "prepare twice": lambda: within(prepare_twice),
+    "prepare an optimizer twice": lambda: within(prepare_optimizer_twice),
+    "prepare a dataset": lambda: within(lambda w: w.prepare(tensors())),
+    "prepare nothing": lambda: within(lambda w: w.prepare()),
+    "scheduler without its optimizer": lambda: within(scheduler_alone),
+    "parameters added after prepare": lambda: within(add_param_group),
+    "loss that is a number": lambda: within(lambda w: w.backward(0.3)),  # type: ignore[arg-type]
+    "loss that is not a scalar": lambda: within(
+        lambda w: w.backward(torch.ones(4, requires_grad=True))
+    ),
+    "loss without gradient": lambda: within(lambda w: w.backward(torch.ones(()))),
+    "loss that is NaN": lambda: within(lambda w: w.backward(scalar() * float("nan"))),
+    "weight that is no number": lambda: within(wrong_weight),
+    "loss.backward() of a part": lambda: within(plain_backward_of_micro_batches),
+    "sum of an object": lambda: within(lambda w: w.sum(object)),
+    "log without progress": lambda: within(lambda w: w.log(loss=1.0)),
+    "init twice": lambda: within(lambda w: lockstep.init()),
+    "prepare after close": lambda: within(closed),
+}
+
+
+def message_of(case: Case) -> str:
+    """What the error says, without its last line, which must name a line of this file."""
+    with pytest.raises(LockstepError) as caught:
+        case()
+    text, _, place = str(caught.value).rpartition("\n  at:    ")
+    assert re.search(r"test_wrong_uses\.py:\d+: \S", place), place
+    return text
+
+
+@pytest.mark.parametrize("name", ALONE_CASES)
+def test_on_one_process(name):
+    assert message_of(ALONE_CASES[name]) == MESSAGES[name]
+
+
+def test_outside_and_inside_contradict_each_other(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PRECISION", "bf16")
+    assert message_of(lambda: init(precision="fp16")) == MESSAGES["contradiction"]
+    init(precision="bf16")
+    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH", "few")
+    assert message_of(init) == MESSAGES["variable that does not parse"]
+
+
+def step(world: lockstep.World, change: Callable[[nn.Module], Any], **options: Any) -> None:
+    """Training steps with something wrong in them."""
+    model, optimizer = model_and_optimizer(world)
+    for x, y in world.loader(tensors(24), 8, **options):
+        loss = nn.functional.cross_entropy(change(model)(x), y)
+        world.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def half_used(world: lockstep.World) -> None:
+    model = HalfUsed()
+    model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    world.backward(model(tensors()[:4][0]).mean())
+    optimizer.step()
+
+
+def plain_backward(world: lockstep.World) -> None:
+    model, optimizer = model_and_optimizer(world)
+    for x, y in world.loader(tensors(9), 9):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def layer_added(world: lockstep.World) -> None:
+    def change(model: nn.Module) -> nn.Module:
+        model.module[0] = nn.Linear(6, 16).double()
+        return model
+
+    step(world, change)
+
+
+def changed_by_hand(world: lockstep.World) -> None:
+    def change(model: nn.Module) -> nn.Module:
+        if world.rank == 1:
+            with torch.no_grad():
+                model.module[2].bias[0] += 1e-3
+        return model
+
+    step(world, change)
+
+
+def plateau(world: lockstep.World) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    _, _, scheduler = world.prepare(model, optimizer, scheduler)
+    scheduler.step(0.5 + world.rank)
+
+
+def other_encoder(world: lockstep.World) -> None:
+    model, optimizer = model_and_optimizer(world)
+    for x, _ in world.loader(tensors(8), 8):
+        hidden = model.module[0](x)  # a method or layer of the inner module
+        world.backward(model.module[2](torch.tanh(hidden)).mean())
+        optimizer.step()
+
+
+TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
+    "forward through .module": lambda w: step(w, lambda model: model.module),
+    "layers of .module": other_encoder,
+    "unused parameters": half_used,
+    "loss.backward() of uneven parts": plain_backward,
+    "layer added after prepare": layer_added,
+    "replicas part": changed_by_hand,
+    "other models": lambda w: w.prepare(nn.Linear(2 + w.rank, 1)),
+    "data of other lengths": lambda w: w.loader(tensors(8 + w.rank), 4),
+    "plateau of other metrics": plateau,
+    "shapes that do not match": lambda w: w.sum(torch.ones(2 + w.rank)),
+}
+
+
+def collect_messages() -> dict[str, str]:
+    found = {}
+    for name, use in TOGETHER_CASES.items():
+        with lockstep.init() as world:
+            found[name] = message_of(lambda use=use, world=world: use(world))
+    found["single on two"] = message_of(lambda: init(strategy="single"))
+    found["shares for three"] = message_of(lambda: init(shares="1:2:3"))
+    with lockstep.init() as world:
+        loader = world.loader(tensors(5), 4)
+        if world.rank == 0:  # rank 1 has no part of the last batch, which is one sample
+            with torch.no_grad():
+                found["sum in an evaluation loop"] = message_of(
+                    lambda: [world.sum(len(x)) if len(x) < 2 else 0 for x, _ in loader]
+                )
+    return found
+
+
+def test_on_two_processes():
+    first, second = run_ranks(collect_messages, 2)
+    assert first == {name: MESSAGES[name] for name in first}
+    assert first.keys() - second.keys() == {"sum in an evaluation loop"}
+    assert len(MESSAGES) >= 50
