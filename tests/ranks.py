@@ -10,7 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from glob import glob
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -141,6 +143,9 @@ def _check_nothing_left() -> None:
         raise AssertionError(f"threads left behind: {left}")
     if dist.is_initialized():
         raise AssertionError("the process group was left open: call world.close()")
+    tasks = [Path(path).read_text().strip() for path in glob("/proc/self/task/*/comm")]
+    if "pt_gloo_runloop" in tasks:
+        raise AssertionError(f"threads of the process group outlive it: {sorted(tasks)}")
     children = psutil.Process().children(recursive=True)
     if children:
         raise AssertionError(f"processes left behind: {children}")

@@ -11,6 +11,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+# Gloo takes its interface from the environment alone; set around one call, then restored.
+MAY_WRITE_ENVIRONMENT = {SOURCE / "runtime" / "interface.py"}
 
 # Each part may import itself and what is listed.
 BASE = {"errors", "topology"}
@@ -59,7 +61,7 @@ def test_file_follows_the_rules(path: Path) -> None:
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
-        if part != "launch":
+        if part != "launch" and path not in MAY_WRITE_ENVIRONMENT:
             assert not writes_environment(node), (
                 f"line {node.lineno} writes an environment variable"
             )

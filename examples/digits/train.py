@@ -43,7 +43,9 @@ train = DataLoader(Shifted(train_set), batch_size=args.batch_size, shuffle=True)
 test = DataLoader(test_set, batch_size=256)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(train))
+# Half the rate every 3 epochs, after a warm-up of one: a run may be resumed with more --epochs.
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 * len(train), gamma=0.5)
+scheduler = lockstep.warmup(scheduler, steps=len(train))
 model, optimizer, scheduler, train, test = world.prepare(model, optimizer, scheduler, train, test)
 checkpoint = world.checkpoint(
     args.folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=train

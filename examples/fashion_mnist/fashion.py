@@ -37,7 +37,7 @@ def options(**defaults: Any) -> argparse.Namespace:
 
 def images_to_make(asked: int) -> int:
     """`asked`, or how many to make because the real images cannot be had; 0: they are there."""
-    return asked or (0 if _real()[0] else MADE_INSTEAD)
+    return asked or (MADE_INSTEAD if _real()[0] is None else 0)
 
 
 def describe(asked: int, made: int) -> str:

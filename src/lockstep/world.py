@@ -311,6 +311,7 @@ class World:
         self._closed = True
         atexit.unregister(self.close)
         failed = hasattr(sys, "last_type")  # set by an uncaught exception: the others may be gone
+        self._preparer.release()
         leave(self._run, failed=failed)
         if self.is_main and self._run.step.number and not failed:
             self._close_with_words()

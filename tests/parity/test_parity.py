@@ -174,7 +174,9 @@ def test_one_process_is_bit_equal_to_plain_torch():
 
 
 def raw_ddp() -> dict[str, torch.Tensor]:
-    """A DDP loop by hand: 30 steps, each rank computing its half of the planned batch."""
+    """A DDP loop by hand: 32 steps, each rank computing its half of the planned batch."""
+    import torch.distributed.nn.functional  # before the group: see runtime/process_group.py
+
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(9)

@@ -65,11 +65,11 @@ def test_all_ranks_get_all_records_in_the_order_of_ranks(size: int) -> None:
 
 def test_a_missing_rank_is_named_to_all_with_those_that_came() -> None:
     ((kind, was_set, found, do),) = texts(
-        meet_all(claim(0, 6, 0.5), claim(1, 6, 0.5), claim(2, 6, 0.5), claim(4, 6, 0.5))
+        meet_all(claim(0, 6, 1), claim(1, 6, 1), claim(2, 6, 1), claim(4, 6, 1))
     )
     assert kind is MissingRankError
     assert was_set == "a run of 6 processes that meet at a table"
-    assert found.startswith("ranks 3, 5 did not come within 0.5 s; came: ")
+    assert found.startswith("ranks 3, 5 did not come within 1 s; came: ")
     assert "ranks 0-1 on host0" in found
     assert "rank 2 on host1" in found
     assert "start them" in do

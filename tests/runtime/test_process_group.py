@@ -136,7 +136,7 @@ def test_a_host_name_that_means_loopback(two_nodes: None, tmp_path: Path, master
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": NODES[0] if master == "name" else master,
-            "MASTER_PORT": "29555",
+            "MASTER_PORT": "29555",  # nobody else is in these network namespaces
         }
         command = ["unshare", "--mount", "--uts", "sh", "-c", as_this_machine + '"$0" "$@"']
         processes.append(

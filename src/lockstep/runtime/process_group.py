@@ -8,6 +8,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the default group as the default of an argument. Imported after the group was
+# opened (DDP does that), they would keep it, with its threads, alive until the process ends; see
+# `ExactDDP.release` for what such a thread can do then.
+import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.errors import SettingError

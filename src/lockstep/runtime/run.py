@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from lockstep.errors import SettingError, UsageError, set_rank
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device import choose_device
-from lockstep.runtime.environment import detect
+from lockstep.runtime.environment import detect, is_loopback
 from lockstep.runtime.manifest import collect
 from lockstep.runtime.process_group import choose_backend, close_group, open_group
 from lockstep.runtime.rendezvous import Joined, join
@@ -77,7 +78,7 @@ def join_run(
             "call lockstep.init once, and nothing else that opens a process group; "
             "world.close() leaves the run",
         )
-    topology = _topology(environ, rank, world_size)
+    topology = _topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)
     device, device_reason = choose_device(
         settings.device, topology, environ, may_share=settings.backend == "gloo"
@@ -98,7 +99,13 @@ def join_run(
             settings.init_method,
             record=record,
             timeout=settings.timeout_s,
-            attempt=f"{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_joins}",
+            attempt=".".join(
+                (
+                    environ.get("TORCHELASTIC_RUN_ID", "none"),
+                    environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                    str(_joins),
+                )
+            ),
         )
         limit = settings.collective_timeout_s
         try:
@@ -110,9 +117,9 @@ def join_run(
                 timeout=None if limit is None else timedelta(seconds=limit),
             )
         except BaseException:
-            joined.close()
+            joined.close(patience=0)
             raise
-        choices.append(Choice("backend", backend, reason))
+        choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *network))
     run = Run(
         topology=topology,
@@ -141,7 +148,7 @@ def leave(run: Run, *, failed: bool) -> None:
         # NCCL waits for outstanding work of ranks that may never do theirs.
         if not (failed and run.device.type == "cuda"):
             close_group()
-        run.joined.close()
+        run.joined.close(**({"patience": 0.0} if failed else {}))
     set_rank(None)
 
 
@@ -174,7 +181,9 @@ def main_first(run: Run, turn: str) -> Iterator[None]:
     yield
 
 
-def _topology(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Topology:
+def _topology(
+    environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
+) -> Topology:
     found = detect(environ, sys.argv[1:]) or Topology()
     if (rank is None) != (world_size is None):
         raise SettingError(
@@ -192,17 +201,25 @@ def _topology(environ: Mapping[str, str], rank: int | None, world_size: int | No
         )
     if found.size > 1:
         return found
-    # Without a launcher nothing says which machine this is. Local ranks only number the devices.
-    local = environ.get("LOCAL_RANK")
+    # Without a launcher nothing says which processes share this machine. With an address of
+    # loopback they all do; with any other, each is taken to be alone on its machine.
+    local = is_loopback(_master_host(init_method, environ))
     return Topology(
         rank=rank,
         size=world_size,
-        local_rank=int(local) if local else 0 if world_size == 1 else rank,
-        local_size=world_size,
+        local_rank=rank if local else 0,
+        local_size=world_size if local else 1,
+        node_rank=0 if local else rank,
         master_addr=environ.get("MASTER_ADDR"),
         master_port=int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None,
         source="set in the script",
     )
+
+
+def _master_host(init_method: str | None, environ: Mapping[str, str]) -> str | None:
+    if init_method is not None and init_method.startswith("tcp://"):
+        return urlsplit(init_method).hostname
+    return environ.get("MASTER_ADDR")
 
 
 def _compared(settings: Settings) -> dict[str, object]:

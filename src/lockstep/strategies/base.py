@@ -7,6 +7,7 @@ A strategy is a frozen set of options. `World` calls, in this order and on every
    the reasons of what was chosen.
 3. `before_step(module)`: before each real optimizer step, with the module that `wrap` returned.
 4. `after_step(module)`: after it.
+5. `release(module)`: when the run is left.
 
 3 and 4 may communicate: every rank takes the same steps.
 """
@@ -49,3 +50,7 @@ class Strategy(ABC):
     @abstractmethod
     def after_step(self, module: nn.Module) -> None:
         """Raises RanksDifferError where the ranks have parted."""
+
+    @abstractmethod
+    def release(self, module: nn.Module) -> None:
+        """Lets go of the process group; the module can still evaluate."""

@@ -92,6 +92,11 @@ class DDP(Strategy):
             )
         return Wrapped(wrapped, choices)
 
+    def release(self, module: nn.Module) -> None:
+        """Lets go of the process group."""
+        if isinstance(module, ExactDDP):
+            module.release()
+
     def _bucket_reason(self, size: int, bucket: float) -> str:
         if self.bucket_mib is not None:
             return "as set"
@@ -134,6 +139,12 @@ class ExactDDP(DistributedDataParallel):
         """The module's forward pass; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        if self.reducer is None:
+            raise UsageError(
+                "a training forward pass after world.close()",
+                "the process group is closed, so gradients cannot be averaged",
+                "close at the very end, or evaluate under torch.no_grad()",
+            )
         self.require_backward_grad_sync = self.step_state.current.last
         self._forwards += 1
         self._inside = True
@@ -151,6 +162,15 @@ class ExactDDP(DistributedDataParallel):
             raise
         finally:
             self._inside = False
+
+    def release(self) -> None:
+        """Drops what keeps the process group, and so its threads, alive.
+
+        A Gloo thread that outlives the group may still want the interpreter's lock, to drop a
+        tensor, while the interpreter is shutting down; Python then ends the thread in the middle
+        of C++, and the process aborts ("terminate called without an active exception").
+        """
+        self.reducer = self.logger = self.process_group = None  # type: ignore[assignment]
 
     def will_sync_module_buffers(self) -> bool:
         """Torch asks before every forward pass whether rank 0's buffers are to be sent."""

@@ -79,6 +79,11 @@ class Preparer:
         mine = {id(p) for p in module.parameters()}
         return [o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))]
 
+    def release(self) -> None:
+        """Lets go of the process group."""
+        for module in self._modules:
+            self._strategy.release(module)
+
     def inner(self, module: nn.Module) -> nn.Module:
         """The user's module inside a prepared one."""
         return getattr(module, "module", module) if module in self._modules else module

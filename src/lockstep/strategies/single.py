@@ -36,3 +36,6 @@ class Single(Strategy):
 
     def after_step(self, module: nn.Module) -> None:
         """Nothing can differ."""
+
+    def release(self, module: nn.Module) -> None:
+        """Nothing is held."""
