@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -11,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from glob import glob
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,29 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "test",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def in_gloo_group(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that use torch's process group without Lockstep: opens and closes it.
+
+    The models of `fn` are gone before the group is closed. A DDP model that goes after it takes
+    the group's threads along, while it holds the interpreter's lock that they may be waiting for.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        # Imported after the group was opened, as DDP does, it would keep the group alive.
+        import_module("torch.distributed.nn.functional")
+
+        dist.init_process_group("gloo")
+        try:
+            result = fn(*args)
+            gc.collect()
+        finally:
+            dist.destroy_process_group()
+        return result
+
+    return run
 
 
 @contextlib.contextmanager

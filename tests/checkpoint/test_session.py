@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -301,7 +301,6 @@ def test_not_within_an_evaluation(tmp_path: Path) -> None:
 
 
 def joined() -> Collectives:
-    dist.init_process_group("gloo")
     return Collectives(Topology(rank=dist.get_rank(), size=dist.get_world_size()), CPU)
 
 
@@ -309,6 +308,7 @@ def streams() -> list[float]:
     return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 
+@in_gloo_group
 def save_on_many(folder: str) -> tuple[list[Any], list[float]]:
     collectives = joined()
     np.random.seed(collectives.topology.rank)
@@ -318,11 +318,10 @@ def save_on_many(folder: str) -> tuple[list[Any], list[float]]:
     path = run.checkpoint.save()
     run.checkpoint.wait()
     assert layout.latest(Path(folder)) == path
-    result = [t.tolist() for t in run.values()], streams()
-    dist.destroy_process_group()
-    return result
+    return [t.tolist() for t in run.values()], streams()
 
 
+@in_gloo_group
 def resume_on_many(folder: str) -> tuple[list[Any], list[float], str]:
     collectives = joined()
     run = Training(Path(folder), collectives)
@@ -331,7 +330,6 @@ def resume_on_many(folder: str) -> tuple[list[Any], list[float], str]:
     drawn = streams()
     result = [t.tolist() for t in run.values()], drawn, run.checkpoint.last_resume_note
     run.train(1)
-    dist.destroy_process_group()
     return result
 
 
@@ -363,6 +361,7 @@ def caught(action: Any) -> tuple[str, str]:
     return "nothing", ""
 
 
+@in_gloo_group
 def failing(folder: str) -> list[tuple[str, str]]:
     """Every way in which one rank alone fails; the others must hear of it."""
     collectives = joined()
@@ -401,7 +400,6 @@ def failing(folder: str) -> list[tuple[str, str]]:
     seen.append(caught(elsewhere.checkpoint.resume))
     other_way = Training(Path(folder) / ("c" if rank == 0 else "b"), collectives, own=Counter(1))
     seen.append(caught(other_way.checkpoint.resume))
-    dist.destroy_process_group()
     return seen
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -169,27 +169,24 @@ def test_what_does_not_choose(choice: Any) -> None:
         checkpoint_activations(Net(), choice)
 
 
+@in_gloo_group
 def train_with_ddp(checkpointed: bool) -> list[Any]:
     from lockstep.strategies.sync_batchnorm import convert
 
-    dist.init_process_group("gloo")
-    try:
-        torch.manual_seed(0)
-        net = convert(Net()).module
-        if checkpointed:
-            checkpoint_activations(net, Block)
-        # Small buckets, so that gradients are reduced while blocks are still being recomputed.
-        model = DistributedDataParallel(net, bucket_cap_mb=0.0001)
-        torch.manual_seed(dist.get_rank())
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for shares in [(3, 1), (2, 2), (4, 0)]:
-            loss = model(torch.randn(shares[dist.get_rank()], 2, 6, 6)).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return [value.numpy() for value in net.state_dict().values()]
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(0)
+    net = convert(Net()).module
+    if checkpointed:
+        checkpoint_activations(net, Block)
+    # Small buckets, so that gradients are reduced while blocks are still being recomputed.
+    model = DistributedDataParallel(net, bucket_cap_mb=0.0001)
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for shares in [(3, 1), (2, 2), (4, 0)]:
+        loss = model(torch.randn(shares[dist.get_rank()], 2, 6, 6)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [value.numpy() for value in net.state_dict().values()]
 
 
 def test_with_synchronised_batch_norm_under_ddp() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problems import Augmented, difference, mean_loss, mlp, tensors, weights
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -173,11 +173,9 @@ def test_one_process_is_bit_equal_to_plain_torch():
         assert torch.equal(expected[name], found[name]), name
 
 
+@in_gloo_group
 def raw_ddp() -> dict[str, torch.Tensor]:
     """A DDP loop by hand: 32 steps, each rank computing its half of the planned batch."""
-    import torch.distributed.nn.functional  # before the group: see runtime/process_group.py
-
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(9)
     model = DistributedDataParallel(mlp(dtype=torch.float32))
@@ -191,7 +189,6 @@ def raw_ddp() -> dict[str, torch.Tensor]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    dist.destroy_process_group()
     return weights(model)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
@@ -23,15 +22,6 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert, revert
 CHANNELS = 3
 INNER = [(), (4,), (3, 5), (2, 3, 2)]
 TORCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-@contextmanager
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def close(found: Tensor | None, wanted: Tensor | None, tolerance: float, what: str) -> None:
@@ -101,30 +91,30 @@ def check_exact(
             close(own, whole, tolerance, where + name)
 
 
+@in_gloo_group
 def exactness() -> None:
-    with gloo():
-        torch.manual_seed(0)
-        for shares in shares_of(dist.get_world_size()):
-            for inner in INNER:
-                check_exact(shares, inner)
-        shares = shares_of(dist.get_world_size())[0]
-        for options in (
-            {"momentum": None},
-            {"affine": False},
-            {"track_running_stats": False},
-            {"eps": 0.1, "momentum": 0.5},
-            {"bias": False},
-        ):
-            bias = options.pop("bias", True)
-            check_exact(shares, (3, 5), **options) if bias else check_without_bias(shares)
-        check_exact(shares, (3, 5), memory_format=torch.channels_last)
-        check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
-        check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
-        check_mean_far_from_zero(shares)
-        sync_batchnorm._two_passes = sync_batchnorm._one_pass  # what CUDA tensors take
-        check_exact(shares, (3, 5))
-        check_exact(shares, (3, 5), memory_format=torch.channels_last)
-        check_exact(shares, (), dtype=torch.float32, tolerance=2e-6)
+    torch.manual_seed(0)
+    for shares in shares_of(dist.get_world_size()):
+        for inner in INNER:
+            check_exact(shares, inner)
+    shares = shares_of(dist.get_world_size())[0]
+    for options in (
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.1, "momentum": 0.5},
+        {"bias": False},
+    ):
+        bias = options.pop("bias", True)
+        check_exact(shares, (3, 5), **options) if bias else check_without_bias(shares)
+    check_exact(shares, (3, 5), memory_format=torch.channels_last)
+    check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
+    check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
+    check_mean_far_from_zero(shares)
+    sync_batchnorm._two_passes = sync_batchnorm._one_pass  # what CUDA tensors take
+    check_exact(shares, (3, 5))
+    check_exact(shares, (3, 5), memory_format=torch.channels_last)
+    check_exact(shares, (), dtype=torch.float32, tolerance=2e-6)
 
 
 def check_without_bias(shares: tuple[int, ...]) -> None:
@@ -149,22 +139,22 @@ def test_equals_one_process_over_the_whole_batch(size: int) -> None:
     run_ranks(exactness, size)
 
 
+@in_gloo_group
 def half_precision() -> None:
-    with gloo():
-        torch.manual_seed(0)
-        shares = (5, 2)
-        for dtype in (torch.bfloat16, torch.float16):
-            for memory_format in (torch.contiguous_format, torch.channels_last):
-                check_half(shares, dtype, memory_format, torch.float32)
-            check_half((5, 0), dtype, torch.contiguous_format, torch.float32)
-            check_half(shares, dtype, torch.contiguous_format, dtype)
-        conv = nn.Conv2d(2, CHANNELS, 3)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = SyncBatchNorm(CHANNELS)(conv(torch.randn(shares[dist.get_rank()], 2, 5, 5)))
-            wanted = nn.BatchNorm2d(CHANNELS)(conv(torch.randn(2, 2, 5, 5)))
-        assert y.dtype == wanted.dtype == torch.bfloat16
-        y.float().square().sum().backward()
-        assert conv.weight.grad.isfinite().all()
+    torch.manual_seed(0)
+    shares = (5, 2)
+    for dtype in (torch.bfloat16, torch.float16):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            check_half(shares, dtype, memory_format, torch.float32)
+        check_half((5, 0), dtype, torch.contiguous_format, torch.float32)
+        check_half(shares, dtype, torch.contiguous_format, dtype)
+    conv = nn.Conv2d(2, CHANNELS, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = SyncBatchNorm(CHANNELS)(conv(torch.randn(shares[dist.get_rank()], 2, 5, 5)))
+        wanted = nn.BatchNorm2d(CHANNELS)(conv(torch.randn(2, 2, 5, 5)))
+    assert y.dtype == wanted.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert conv.weight.grad.isfinite().all()
 
 
 def check_half(
@@ -194,46 +184,46 @@ def test_half_precision() -> None:
     run_ranks(half_precision, 2)
 
 
+@in_gloo_group
 def edges() -> list[str]:
-    with gloo():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        bn = SyncBatchNorm(CHANNELS)
-        errors = [refusal(DataError, lambda: bn(torch.ones(int(rank == 1), CHANNELS)))]
-        assert bn.num_batches_tracked == 0
-        errors.append(refusal(DataError, lambda: bn(torch.ones(2, CHANNELS + 1))))
-        errors.append(refusal(DataError, lambda: bn(torch.ones(CHANNELS))))
-        # No samples anywhere: as torch, statistics stay and the output is empty.
-        assert bn(torch.ones(0, CHANNELS, 2, requires_grad=True)).shape == (0, CHANNELS, 2)
-        assert not bn.running_mean.any()
-        assert bn.running_var.eq(1).all()
-        # Frozen input: no input gradient is wanted, weight and bias still learn.
-        bn(torch.randn(rank + 1, CHANNELS, 2)).sum().backward()
-        assert bn.bias.grad.eq(2 * (rank + 1)).all()
-        # The output may be changed in place, and the gradient may come expanded or strided.
-        x = torch.randn(rank + 2, CHANNELS, 4, requires_grad=True)
-        nn.ReLU(inplace=True)(bn(x)).sum().backward()
-        bn(x.transpose(0, 2).contiguous().transpose(0, 2)[..., ::2]).sum().backward()
-        assert x.grad.isfinite().all()
-        # Nothing but training communicates: rank 0 alone may evaluate.
-        if rank == 0:
-            bn.eval()
-            bn(torch.randn(4, CHANNELS))
-            SyncBatchNorm(CHANNELS, track_running_stats=False).eval()(torch.randn(4, CHANNELS))
-        # A group of two ranks.
-        group = dist.new_group([0, 1])
-        bn = SyncBatchNorm(CHANNELS, process_group=group)
-        if rank < 2:
-            y = bn(torch.full((2, CHANNELS), float(rank)))
-            assert torch.allclose(y, torch.full((2, CHANNELS), 2.0 * rank - 1), atol=1e-4)
-        else:
-            errors.append(refusal(UsageError, lambda: bn(torch.ones(2, CHANNELS))))
-        # CUDA tensors over Gloo go through the CPU's memory; NCCL takes them as they are.
-        cuda = torch.device("cuda", 0)
-        assert sync_batchnorm._carrier(cuda, None) == torch.device("cpu")
-        dist.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
-        assert sync_batchnorm._carrier(cuda, None) == cuda
-        assert size == 3
-        return errors
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bn = SyncBatchNorm(CHANNELS)
+    errors = [refusal(DataError, lambda: bn(torch.ones(int(rank == 1), CHANNELS)))]
+    assert bn.num_batches_tracked == 0
+    errors.append(refusal(DataError, lambda: bn(torch.ones(2, CHANNELS + 1))))
+    errors.append(refusal(DataError, lambda: bn(torch.ones(CHANNELS))))
+    # No samples anywhere: as torch, statistics stay and the output is empty.
+    assert bn(torch.ones(0, CHANNELS, 2, requires_grad=True)).shape == (0, CHANNELS, 2)
+    assert not bn.running_mean.any()
+    assert bn.running_var.eq(1).all()
+    # Frozen input: no input gradient is wanted, weight and bias still learn.
+    bn(torch.randn(rank + 1, CHANNELS, 2)).sum().backward()
+    assert bn.bias.grad.eq(2 * (rank + 1)).all()
+    # The output may be changed in place, and the gradient may come expanded or strided.
+    x = torch.randn(rank + 2, CHANNELS, 4, requires_grad=True)
+    nn.ReLU(inplace=True)(bn(x)).sum().backward()
+    bn(x.transpose(0, 2).contiguous().transpose(0, 2)[..., ::2]).sum().backward()
+    assert x.grad.isfinite().all()
+    # Nothing but training communicates: rank 0 alone may evaluate.
+    if rank == 0:
+        bn.eval()
+        bn(torch.randn(4, CHANNELS))
+        SyncBatchNorm(CHANNELS, track_running_stats=False).eval()(torch.randn(4, CHANNELS))
+    # A group of two ranks.
+    group = dist.new_group([0, 1])
+    bn = SyncBatchNorm(CHANNELS, process_group=group)
+    if rank < 2:
+        y = bn(torch.full((2, CHANNELS), float(rank)))
+        assert torch.allclose(y, torch.full((2, CHANNELS), 2.0 * rank - 1), atol=1e-4)
+    else:
+        errors.append(refusal(UsageError, lambda: bn(torch.ones(2, CHANNELS))))
+    # CUDA tensors over Gloo go through the CPU's memory; NCCL takes them as they are.
+    cuda = torch.device("cuda", 0)
+    assert sync_batchnorm._carrier(cuda, None) == torch.device("cpu")
+    dist.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
+    assert sync_batchnorm._carrier(cuda, None) == cuda
+    assert size == 3
+    return errors
 
 
 def refusal(error: type[Exception], call: Callable[[], object]) -> str:
@@ -264,18 +254,18 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(x).mean((2, 3))))
 
 
+@in_gloo_group
 def train_with_ddp(shares: tuple[int, ...]) -> dict[str, Tensor]:
-    with gloo():
-        net = convert(new_net()).module
-        model = DistributedDataParallel(net)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-        for x, y in batches(sum(shares)):
-            output = model(own_part(x, shares))
-            loss = nn.functional.cross_entropy(output, own_part(y, shares), reduction="sum")
-            optimizer.zero_grad()
-            (loss * len(shares) / sum(shares)).backward()
-            optimizer.step()
-        return {name: tensor.detach().numpy() for name, tensor in net.state_dict().items()}
+    net = convert(new_net()).module
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for x, y in batches(sum(shares)):
+        output = model(own_part(x, shares))
+        loss = nn.functional.cross_entropy(output, own_part(y, shares), reduction="sum")
+        optimizer.zero_grad()
+        (loss * len(shares) / sum(shares)).backward()
+        optimizer.step()
+    return {name: tensor.detach().numpy() for name, tensor in net.state_dict().items()}
 
 
 def new_net() -> Net:
@@ -306,9 +296,9 @@ def test_training_under_ddp_equals_one_process(shares: tuple[int, ...]) -> None:
             assert (other[name] == found[0][name]).all(), f"{name} differs between ranks"
 
 
+@in_gloo_group
 def one_rank() -> None:
-    with gloo():
-        check_bit_equal()
+    check_bit_equal()
 
 
 def check_bit_equal() -> None:

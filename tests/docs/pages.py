@@ -1,0 +1,65 @@
+"""Runs the Python of a documentation page, block after block, in one namespace.
+
+Used as a module by `test_docs.py`, and as a script in a process of its own: `python pages.py PAGE`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: what stands behind its opening fence, its text, its first line's number."""
+
+    info: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(m["info"].strip(), m["text"], text.count("\n", 0, m.start("text")) + 1)
+        for m in _FENCE.finditer(text)
+    ]
+
+
+def run(page: Path) -> int:
+    """Runs every `python` block; returns how many. A failure is raised or ends in exit code 1."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    chosen = [block for block in blocks(page) if block.info == "python"]
+    for block in chosen:
+        if ">>>" in block.text:
+            run_examples(block, page, namespace)
+        else:  # the blank lines give each line the number that it has in the page
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), namespace)
+    return len(chosen)
+
+
+def run_examples(block: Block, page: Path, namespace: dict[str, Any]) -> None:
+    """Runs the `>>>` lines of a block and compares what they print."""
+    test = doctest.DocTestParser().get_doctest(
+        block.text, namespace, page.name, str(page), block.line - 1
+    )
+    test.globs = namespace  # the parser copies it
+    runner = doctest.DocTestRunner(verbose=False)
+    runner.run(test, clear_globs=False)
+    if runner.summarize(verbose=False).failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{run(Path(sys.argv[1]))} blocks run\n")
