@@ -71,7 +71,10 @@ def nothing_left_behind() -> Iterator[None]:
     alive = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
     alive = psutil.wait_procs(alive, timeout=5)[1]
     assert not alive, f"processes left behind: {[left[p.pid] for p in alive]}"
-    assert set(threading.enumerate()) <= threads, "threads left behind"
+    started = set(threading.enumerate()) - threads
+    for thread in started:
+        thread.join(timeout=5)  # the queues of loader workers close in their own time
+    assert not any(thread.is_alive() for thread in started), f"threads left behind: {started}"
     assert _shared_memory() <= memory, "shared memory left behind"
     assert _temporary_files() <= files, "files left behind in the temporary folder"
     changed = {

@@ -69,6 +69,21 @@ def run_ranks(
                 process.join()
 
 
+def in_clean_process(test: Callable[..., None]) -> Callable[..., None]:
+    """For tests that fork: in a process without the threads that other tests have left in this."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        where = test.__module__, test.__name__
+        run_ranks(_call_wrapped, 1, *where, arguments, environment=lambda rank: {})
+
+    return run
+
+
+def _call_wrapped(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**arguments)
+
+
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun sets on one node."""
     return {

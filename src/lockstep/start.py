@@ -64,6 +64,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     try:
         chosen, reason = find_strategy(settings.strategy, run.topology.size)
         chosen.check(run)
+        if run.topology.size > 1:
+            reason = f"{reason}; ranks given by {run.topology.source}"
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
         return World(run, chosen, settings, choices)

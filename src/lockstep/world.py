@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
 from lockstep.checkpoint.session import Checkpoint
+from lockstep.data.epochs import Epochs
 from lockstep.data.global_batch import parse_shares
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source, from_dataset, from_loader
@@ -33,6 +34,14 @@ from lockstep.runtime.settings import Settings
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.prepare import Preparer, agree, describe_loader
 
+_open: set[World] = set()
+
+
+def close_current() -> None:
+    """Closes the world that this process has left open, if any."""
+    for world in list(_open):
+        world.close()
+
 
 class World:
     """One process's view of the run. Made by `lockstep.init`.
@@ -44,7 +53,6 @@ class World:
         device: where this process computes.
         is_main: True on rank 0.
         strategy: the name of the strategy.
-        epoch: of `epochs`, counted from 0.
     """
 
     def __init__(
@@ -64,7 +72,6 @@ class World:
         self.means = self._outside = RunningMeans(run.topology, run.device, 0)
         self.precision = Precision(settings.precision, run.device)
         self.shares = parse_shares(settings.shares, run.topology.size)
-        self.epoch = 0
         self._run = run
         self._check_loss = LossCheck(run.step)
         self._choices = choices
@@ -79,9 +86,15 @@ class World:
         self._diverged = False
         self._turns = 0
         self._folders: list[str] = []
-        self._in_epoch = False
+        self._epochs = Epochs(self._preparer.loaders, run.step)
         self._closed = False
-        atexit.register(self.close)
+        _open.add(self)
+        atexit.register(self._close_at_exit)
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch of `epochs`, counted from 0."""
+        return self._epochs.present
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
@@ -89,8 +102,8 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:
         """Places and wraps modules, optimizers, schedulers and DataLoaders, in any order.
@@ -190,13 +203,16 @@ class World:
             **options: of `torch.autograd.backward`, such as `retain_graph`.
 
         Raises:
-            UsageError: the loss is not a scalar tensor with a gradient, or is NaN.
+            UsageError: the loss is not a scalar tensor with a gradient, or is NaN; or gradients of
+                earlier micro-batches are gone, or would be mixed with another optimizer's.
         """
         self._check_loss(loss)
-        step = self._run.step
-        scale = step.current.scale
+        running = self._run.step.running
+        self._preparer.check_accumulation(running)
+        scale = running.micro_batch.scale
         self.precision.backward(loss if scale == 1.0 else loss * scale, **options)
-        step.backwards += 1
+        running.backwards += 1
+        self._check_loss.after_backward(loss, self._preparer.parameters())
 
     def clip_grad_norm(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
@@ -261,18 +277,18 @@ class World:
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
+        if not isinstance(loader, Loader):
+            raise UsageError(
+                f"world.progress of a {type(loader).__name__}",
+                "it is not a prepared loader",
+                "iterate what world.prepare or world.loader returned for it",
+            )
         text = f"epoch {self.epoch}" if description is None else description
         return progress(loader, self, text, done=loader.start)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
-        while self.epoch < total:
-            self._in_epoch = True
-            try:
-                yield self.epoch
-            finally:
-                self._in_epoch = False
-            self.epoch += 1
+        return self._epochs.run(total)
 
     def checkpoint(self, folder: str | Path, /, *, keep: int = 2, **state: Any) -> Checkpoint:
         """Saves and resumes the whole training state: `.save()`, `.resume()`, `.wait()`.
@@ -288,29 +304,34 @@ class World:
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
-        # Between the end of a pass and the end of the loop's body the epoch counts as done.
-        unfinished = any(loader.mid_epoch for loader in self._preparer.loaders)
+        self.precision.settle()
         scaler = self.precision.scaler
         return {
-            "epoch": self.epoch + int(self._in_epoch and not unfinished),
+            "epoch": self._epochs.next,
             "step": self._run.step.number,
             "scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
-        self.epoch = state["epoch"]
+        self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
         if self.precision.scaler is not None and state["scaler"] is not None:
             self.precision.scaler.load_state_dict(state["scaler"])
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""
+        self._close(failed=False)
+
+    def _close_at_exit(self) -> None:
+        self._close(failed=hasattr(sys, "last_type"))  # set by an uncaught exception
+
+    def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        failed = hasattr(sys, "last_type")  # set by an uncaught exception: the others may be gone
+        _open.discard(self)
+        atexit.unregister(self._close_at_exit)
         self._preparer.release()
         leave(self._run, failed=failed)
         if self.is_main and self._run.step.number and not failed:

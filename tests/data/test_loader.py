@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.source import Source, from_dataset, from_loader
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import OUTSIDE, Step
+from lockstep.runtime.step import MicroBatch, Step
 from lockstep.topology import Topology
 
 
@@ -163,14 +163,15 @@ def test_the_state_is_left_as_it_was():
     loader = make(numbers(8, 4))
     for _ in loader:
         assert loader._step.current.count == 4
-    assert loader._step.current is OUTSIDE
+        assert loader._step.inside
+    assert not loader._step.inside
+    assert loader._step.current == MicroBatch()
     for _ in loader:
+        with torch.no_grad():
+            list(loader)
+        assert loader._step.current.count == loader._step.seen.count == 4
         break
-    del _
-    outer = loader._step.current
-    with torch.no_grad():
-        list(make(numbers(3, 2)))
-    assert loader._step.current is outer
+    assert not loader._step.inside
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

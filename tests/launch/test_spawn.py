@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import in_clean_process
 from torch import nn
 
 import lockstep.launch.spec
@@ -73,6 +74,7 @@ def test_the_package_can_be_called_like_the_function() -> None:
     assert package(os.getpid, nproc=1, timeout=60) != [os.getpid()]
 
 
+@in_clean_process
 def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
     data = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
@@ -110,6 +112,7 @@ def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
         ("die", "rank 1 died without a Python exception (exit code 3)"),
     ],
 )
+@in_clean_process
 def test_the_first_failure_is_raised_and_the_others_are_ended(how: str, text: str) -> None:
     def run() -> None:  # by fork, which starts at once
         fail_on_rank_1(how)
@@ -122,6 +125,7 @@ def test_the_first_failure_is_raised_and_the_others_are_ended(how: str, text: st
     assert "rank_process.py" not in caught.value.remote_traceback
 
 
+@in_clean_process
 def test_a_rank_that_ignores_sigterm_is_killed_when_time_is_over() -> None:
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -132,11 +136,13 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_time_is_over() -> None:
         launch(run, nproc=2, timeout=1.0)
 
 
+@in_clean_process
 def test_what_cannot_be_returned_is_said() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 raised .*pickle"):
         launch(lambda: lambda: None, nproc=1)
 
 
+@in_clean_process
 def test_launch_inside_a_rank_is_refused() -> None:
     with pytest.raises(RankFailedError, match="this process is rank 0 of 1 already"):
         launch(lambda: launch(os.getpid, nproc=1), nproc=1)

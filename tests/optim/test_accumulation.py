@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.optim.precision import Precision
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch, Step
+from lockstep.runtime.step import MicroBatch, Pass, Step
 from lockstep.topology import Topology
 
 CPU = torch.device("cpu")
@@ -38,13 +38,13 @@ def test_one_step_and_one_clearing_for_a_global_batch(zero_grad_at):
         step,
         Collectives(Topology(), CPU),
     )
-    steps = []
+    steps, running = [], Pass()
     for first, last in [(True, False), (False, False), (False, True)] * 2:
-        step.begin(micro(first, last))
+        step.begin(running, micro(first, last))
         if zero_grad_at == "start":
             optimizer.zero_grad()
         (parameter.sum() * 1.0).backward()
-        step.backwards += 1
+        running.backwards += 1
         optimizer.step()
         scheduler.step()
         if zero_grad_at == "end":
@@ -80,12 +80,13 @@ def test_a_scheduler_can_be_made_from_the_prepared_optimizer():
 
 def test_backward_of_the_loss_itself_is_noticed_where_it_is_wrong():
     parameter, optimizer, step = prepared()
-    step.begin(MicroBatch(count=8, local=3, scale=0.75, plain=False))
+    running = Pass()
+    step.begin(running, MicroBatch(count=8, local=3, scale=0.75, plain=False))
     parameter.sum().backward()
     with pytest.raises(UsageError, match=r"loss.backward\(\).*\n.*3 of 8 samples"):
         optimizer.step()
     assert parameter.detach().tolist() == [0, 0]
-    step.begin(MicroBatch(count=8, local=4, plain=True))
+    step.begin(running, MicroBatch(count=8, local=4, plain=True))
     optimizer.step()
     assert parameter.detach().tolist() == [-1, -1]
 
@@ -107,7 +108,7 @@ def test_a_closure_is_evaluated_on_a_whole_batch_only():
         return loss.detach()
 
     assert optimizer.step(closure) == 2.0
-    step.begin(micro(True, False))
+    step.begin(Pass(), micro(True, False))
     with pytest.raises(UsageError, match="closure"):
         optimizer.step(closure)
 
@@ -159,6 +160,11 @@ def test_what_the_user_chose_stays(options):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **options)
     assert choose_foreach(optimizer, CPU) is None
     assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
+
+
+def test_a_learning_rate_given_as_a_tensor_is_left_alone():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    assert choose_foreach(optimizer, CPU) is None
 
 
 def test_others_are_left_alone():

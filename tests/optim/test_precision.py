@@ -58,19 +58,31 @@ def test_fp16_leaves_out_a_step_with_infinite_gradients():
     assert precision.scaler is not None
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    precision.backward((parameter * float("inf")).sum())
     before = precision.scaler.get_scale()
+    precision.backward((parameter * float("inf")).sum())
     assert precision.step(optimizer, None) == (None, True)
     assert parameter.item() == 1.0
-    assert precision.scaler.get_scale() < before
     optimizer.zero_grad()
     precision.backward(parameter.sum())
+    assert precision.scaler.get_scale() < before
     precision.unscale([optimizer])
     precision.unscale([optimizer])  # a second look at the gradients is allowed
     assert parameter.grad is not None
     assert parameter.grad.item() == 1.0
     assert precision.step(optimizer, None)[1] is False
     assert parameter.item() == 0.0
+
+
+def test_gradients_that_were_looked_at_and_not_stepped_on_are_scaled_anew():
+    precision = Precision("fp16", CPU)
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        precision.backward(parameter.sum())
+        precision.unscale([optimizer])
+        assert parameter.grad is not None
+        assert parameter.grad.item() == 1.0
 
 
 def test_fp32_changes_nothing():

@@ -7,23 +7,25 @@ the same on all ranks and mean the same on any number of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.data.fetch import Fetch, Key
 from lockstep.data.global_batch import Indices, micro_batches_needed, split_batch
-from lockstep.data.nest import emptied
+from lockstep.data.nest import emptied, map_tensors
 from lockstep.data.prefetch import to_device
 from lockstep.data.source import Source
 from lockstep.data.weighting import Pair, Weight, weighted
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, DataError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.seeding import kept_random_state, mix
-from lockstep.runtime.step import OUTSIDE, MicroBatch, Step
+from lockstep.runtime.step import MicroBatch, Pass, Step
 
 
 class Loader:
@@ -60,17 +62,21 @@ class Loader:
         self.shares = shares
         self.weight = weight
         self.seed = seed
+        self._micro_batch = micro_batch
         self.micro_batches = micro_batches_needed(source.batch_size, shares, micro_batch)
-        self.current = OUTSIDE
+        self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
+        self.trained = 0
+        """Training passes begun."""
         self._epoch = 0
         self._start = 0
-        self._position: int | None = None
+        self._running: Pass | None = None
+        self._position = 0
         self._example: Any = None
-        self._workers: DataLoader[Any] | None = None
-        self._keys: list[Key] = []
+        self._persistent: DataLoader[Any] | None = None
+        self._persistent_keys: list[Key] = []
 
     @property
     def dataset(self) -> Any:
@@ -90,12 +96,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the pass that is running, or of the next one."""
-        return self._epoch if self._position is None else self._epoch - 1
+        return self._epoch if self._running is None else self._epoch - 1
 
     @property
     def mid_epoch(self) -> bool:
         """A pass is running, or will be taken up where a checkpoint left it."""
-        return self._position is not None or self._start > 0
+        return self._running is not None or self._start > 0
 
     @property
     def start(self) -> int:
@@ -107,45 +113,46 @@ class Loader:
         """How the global batch is computed, in words."""
         parts = split_batch(self.batch_size, self.shares, self.micro_batches)
         of_rank = (parts[..., 1] - parts[..., 0]).sum(axis=0).tolist()
-        value = f"{self.batch_size} samples"
+        value = f"{self.batch_size:,} of {self.source.length:,}".replace(",", " ")
         if len(of_rank) == 1:
-            reason = "the global batch, on one device"
+            reason = "samples: the global batch, on one device"
         elif len(set(of_rank)) == 1:
-            reason = f"the global batch: {of_rank[0]} on each of {len(of_rank)} ranks"
+            reason = f"samples: the global batch, {of_rank[0]} on each of {len(of_rank)} ranks"
         else:
             shown = " + ".join(str(n) for n in of_rank[:8]) + (" + ..." if of_rank[8:] else "")
-            reason = f"the global batch: {shown} on ranks 0 to {len(of_rank) - 1}"
+            reason = f"samples: the global batch, {shown} on ranks 0 to {len(of_rank) - 1}"
         if self.micro_batches > 1:
             reason += f", in {self.micro_batches} micro-batches"
         return Choice("batch", value, reason)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, which is the number of turns of a training loop."""
-        if self.micro_batches == 1:
+        if self.micro_batches == 1 and self.source.batch_sampler is None:
             return self.steps
         plan = self.source.plan(self.seed, self.epoch)
-        return sum(min(self.micro_batches, len(plan[step])) for step in range(len(plan)))
+        return sum(len(self._pieces(step, plan[step])) for step in range(len(plan)))
 
     def __iter__(self) -> Iterator[Any]:
         training = torch.is_grad_enabled()
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
+        self.trained += int(training)
         plan = self.source.plan(self.seed, epoch)
         pieces = [
             piece for step in range(start, len(plan)) for piece in self._pieces(step, plan[step])
         ]
+        everyone = all(all_have for _, _, _, all_have in pieces)
         if not training:
             pieces = [piece for piece in pieces if piece[1].local]
-        return self._run(epoch, pieces, training)
+        return self._run(epoch, pieces, training, everyone)
 
     def state_dict(self) -> dict[str, int]:
         """The position: the same on every rank, and meaningful on any number of them."""
-        position = self._position
-        if position is None:
+        if self._running is None:
             epoch, step = self._epoch, self._start
         else:
-            done = self._step.current.last and self._step.stepped
-            epoch, step = self._epoch - 1, position + int(done)
+            done = self._running.micro_batch.last and self._running.stepped
+            epoch, step = self._epoch - 1, self._position + int(done)
         return {"epoch": epoch, "step": step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -161,7 +168,11 @@ class Loader:
                     f"in the checkpoint it is {state[name]}, so the position means other samples",
                     "continue with the same data, batch size and seed, or leave the loader out",
                 )
-        self._epoch, self._start, self._position = state["epoch"], state["step"], None
+        self._epoch, self._start, self._running = state["epoch"], state["step"], None
+
+    def release(self) -> None:
+        """Ends persistent workers."""
+        self._persistent = None
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -173,7 +184,10 @@ class Loader:
 
     def _pieces(self, step: int, batch: Indices) -> list[tuple[int, MicroBatch, Indices, bool]]:
         """This rank's micro-batches: (step, what it is, sample indices, all ranks have some)."""
-        parts = split_batch(len(batch), self.shares, self.micro_batches)
+        micro_batches = self.micro_batches
+        if self.source.batch_sampler is not None:  # whose batches may be of any size
+            micro_batches = micro_batches_needed(len(batch), self.shares, self._micro_batch)
+        parts = split_batch(len(batch), self.shares, micro_batches)
         counts = parts[..., 1] - parts[..., 0]
         plain = len(parts) == 1 and bool((counts == counts[0, 0]).all()) and len(batch) > 0
         ranks, rank = len(self.shares), self._collectives.topology.rank
@@ -197,29 +211,35 @@ class Loader:
         epoch: int,
         pieces: list[tuple[int, MicroBatch, Indices, bool]],
         training: bool,
+        everyone: bool,
     ) -> Iterator[Any]:
-        """Hands out the pieces; what is not the present pass's is put back on leaving."""
-        step, outer = self._step, (self._step.current, self._step.seen)
+        """Hands out the pieces; everything is as it was before when the pass is left."""
+        step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
         micros = (micro for _, micro, _, _ in pieces)
         batches = self._read([(epoch, indices) for _, _, indices, _ in pieces])
         pairs: Iterator[Pair] = zip(micros, batches, strict=True)
         if self.weight is not None and training:
             pairs = weighted(pairs, self.weight, len(self.shares))
+        running = Pass()
         try:
+            if training:
+                self._running, self._position = running, pieces[0][0] if pieces else 0
+            elif not everyone:
+                self._collectives.blocked = _SOME_SKIP
             placed = self._place(pairs)
-            for (position, _, _, everyone), (micro, batch) in zip(pieces, placed, strict=True):
-                self.current = micro
+            for (position, _, _, _), (micro, batch) in zip(pieces, placed, strict=True):
+                self.current = step.seen = micro
                 if training:
-                    self._position = position
-                    step.begin(micro)
-                else:
-                    step.seen = micro
-                    self._collectives.blocked = None if everyone else _SOME_SKIP
+                    step.begin(running, micro)
+                    if self._running is running:
+                        self._position = position
                 yield batch
         finally:
-            self._collectives.blocked = None
-            self._position = None
-            step.current, step.seen = outer
+            self._collectives.blocked = blocked
+            if self._running is running:
+                self._running = None
+            step.end(running)
+            step.seen = seen
 
     def _place(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         """Moves batches to the device while keeping what they are beside them."""
@@ -230,8 +250,7 @@ class Loader:
                 micros.append(micro)
                 yield batch
 
-        pin_memory = self.source.options.get("num_workers", 0) == 0
-        for batch in to_device(batches(), self._collectives.device, pin_memory=pin_memory):
+        for batch in to_device(batches(), self._collectives.device):
             yield micros.pop(0), batch
 
     def _read(self, keys: list[Key]) -> Iterator[Any]:
@@ -247,7 +266,8 @@ class Loader:
             if len(key[1]):
                 batch = next(fetched)
                 if self._example is None:
-                    self._example = emptied(batch)
+                    with suppress(DataError):  # raised where an empty part is really needed
+                        self._example = emptied(batch)
                 yield batch
             else:
                 yield self._empty(key[0])
@@ -256,30 +276,33 @@ class Loader:
         if self._example is None:
             with kept_random_state():
                 self._example = emptied(self._fetch[epoch, _FIRST])
-        return self._example
+        return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
     def _with_workers(self, keys: list[Key]) -> Iterator[Any]:
-        self._keys[:] = keys
-        if self._workers is None:
-            options = {
-                name: value for name, value in self.source.options.items() if value is not None
-            }
-            options["pin_memory"] = self._collectives.device.type == "cuda"
-            # A generator of its own: torch would draw the workers' seed from the global stream.
-            generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
-            self._workers = DataLoader(
-                self._fetch,
-                batch_size=None,
-                sampler=self._keys,
-                collate_fn=_as_it_is,
-                generator=generator,
-                **options,
-            )
-        return iter(self._workers)
+        if self._persistent is not None:
+            self._persistent_keys[:] = keys
+            return iter(self._persistent)
+        given = self.source.options
+        options = {name: value for name, value in given.items() if value is not None}
+        options["pin_memory"] = False  # to_device pins what can be pinned
+        keys = list(keys)
+        # A generator of its own: torch would draw the workers' seed from the global stream.
+        generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
+        workers: DataLoader[Any] = DataLoader(
+            self._fetch,
+            batch_size=None,
+            sampler=keys,
+            collate_fn=_as_it_is,
+            generator=generator,
+            **options,
+        )
+        if options.get("persistent_workers"):
+            self._persistent, self._persistent_keys = workers, keys
+        return iter(workers)
 
 
 _FIRST: Indices = np.zeros(1, dtype=np.int64)
-_SOME_SKIP = "some rank has no samples of this batch and is not here"
+_SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,58 +1,190 @@
-"""Batches as nests of tensors: one walk for moving, pinning and emptying them."""
+"""Batches as nests of tensors: one walk for moving, pinning and emptying them.
+
+A batch is walked through mappings, lists, tuples, named tuples and dataclass instances. Everything
+else is a leaf: a tensor, an opaque object that knows how to move itself (`.to`), such as a graph
+batch or a `PackedSequence`, or plain data (text, numbers, `None`), which stays as it is.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.errors import DataError
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; what is neither tensor nor container stays.
 
-    Mappings, sequences and named tuples keep their types. An object that is none of these but has
-    `.to`, such as a graph batch, is left to `move`.
+def map_tensors(
+    batch: Any,
+    change: Callable[[Tensor], Tensor],
+    opaque: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
+    """The same nest with every tensor changed by `change` and every opaque leaf by `opaque`.
+
+    Containers keep their types, and `dict`, `UserDict`, `list` and dataclasses their further
+    attributes; a container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
+    The batch itself is not written to.
     """
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, MutableMapping):  # keeps classes such as a tokenizer's BatchEncoding
-        mapped = copy.copy(batch)
-        mapped.update({key: map_tensors(value, change) for key, value in batch.items()})
-        return mapped
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change) for value in batch)
+    if _is_opaque(batch):
+        return opaque(batch)
+    if _is_container(batch):
+        return _rebuilt(batch, lambda child: map_tensors(child, change, opaque))
     return batch
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch on the device; from pinned memory the copy does not block."""
-    if not isinstance(batch, Tensor | Mapping | list | tuple | str | bytes) and hasattr(
-        batch, "to"
-    ):
-        return batch.to(device)
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """The batch on the device; from pinned memory the copy of a tensor does not block."""
+    return map_tensors(
+        batch,
+        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda leaf: leaf.to(device),
+    )
 
 
 def pin(batch: Any) -> Any:
-    """The batch in page-locked memory."""
-    return map_tensors(batch, Tensor.pin_memory)
+    """The batch with its dense CPU tensors in page-locked memory; no others can be pinned."""
+    return map_tensors(
+        batch,
+        lambda tensor: (
+            tensor.pin_memory() if _is_dense(tensor) and tensor.device.type == "cpu" else tensor
+        ),
+    )
+
+
+def all_dense(batch: Any) -> bool:
+    """Whether all that `move` moves are tensors of one storage each, which streams can share."""
+    return all(
+        _is_dense(leaf) if isinstance(leaf, Tensor) else not _is_opaque(leaf)
+        for leaf in _leaves(batch)
+    )
 
 
 def emptied(batch: Any) -> Any:
-    """The batch without samples: shapes `(n, *)` become `(0, *)`, lists of text become empty."""
-    if isinstance(batch, list) and not any(
-        isinstance(x, Tensor | Mapping | list | tuple) for x in batch
-    ):
+    """The batch without samples: shapes `(n, *)` become `(0, *)`, lists of text become empty.
+
+    Shares no memory with the batch.
+
+    Raises:
+        DataError: the batch holds an opaque object, or a tensor that cannot be cut.
+    """
+    if isinstance(batch, Tensor):
+        return _no_rows(batch)
+    if _is_opaque(batch):
+        raise _cannot_be_empty(type(batch).__name__)
+    if isinstance(batch, list) and not any(_is_nested(value) for value in batch):
         return []
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return type(batch)(emptied(value) for value in batch)
+    if type(batch) is tuple and batch and all(isinstance(value, str | bytes) for value in batch):
+        return ()  # what default_collate makes of text
+    return _rebuilt(batch, emptied) if _is_container(batch) else batch
+
+
+def _no_rows(tensor: Tensor) -> Tensor:
+    if _is_dense(tensor):
+        return (tensor[:0] if tensor.dim() else tensor).clone()
+    if tensor.layout is torch.sparse_coo:
+        return tensor.index_select(0, torch.empty(0, dtype=torch.int64, device=tensor.device))
+    raise _cannot_be_empty(f"{type(tensor).__name__} of layout {tensor.layout}")
+
+
+def _cannot_be_empty(kind: str) -> DataError:
+    return DataError(
+        f"a batch that holds a {kind}",
+        "a rank got no samples of a global batch, and an empty part of this batch type cannot be "
+        "made",
+        "use drop_last=True, or a collate function that returns tensors",
+    )
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether it moves itself. A dictionary with `.to`, as of a tokenizer, is walked all the same:
+    its tensors can then be copied ahead and emptied.
+    """
+    if isinstance(value, Tensor | dict | UserDict | str | bytes | type):
+        return False
+    return callable(getattr(value, "to", None))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or (
+        is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor) or _is_opaque(value) or _is_container(value)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """One storage of its own: not sparse, not nested, and no wrapper around other tensors."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not hasattr(tensor, "__tensor_flatten__")
+    )
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Tensor) or _is_opaque(batch) or not _is_container(batch):
+        yield batch
+        return
     if isinstance(batch, Mapping):
-        return type(batch)({key: emptied(value) for key, value in batch.items()})  # type: ignore[call-arg]
-    return map_tensors(batch, lambda tensor: tensor[:0] if tensor.dim() else tensor)
+        children = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        children = list(batch)
+    else:
+        children = [getattr(batch, each.name, None) for each in fields(batch)]
+    for child in children:
+        yield from _leaves(child)
+
+
+def _rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The container with every child changed."""
+    if isinstance(batch, Mapping):
+        return _mapping(batch, {key: change(value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return _sequence(batch, [change(value) for value in batch])
+    # A dataclass: its fields are set on a copy, also where it is frozen, without running
+    # __init__ or __post_init__, which may do anything.
+    made = copy.copy(batch)
+    for each in fields(batch):
+        if hasattr(batch, each.name):
+            object.__setattr__(made, each.name, change(getattr(batch, each.name)))
+    return made
+
+
+def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(batch) is dict:
+        return items
+    # Users' classes may raise anything here; a plain dict then holds the same items.
+    try:
+        if not isinstance(batch, dict | UserDict) or getattr(batch, "__dict__", None) is batch:
+            # A shallow copy of these may share what it holds with the batch.
+            return type(batch)(items)  # type: ignore[call-arg]
+        made = copy.copy(batch)
+        for key, value in items.items():
+            made[key] = value
+        return made
+    except Exception:
+        return items
+
+
+def _sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    if type(batch) is list:
+        return values
+    plain = values if isinstance(batch, list) else tuple(values)
+    try:
+        if isinstance(batch, list):
+            made = copy.copy(batch)
+            made[:] = values
+            return made
+        make = getattr(batch, "_make", type(batch))  # `_make` is the named tuples' own
+        return make(values)
+    except Exception:
+        return plain

@@ -8,32 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.nest import map_tensors, move, pin
+from lockstep.data.nest import all_dense, map_tensors, move, pin
 
 
-def to_device(batches: Iterator[Any], device: torch.device, *, pin_memory: bool) -> Iterator[Any]:
+def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The batches on the device, in order; on CUDA each copy is started one batch early.
 
-    Args:
-        batches: from the loader, on the CPU.
-        device: where they are needed.
-        pin_memory: page-lock batches first, without which a copy cannot overlap with anything.
+    It is started from page-locked memory, without which a copy cannot overlap with anything.
     """
     if device.type != "cuda":
         # Nothing to hide: no look-ahead, so nothing is read that is not used.
         return (batch if device.type == "cpu" else move(batch, device) for batch in batches)
-    return _one_ahead(batches, device, pin_memory)
+    return _one_ahead(batches, device)
 
 
-def _one_ahead(batches: Iterator[Any], device: torch.device, pin_memory: bool) -> Iterator[Any]:
+def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Copies batch t + 1 while batch t is worked on.
+
+    Only batches of dense tensors: what graph batches, sparse tensors and the like hold inside
+    cannot be marked as used by a second stream, so they are copied on the present one when needed.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start() -> Any:
-        batch = next(batches)
-        if pin_memory:
-            batch = pin(batch)
+    def start() -> tuple[Any, bool]:
+        batch = pin(next(batches))
+        if not all_dense(batch):
+            return batch, False
         with torch.cuda.stream(stream):
-            return move(batch, device)
+            return move(batch, device), True
 
     def used_here(tensor: Tensor) -> Tensor:
         # The allocator must not hand the memory out again before this stream is done with it.
@@ -42,14 +44,17 @@ def _one_ahead(batches: Iterator[Any], device: torch.device, pin_memory: bool) -
         return tensor
 
     try:
-        ahead = start()
+        ahead, moved = start()
     except StopIteration:
         return
     while True:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        ready = map_tensors(ahead, used_here)
+        if moved:
+            torch.cuda.current_stream(device).wait_stream(stream)
+            ready = map_tensors(ahead, used_here)
+        else:
+            ready = move(ahead, device)
         try:
-            ahead = start()
+            ahead, moved = start()
         except StopIteration:
             yield ready
             return

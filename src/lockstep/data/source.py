@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -10,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -17,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -28,7 +33,31 @@ from lockstep.data.global_batch import (
     plan_epoch,
 )
 from lockstep.errors import DataError, UsageError
-from lockstep.runtime.seeding import kept_random_state, mix
+from lockstep.runtime.seeding import kept_random_state, mix, seed_sample
+
+_SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
+_OPTIONS = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "pin_memory",
+)
+_ORDERING = ("sampler", "batch_sampler", "generator")
+# Of `world.loader` itself: what a misspelt option may have meant.
+_ARGUMENTS = (
+    "batch_size",
+    "batch_size_per_device",
+    "shuffle",
+    "drop_last",
+    "micro_batch",
+    "shares",
+    "weight",
+    "sample_rng",
+    "collate_fn",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +89,22 @@ class Source:
             return _length(self.batch_sampler)
         return batches_in_epoch(self.length, self.batch_size, drop_last=self.drop_last)
 
+    @property
+    def fingerprint(self) -> int:
+        """A CRC-32 over what must be equal on all ranks: sizes, splits, and the user's own order.
+
+        A sampler of the user's is run through once, for epoch 0 of seed 0.
+        """
+        sizes = (self.length, self.batch_size, self.shuffle, self.drop_last, self.steps)
+        found = zlib.crc32(repr(tuple(int(size) for size in sizes)).encode())
+        for indices in _subsets(self.dataset):
+            found = zlib.crc32(_bytes(indices), found)
+        if self.sampler is not None or self.batch_sampler is not None:
+            plan = self.plan(0, 0)
+            found = zlib.crc32(plan.order.tobytes(), found)
+            found = zlib.crc32(plan.bounds.tobytes(), found)
+        return found
+
     def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The global batches of an epoch, the same on every rank."""
         if self.sampler is None and self.batch_sampler is None:
@@ -71,8 +116,11 @@ class Source:
                 shuffle=self.shuffle,
                 drop_last=self.drop_last,
             )
-        with kept_random_state():  # a sampler draws from torch's global stream
-            torch.default_generator.manual_seed(mix(seed, epoch, 0x5A3))
+        with kept_random_state():
+            # A sampler may draw from any of the global streams, or from a generator of its own.
+            seed_sample(seed, epoch, _SAMPLER)
+            for number, generator in enumerate(_generators(self.batch_sampler, self.sampler)):
+                generator.manual_seed(mix(seed, epoch, _SAMPLER, number))
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
@@ -85,6 +133,44 @@ def _indices(sampler: Sampler[int] | None) -> Iterator[int]:
     return iter(sampler) if sampler is not None else iter(())
 
 
+def _generators(*samplers: object) -> list[torch.Generator]:
+    """Those that samplers and the samplers they wrap have as attributes."""
+    found: list[torch.Generator] = []
+    waiting, known = list(samplers), {id(sampler) for sampler in samplers}
+    while waiting:
+        for name, value in getattr(waiting.pop(), "__dict__", {}).items():
+            if id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, torch.Generator):
+                found.append(value)
+            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+                waiting.append(value)
+    return found
+
+
+def _subsets(dataset: object) -> Iterator[Any]:
+    """The indices of a Subset and of those it is made of."""
+    if isinstance(dataset, Subset):
+        yield dataset.indices
+        yield from _subsets(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _subsets(part)
+
+
+def _bytes(indices: Any) -> bytes:
+    """Equal for equal indices, whether given as list, range, array or tensor."""
+    try:
+        array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+    except ValueError:  # such as tuples of several lengths
+        array = np.asarray(["?"] * len(indices))
+    if array.dtype.kind in "iu" or not array.size:
+        return array.astype(np.int64).tobytes()
+    # Names of samples; of other objects only their number, as their text may hold an address.
+    return array.tobytes() if array.dtype.kind == "U" else str(len(indices)).encode()
+
+
 def from_dataset(
     dataset: Dataset[Any],
     batch_size: object,
@@ -94,9 +180,23 @@ def from_dataset(
     collate: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> Source:
-    """Raises DataError where the dataset has no length or no index, or `batch_size` is wrong."""
+    """A dataset with a global batch size.
+
+    Args:
+        dataset: map-style.
+        batch_size: samples of a global batch.
+        shuffle: a new order every epoch.
+        drop_last: leave a last batch that is not full out.
+        collate: joins samples into a batch; None: torch's own.
+        options: of `torch.utils.data.DataLoader`, those that say how samples are read.
+
+    Raises:
+        DataError: the dataset has no length or no index, `batch_size` is wrong, or an option is
+            unknown or refused by torch.
+    """
     _check_map_style(dataset)
     check_batch_size(batch_size)
+    _check_options(dataset, options)
     return Source(
         dataset=dataset,
         batch_size=int(batch_size),  # type: ignore[call-overload]
@@ -105,6 +205,41 @@ def from_dataset(
         collate=collate or default_collate,
         options=options,
     )
+
+
+def _check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
+    for name in options:
+        if name in _ORDERING:
+            raise DataError(
+                f"{name}= beside a dataset",
+                "the order of a dataset's samples follows from shuffle and the seed alone",
+                f"give a DataLoader instead: DataLoader(dataset, ..., {name}=...)",
+            )
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, (*_OPTIONS, *_ARGUMENTS), n=1)
+            raise DataError(
+                f"{name}= for a loader",
+                "there is no such option",
+                f"did you mean {near[0]}?" if near else f"use one of {', '.join(_OPTIONS)}",
+            )
+    for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise DataError(
+                f"{name}={value!r}",
+                f"it is not a whole number of at least {least}",
+                f"give such a number, or leave {name} out",
+            )
+    try:
+        with warnings.catch_warnings():  # those come when it is built for use
+            warnings.simplefilter("ignore")
+            DataLoader(dataset, **options)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            ", ".join(f"{name}={value!r}" for name, value in options.items()),
+            f"torch refuses these loader options: {error}",
+            "change the option that it names",
+        ) from error
 
 
 def from_loader(loader: DataLoader[Any]) -> Source:
@@ -150,11 +285,10 @@ def from_loader(loader: DataLoader[Any]) -> Source:
         )
     check_batch_size(loader.batch_size)
     sampler = loader.sampler
-    simple = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == _length(loader.dataset)
-    )
+    simple = (
+        type(sampler) is SequentialSampler
+        or (type(sampler) is RandomSampler and not sampler.replacement)
+    ) and len(sampler) == len(sampler.data_source) == _length(loader.dataset)
     return Source(
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,

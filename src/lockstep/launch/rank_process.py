@@ -80,6 +80,10 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Result:
         if end.code not in (None, 0):
             raise
         value = None
+    # Exit handlers do not run in processes of multiprocessing: what `fn` left open is closed here.
+    world = sys.modules.get("lockstep.world")
+    if world is not None:
+        world.close_current()
     # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
     return Result(pickle.dumps(value))
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import Step
+from lockstep.runtime.step import Pass, Step
 
 # Their CPU implementations over lists of tensors give the same bits as those over single tensors,
 # with a fraction of the calls (tests/optim/test_accumulation.py). The fused ones do not.
@@ -53,6 +53,11 @@ class PreparedOptimizer(Optimizer):
         self._precision = precision
         self._before = before
         self._after = after
+        self._asked: tuple[Pass, int] | None = None
+        """The global batch in which `step()` was last called, and in which it was last taken:"""
+        self._taken: tuple[Pass, int] | None = None
+        self._rates: list[Any] = []
+        step.clear_gradients.append(inner.zero_grad)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not there yet while copying or unpickling
@@ -69,28 +74,38 @@ class PreparedOptimizer(Optimizer):
             UsageError: `loss.backward()` was called where the loss needs exact weighting.
         """
         present = self._step.current
-        if not self._step.backwards and closure is None:
+        if closure is None:
             self._check_backward()
+        elif not (present.first and present.last):
+            raise UsageError(
+                "optimizer.step(closure) with micro-batches",
+                "the closure would be evaluated on a part of the global batch",
+                "leave micro_batch out, or use an optimizer without closures",
+            )
+        if not present.first:
+            self._check_rates()
+        batch = self._step.running, self._step.running.number
+        self._asked = batch
         if not present.last:
-            if closure is not None:
-                raise UsageError(
-                    "optimizer.step(closure) with micro-batches",
-                    "the closure would be evaluated on a part of the global batch",
-                    "leave micro_batch out, or use an optimizer without closures",
-                )
+            self._rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
             return None
         if closure is None:
             self._before()
-        result, self.skipped = self._precision.step(self.inner, closure)
+        result, self.skipped = self._precision.step(self.inner, self._checked(closure))
+        self._taken = batch
         self._step.mark_stepped()
         self._after()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, but for those that a global batch has begun to accumulate."""
+        """Clears the gradients, but for those that a global batch has begun to accumulate.
+
+        They have begun once `step()` was called for an earlier micro-batch (or for this one, where
+        the clearing comes after it), and are done when it was taken.
+        """
+        batch = self._step.running, self._step.running.number
         present = self._step.current
-        begun = not present.first or (self._step.backwards > 0 and not present.last)
-        if self._step.stepped or not begun:
+        if (present.first and present.last) or self._asked != batch or self._taken == batch:
             self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -109,9 +124,35 @@ class PreparedOptimizer(Optimizer):
         """Loads into the inner optimizer."""
         self.inner.load_state_dict(state_dict)
 
+    def check_kept(self) -> None:
+        """Raises UsageError where gradients were cleared in the middle of a global batch."""
+        batch = self._step.running, self._step.running.number
+        if self._asked == batch and not any(
+            parameter.grad is not None
+            for group in self.inner.param_groups
+            for parameter in group["params"]
+        ):
+            raise UsageError(
+                "gradients cleared between the micro-batches of a global batch",
+                "those of the micro-batches before are lost",
+                "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
+            )
+
+    def _checked(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """The closure, checked for how it calls backward before anything is updated."""
+        if closure is None:
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._check_backward()
+            return loss
+
+        return checked
+
     def _check_backward(self) -> None:
         present = self._step.current
-        if present.plain and self._precision.scaler is None:
+        if self._step.running.backwards or (present.plain and self._precision.scaler is None):
             return
         reason = (
             f"the precision is {self._precision.name}, whose loss is scaled"
@@ -124,6 +165,16 @@ class PreparedOptimizer(Optimizer):
             reason,
             "call world.backward(loss), which weighs the loss exactly",
         )
+
+    def _check_rates(self) -> None:
+        rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
+        batch = self._step.running, self._step.running.number
+        if self._asked == batch and rates != self._rates:
+            raise UsageError(
+                "a learning rate that changes between the micro-batches of a global batch",
+                f"it was {self._rates} and is {rates}: a scheduler steps once per micro-batch",
+                "give the scheduler to world.prepare too: it then steps once per global batch",
+            )
 
 
 class PreparedScheduler(LRScheduler):
@@ -147,7 +198,8 @@ class PreparedScheduler(LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
-        if not self._step.current.last or (self.prepared is not None and self.prepared.skipped):
+        skipped = self._step.inside and self.prepared is not None and self.prepared.skipped
+        if skipped or not self._step.current.last:
             return
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
@@ -184,6 +236,15 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
         return None
     if any(group.get("foreach") is False for group in optimizer.param_groups):
         return None
+    if any(
+        isinstance(x, torch.Tensor) for group in optimizer.param_groups for x in _numbers(group)
+    ):
+        return None
     for group in optimizer.param_groups:
         group["foreach"] = True
     return "updates all tensors in one call; the same bits as one at a time"
+
+
+def _numbers(group: dict[str, Any]) -> list[Any]:
+    """A learning rate or betas given as tensors keep torch from working on lists."""
+    return [group.get("lr"), *group.get("betas", ())]

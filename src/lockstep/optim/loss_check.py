@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,6 +47,18 @@ class LossCheck:
             self._look_back(loss)
         elif loss.isnan().item():
             self._complain(self._step.number + 1)
+
+    def after_backward(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Raises UsageError where a loss that counts nothing has made gradients NaN."""
+        present = self._step.current
+        if present.scale != 0.0 or not present.local or not loss.isnan().item():
+            return
+        if any(p.grad is not None and bool(p.grad.isnan().any()) for p in parameters):
+            raise UsageError(
+                "world.backward(loss) of a micro-batch whose weight is 0",
+                "the loss is NaN, a division by that 0, and so are its gradients",
+                "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+            )
 
     def _look_back(self, loss: Tensor) -> None:
         if self._pending is not None:

@@ -2,6 +2,9 @@
 
 Parameters, gradients and the optimizer stay in fp32. The model's forward pass runs under autocast
 and its floating-point outputs come back in fp32, so that losses are computed in fp32.
+
+The scaler is brought up to date once for each backward pass that was stepped on, at the beginning
+of the next one: however many optimizers share a backward pass, they see one scale.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ class Precision:
                 "precisions are " + ", ".join(_DTYPES),
                 "choose one of them; float64 models run under fp32, which changes no dtype",
             )
-        if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        if name == "bf16" and emulated:
             raise SettingError(
                 "precision='bf16'",
                 f"{torch.cuda.get_device_name(device)} has no bfloat16 arithmetic",
@@ -53,6 +59,7 @@ class Precision:
         self.dtype = _DTYPES[name]
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._unscaled: set[int] = set()
+        self._used = False
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Runs the module's forward under autocast; returns the handles that undo it."""
@@ -78,6 +85,7 @@ class Precision:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of the (scaled) loss."""
+        self.settle()
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         torch.autograd.backward(scaled, **options)
 
@@ -87,6 +95,7 @@ class Precision:
             if self.scaler is not None and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
+                self._used = True
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Steps the optimizer; returns its result and whether the scaler left the step out."""
@@ -98,8 +107,18 @@ class Precision:
                 "a scaled step evaluates the loss once",
                 "use precision='bf16' or 'fp32'",
             )
-        before = self.scaler.get_scale()
-        result = self.scaler.step(optimizer)
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        return result, self.scaler.get_scale() < before
+        taken: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        try:
+            result = self.scaler.step(optimizer)
+        finally:
+            handle.remove()
+        self._used = True
+        return result, not taken
+
+    def settle(self) -> None:
+        """Adapts the scale to what the last backward pass gave; the next one begins with it."""
+        if self.scaler is not None and self._used:
+            self.scaler.update()
+        self._used = False
+        self._unscaled.clear()

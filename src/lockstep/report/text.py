@@ -109,5 +109,7 @@ def summary_line(at: Snapshot, *, complete: bool) -> str:
     if not complete:
         of = "" if at.total is None else f" of {at.total}"
         words.append(f"stopped after {at.done}{of} global batches")
-    words += [*mean_words(at.means), rate(at.samples, at.seconds), duration(at.seconds)]
+    words += mean_words(at.means)
+    if at.samples:
+        words += [rate(at.samples, at.seconds), duration(at.seconds)]
     return _GAP.join(word for word in words if word)

@@ -1,15 +1,16 @@
 """Collectives on tensors, numbers and nests of them; on one process they are the identity.
 
-Before any data moves, the ranks compare a digest of what each of them brought (one 16-byte
-all-gather on the CPU side). Where they agree, which is nearly always, that is all; where they do
-not, every rank learns what every other brought, and either the difference is harmless (a rank
-whose loop had no batch brings the number 0 instead of a tensor) or all of them raise the same
-error. The alternative is what c10d does: wrong numbers, a hang, or a message without a name.
+Before any data moves, the ranks compare a digest of which collective each of them called and what
+it brought (one 16-byte all-gather on the CPU side, the same for every collective). Where they
+agree, which is nearly always, that is all; where they do not, every rank learns what every other
+called, and either the difference is harmless (a rank whose loop had no batch brings the number 0
+instead of a tensor) or all of them raise the same error. The alternative is what c10d does: wrong
+numbers, a hang, an aborted process, or a message without a name.
 
-Communication pattern: `exchange` is two all-gathers (lengths, padded bytes); `sum`, `mean` and
-`max` are the digest and one all-reduce for each tensor, all numbers of a nest travelling in one;
-`gather` pads to the longest first dimension; `broadcast` is one exchange and one broadcast for
-each tensor.
+Communication pattern, after the digest: `barrier` nothing; `exchange` two all-gathers (lengths,
+padded bytes); `sum`, `mean` and `max` one all-reduce for each tensor, all numbers of a nest
+travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest first
+dimension; `broadcast` one exchange and one broadcast for each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,53 +26,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import RanksDifferError, UsageError
+from lockstep.runtime import payload
+from lockstep.runtime.payload import Call, Leaf
 from lockstep.topology import Topology
 
 Number = bool | int | float
-_INT64_MAX = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """What one rank brought at one place of a nest."""
-
-    kind: str
-    """`tensor`, `int`, `float` or `text`."""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-    @property
-    def is_number(self) -> bool:
-        return self.kind in {"int", "float"} or (self.kind == "tensor" and not self.shape)
-
-    @property
-    def is_real(self) -> bool:
-        return self.kind == "float" or "float" in self.dtype
-
-    def __str__(self) -> str:
-        return self.kind if self.kind != "tensor" else f"{self.dtype}{list(self.shape)}"
-
-
-def _describe(leaf: Any) -> _Leaf:
-    if isinstance(leaf, Tensor):
-        return _Leaf("tensor", str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-    if isinstance(leaf, float):
-        return _Leaf("float")
-    if isinstance(leaf, bool | int):
-        if abs(leaf) > _INT64_MAX:
-            raise UsageError(
-                f"a collective on the integer {leaf}",
-                "it does not fit into 64 bits",
-                "reduce it as a float, or as two integers",
-            )
-        return _Leaf("int")
-    if isinstance(leaf, str):
-        return _Leaf("text")
-    raise UsageError(
-        f"a collective on a {type(leaf).__name__}",
-        "collectives take tensors, numbers, text (gather and broadcast) and nests of them",
-        "convert it first, for example with torch.as_tensor",
-    )
 
 
 class Collectives:
@@ -95,7 +53,145 @@ class Collectives:
         return self.topology.size == 1
 
     def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in the order of the ranks."""
+        """Every rank's text, in the order of the ranks; the texts may differ."""
+        self._open(Call("exchange", "(preparing, saving or resuming, for example)"))
+        return self._exchange(text)
+
+    def sum(self, value: Any) -> Any:
+        """The sum over ranks of every leaf: tensors of one shape everywhere, numbers exactly.
+
+        Booleans are counted: they become integers, tensors of them int64. Other dtypes stay.
+        """
+        counted = pytree.tree_map(payload.countable, value)
+        return self._reduce("sum", counted, lambda rows: sum(rows))
+
+    def max(self, value: Any) -> Any:
+        """The largest over ranks of every leaf."""
+        return self._reduce("max", value, lambda rows: max(rows))
+
+    def mean(self, value: Any) -> Any:
+        """The mean over ranks of every leaf; integer leaves become floating point."""
+        total = self._reduce("mean", pytree.tree_map(payload.real, value), lambda rows: sum(rows))
+        size = self.topology.size
+        return pytree.tree_map(lambda x: payload.divided(x, size), total)
+
+    def gather(self, value: Any) -> Any:
+        """Every rank's leaves, on all ranks.
+
+        Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
+        0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
+        """
+        self._check_blocked("gather")
+        leaves, spec = pytree.tree_flatten(value)
+        call = payload.call_on("gather", leaves, spec)
+        described = self._open(call, payload.same_but_first_dimension)
+        gathered: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                lengths = [row[place].shape[:1] for row in described]
+                gathered.append(self._gather_tensor(leaf, lengths))
+            else:
+                gathered.append([json.loads(text) for text in self._exchange(json.dumps(leaf))])
+        return pytree.tree_unflatten(gathered, spec)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Rank `source`'s value on every rank; what the others pass is ignored (None will do).
+
+        It may hold what `gather` takes and None.
+        """
+        if self.alone:
+            return value
+        self._check_blocked("broadcast")
+        problem = None
+        if type(source) is not int or not 0 <= source < self.topology.size:
+            problem = (
+                f"world.broadcast(..., source={source!r})",
+                f"it is not the number of a rank: there are {self.topology.size} of them",
+                f"give an integer from 0 to {self.topology.size - 1}",
+            )
+        self._open(Call("broadcast", f"from rank {source}", problem=problem))
+        text, tensors = payload.pack(value) if self.topology.rank == source else ("", [])
+        sent = json.loads(self._exchange(text)[source])
+        if "error" in sent:
+            raise _usage_error(source, sent["error"])
+        received = []
+        for form in sent["leaves"]:
+            if isinstance(form, dict):
+                own = tensors.pop(0) if tensors else None
+                received.append(self._broadcast_tensor(own, form, source))
+            else:
+                received.append(form)
+        return pytree.tree_unflatten(received, pytree.treespec_loads(sent["structure"]))
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if not self.alone:
+            self._check_blocked("barrier")
+            self._open(Call("barrier"))
+
+    def _reduce(self, name: str, value: Any, combine: Callable[[list[Number]], Number]) -> Any:
+        self._check_blocked(name)
+        leaves, spec = pytree.tree_flatten(value)
+        described = self._open(payload.call_on(name, leaves, spec), payload.same_or_numbers)
+        if self.alone:
+            return value
+        columns = list(zip(*described, strict=True))
+        places = [p for p, column in enumerate(columns) if all(leaf.is_number for leaf in column)]
+        mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
+        rows = [json.loads(row) for row in self._exchange(json.dumps(mine))] if places else []
+        numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
+        for place, number in numbers.items():
+            problem = payload.problem_with_result(name, number, columns[place])
+            if problem is not None:
+                raise UsageError(*problem)
+        operation = dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.SUM
+        reduced = [
+            payload.number_like(leaf, numbers[place], columns[place])
+            if place in numbers
+            else payload.all_reduced(leaf, operation)
+            for place, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(reduced, spec)
+
+    def _open(
+        self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
+    ) -> list[tuple[Leaf, ...]]:
+        """Opens any collective; what every rank brought, one row a rank.
+
+        Raises on all ranks where the calls differ, or a rank cannot take part. A difference in
+        leaves is none where `fits` takes every column of them.
+        """
+        if self.alone:
+            if call.problem is not None:
+                raise UsageError(*call.problem)
+            return [call.leaves]
+        text = call.to_text()
+        digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8)
+        if all(torch.equal(other, mine) for other in self._all_gather(mine)):
+            if call.problem is not None:
+                raise UsageError(*call.problem)
+            return [call.leaves] * self.topology.size
+        calls = [Call.from_text(other) for other in self._exchange(text)]
+        if len({other.name for other in calls}) == 1:
+            for rank, other in enumerate(calls):
+                if other.problem is not None:
+                    raise _usage_error(rank, other.problem)
+        rows = [other.leaves for other in calls]
+        alike = len({(other.name, other.detail, other.structure) for other in calls}) == 1
+        if alike and fits is not None and all(fits(c) for c in zip(*rows, strict=True)):
+            return rows
+        raise _differ(calls)
+
+    def _check_blocked(self, name: str) -> None:
+        if self.blocked is not None:
+            raise UsageError(
+                f"world.{name} in the body of an evaluation loop",
+                self.blocked,
+                "sum up inside the loop and call the collective once, after it",
+            )
+
+    def _exchange(self, text: str) -> list[str]:
         if self.alone:
             return [text]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -107,174 +203,51 @@ class Collectives:
             bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths, strict=True)
         ]
 
-    def sum(self, value: Any) -> Any:
-        """The sum over ranks of every leaf: tensors of one shape everywhere, numbers exactly."""
-        return self._reduce("sum", value, lambda rows: sum(rows))
-
-    def max(self, value: Any) -> Any:
-        """The largest over ranks of every leaf."""
-        return self._reduce("max", value, lambda rows: max(rows))
-
-    def mean(self, value: Any) -> Any:
-        """The mean over ranks of every leaf; integer leaves become floating point."""
-        real = pytree.tree_map(
-            lambda x: (
-                x.to(torch.get_default_dtype())
-                if isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
-                else (float(x) if isinstance(x, bool | int) else x)
-            ),
-            value,
-        )
-        size = self.topology.size
-        return pytree.tree_map(lambda x: x / size, self.sum(real))
-
-    def gather(self, value: Any) -> Any:
-        """Every rank's leaves, on all ranks.
-
-        Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
-        0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
-        """
-        leaves, spec = pytree.tree_flatten(value)
-        described = self._agree("gather", leaves, spec, _same_but_first_dimension)
-        gathered: list[Any] = []
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                lengths = [row[place].shape[:1] for row in described]
-                gathered.append(self._gather_tensor(leaf, lengths))
-            elif isinstance(leaf, str):
-                gathered.append(self.exchange(leaf))
-            else:
-                gathered.append([_number(x) for x in self.exchange(json.dumps(leaf))])
-        return pytree.tree_unflatten(gathered, spec)
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Rank `source`'s value on every rank; what the others pass is ignored (None will do)."""
-        if self.alone:
-            return value
-        self._check_blocked("broadcast")
-        mine = self.topology.rank == source
-        leaves, spec = pytree.tree_flatten(value)
-        packed = [
-            {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-            if isinstance(x, Tensor)
-            else x
-            for x in leaves
-        ]
-        text = json.dumps([packed, pytree.treespec_dumps(spec)]) if mine else ""
-        packed, dumped = json.loads(self.exchange(text)[source])
-        received = []
-        for place, leaf in enumerate(packed):
-            if isinstance(leaf, dict):
-                received.append(self._broadcast_tensor(leaves[place] if mine else leaf, source))
-            else:
-                received.append(leaf)
-        return pytree.tree_unflatten(received, pytree.treespec_loads(dumped))
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if not self.alone:
-            self._check_blocked("barrier")
-            self._all_gather(torch.zeros(1, dtype=torch.uint8))
-
-    def _reduce(self, name: str, value: Any, combine: Callable[[list[Number]], Number]) -> Any:
-        leaves, spec = pytree.tree_flatten(value)
-        described = self._agree(name, leaves, spec, _same_or_numbers)
-        if self.alone:
-            return value
-        places = [p for p in range(len(leaves)) if all(row[p].is_number for row in described)]
-        mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
-        rows = [json.loads(row) for row in self.exchange(json.dumps(mine))] if places else []
-        reduced = list(leaves)
-        for column, place in enumerate(places):
-            number = combine([row[column] for row in rows])
-            leaf = leaves[place]
-            reduced[place] = (
-                torch.tensor(number, dtype=leaf.dtype, device=leaf.device)
-                if isinstance(leaf, Tensor)
-                else number
-            )
-        for place in set(range(len(leaves))) - set(places):
-            tensor = leaves[place].detach().contiguous().clone()
-            operation = dist.ReduceOp.SUM if name == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(tensor, operation)
-            reduced[place] = tensor
-        return pytree.tree_unflatten(reduced, spec)
-
-    def _agree(
-        self,
-        name: str,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        fits: Callable[[Sequence[_Leaf]], bool],
-    ) -> list[list[_Leaf]]:
-        """What every rank brought, one row a rank; raises on all ranks where it does not fit."""
-        self._check_blocked(name)
-        mine = [_describe(leaf) for leaf in leaves]
-        if self.alone:
-            return [mine]
-        text = json.dumps([name, str(spec), [[x.kind, x.dtype, x.shape] for x in mine]])
-        digest = torch.tensor(list(hashlib.md5(text.encode(), usedforsecurity=False).digest()))
-        if all(torch.equal(other, digest) for other in self._all_gather(digest.to(torch.uint8))):
-            return [mine] * self.topology.size
-        heard = [json.loads(row) for row in self.exchange(text)]
-        rows = [[_Leaf(k, d, tuple(s)) for k, d, s in row[2]] for row in heard]
-        same_call = all(row[:2] == heard[0][:2] for row in heard)
-        if same_call and all(fits(column) for column in zip(*rows, strict=True)):
-            return rows
-        brought = "; ".join(
-            f"rank {rank}: {row[0]} of {', '.join(map(str, leaves)) or 'nothing'}"
-            for rank, (row, leaves) in enumerate(zip(heard, rows, strict=True))
-        )
-        raise RanksDifferError(
-            f"world.{name}",
-            brought,
-            "call the same collective with the same structure, shapes and types on every rank",
-        )
-
-    def _check_blocked(self, name: str) -> None:
-        if self.blocked is not None:
-            raise UsageError(
-                f"world.{name} in the body of an evaluation loop",
-                self.blocked,
-                "sum up inside the loop and call the collective once, after it",
-            )
-
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
         dist.all_gather(parts, tensor)
         return parts
 
     def _gather_tensor(self, tensor: Tensor, lengths: list[tuple[int, ...]]) -> Tensor:
-        if self.alone:
-            return tensor if tensor.dim() else tensor.reshape(1)
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+        if self.alone:
+            return tensor if tensor.dim() else rows
         counts = [length[0] if length else 1 for length in lengths]
-        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-        padded[: len(rows)] = rows
+        width = rows.shape[1:].numel() * rows.element_size()
+        data = payload.to_bytes(rows)
+        padded = data.new_zeros(max(counts) * width)
+        padded[: len(data)] = data
         parts = self._all_gather(padded)
-        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
+        joined = torch.cat([part[: n * width] for part, n in zip(parts, counts, strict=True)])
+        return payload.from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
 
-    def _broadcast_tensor(self, leaf: Tensor | dict[str, Any], source: int) -> Tensor:
-        if isinstance(leaf, Tensor):
-            tensor = leaf.detach().contiguous().clone()
-        else:
-            dtype = getattr(torch, leaf["dtype"])
-            tensor = torch.empty(leaf["shape"], dtype=dtype, device=self.device)
+    def _broadcast_tensor(self, own: Tensor | None, form: dict[str, Any], source: int) -> Tensor:
+        dtype = getattr(torch, form["dtype"])
+        shape = torch.Size(form["shape"])
         # The source may hold it on the CPU while the others, who hold nothing, use their device.
-        carrier = tensor.to(self.device)
+        if own is None:
+            size = shape.numel() * dtype.itemsize
+            carrier = torch.empty(size, dtype=torch.uint8, device=self.device)
+        else:
+            carrier = payload.to_bytes(own).to(self.device, copy=True)
         dist.broadcast(carrier, source)
-        return carrier.to(tensor.device)
+        received = payload.from_bytes(carrier, dtype, shape)
+        return received if own is None else received.to(own.device)
 
 
-def _same_or_numbers(column: Sequence[_Leaf]) -> bool:
-    numbers = all(leaf.is_number for leaf in column)
-    return numbers or (len(set(column)) == 1 and column[0].kind != "text")
+def _usage_error(rank: int, problem: Sequence[str]) -> UsageError:
+    was_set, found, do = problem
+    return UsageError(was_set, f"rank {rank}: {found}", do)
 
 
-def _same_but_first_dimension(column: Sequence[_Leaf]) -> bool:
-    return len({(x.kind, x.dtype, len(x.shape), x.shape[1:]) for x in column}) == 1
-
-
-def _number(text: str) -> Number:
-    value: Number = json.loads(text)
-    return value
+def _differ(calls: Sequence[Call]) -> RanksDifferError:
+    names = list(dict.fromkeys(call.name for call in calls))
+    structures = len({call.structure for call in calls}) > 1 and len(names) == 1
+    return RanksDifferError(
+        f"world.{names[0]}" if len(names) == 1 else f"collectives: {' and '.join(names)}",
+        "; ".join(
+            f"rank {rank}: {call}{f' in {call.structure}' if structures else ''}"
+            for rank, call in enumerate(calls)
+        ),
+        "call the same collective with the same structure, shapes and types on every rank",
+    )

@@ -54,9 +54,12 @@ def choose_interface(
         SettingError: a named interface does not exist here, or none can be chosen.
     """
     named = _named(environ, addresses)
-    if named is not None:
+    here = one_node and (
+        named is None or all(map(is_loopback_address, addresses.get(named[0], ["-"])))
+    )
+    if named is not None and not here:
         return named
-    if one_node:
+    if here:
         loopback = _owner(addresses, is_loopback_address)
         return loopback, "all ranks are on this machine: nothing is reachable from outside"
     if hostname_address is not None and not is_loopback_address(hostname_address):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -43,6 +42,8 @@ class Run:
     """The store that the ranks met at; None on one process."""
 
 
+_BY_SCRIPT = "the script"
+
 _current: Run | None = None
 _joins = 0
 
@@ -68,7 +69,7 @@ def join_run(
         SettingError: something that was set cannot be honoured.
         UsageError: this process is in a run already.
     """
-    global _current, _joins
+    global _current
     if _current is not None or dist.is_initialized():
         raise UsageError(
             "lockstep.init",
@@ -80,45 +81,58 @@ def join_run(
         )
     topology = _topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)
-    device, device_reason = choose_device(
+    joined = None
+    try:
+        if topology.size > 1:
+            joined = _meet(topology, settings, environ)
+            topology = _with_neighbours(topology, joined)
+        run, choices = _open(topology, settings, environ, joined)
+    except BaseException:
+        if joined is not None:
+            joined.close(patience=0)
+        set_rank(None)
+        raise
+    _current = run
+    return run, choices
+
+
+def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
+    global _joins
+    _joins += 1  # a store that outlives this run must not show it the records of the last
+    launch = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return join(
+        topology,
+        settings.init_method,
+        record=collect(topology, _compared(settings, environ)),
+        timeout=settings.timeout_s,
+        attempt=".".join((*launch, str(_joins))),
+    )
+
+
+def _open(
+    topology: Topology, settings: Settings, environ: Mapping[str, str], joined: Joined | None
+) -> tuple[Run, list[Choice]]:
+    """Chooses the device and opens the process group."""
+    device, reason = choose_device(
         settings.device, topology, environ, may_share=settings.backend == "gloo"
     )
+    choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    choices = [
-        Choice("processes", str(topology.size), topology.source),
-        Choice("device", str(device), device_reason),
-    ]
-    backend, joined = "", None
-    if topology.size > 1:
+    else:
+        by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
+        choices.append(Choice("threads", str(torch.get_num_threads()), f"a process; {by}"))
+    backend = ""
+    if joined is not None:
         backend, reason = choose_backend(settings.backend, device)
-        record = collect(topology, _compared(settings))
-        _joins += 1  # a store that outlives this run must not show it the records of the last
-        joined = join(
-            topology,
-            settings.init_method,
-            record=record,
-            timeout=settings.timeout_s,
-            attempt=".".join(
-                (
-                    environ.get("TORCHELASTIC_RUN_ID", "none"),
-                    environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                    str(_joins),
-                )
-            ),
-        )
         limit = settings.collective_timeout_s
-        try:
-            network = open_group(
-                topology,
-                backend,
-                device,
-                joined.store,
-                timeout=None if limit is None else timedelta(seconds=limit),
-            )
-        except BaseException:
-            joined.close(patience=0)
-            raise
+        network = open_group(
+            topology,
+            backend,
+            device,
+            joined.store,
+            timeout=None if limit is None else timedelta(seconds=limit),
+        )
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *network))
     run = Run(
@@ -129,8 +143,21 @@ def join_run(
         step=Step(),
         joined=joined,
     )
-    _current = run
     return run, choices
+
+
+def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
+    """Where the script gave the rank, the local rank is known once the ranks have met."""
+    if topology.source != _BY_SCRIPT:
+        return topology
+    hosts = [record["host"] for record in joined.records]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
+    return replace(
+        topology,
+        local_rank=here.index(topology.rank),
+        local_size=len(here),
+        node_rank=list(dict.fromkeys(hosts)).index(hosts[topology.rank]),
+    )
 
 
 def leave(run: Run, *, failed: bool) -> None:
@@ -212,7 +239,7 @@ def _topology(
         node_rank=0 if local else rank,
         master_addr=environ.get("MASTER_ADDR"),
         master_port=int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None,
-        source="set in the script",
+        source=_BY_SCRIPT,
     )
 
 
@@ -222,7 +249,7 @@ def _master_host(init_method: str | None, environ: Mapping[str, str]) -> str | N
     return environ.get("MASTER_ADDR")
 
 
-def _compared(settings: Settings) -> dict[str, object]:
+def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, object]:
     """The settings that must be equal on all ranks."""
     return {
         "strategy": getattr(settings.strategy, "name", settings.strategy),
@@ -232,5 +259,5 @@ def _compared(settings: Settings) -> dict[str, object]:
         "shares": settings.shares,
         "micro_batch": settings.micro_batch,
         "sync_batchnorm": settings.sync_batchnorm,
-        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "threads": environ.get("OMP_NUM_THREADS"),
     }

@@ -1,6 +1,6 @@
 """The present optimizer step, as the parts that take turns in it see it.
 
-The loader says which micro-batch it hands out, `World.backward` and the prepared optimizer say
+The loader says which micro-batch it hands out, `World.backward` and the prepared optimizers say
 what they did with it. There is one `Step` a run; it is plain state, and all decisions are made by
 those who read it.
 """
@@ -8,7 +8,10 @@ those who read it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,47 +32,109 @@ class MicroBatch:
     """The scale is 1 on every rank and there is one micro-batch: `loss.backward()` is right too."""
 
 
-OUTSIDE = MicroBatch()
-"""The present micro-batch where no prepared loader is being iterated."""
+class Pass:
+    """One running iteration of a training loader."""
+
+    def __init__(self) -> None:
+        self.micro_batch = MicroBatch()
+        self.number = 0
+        """Global batches begun."""
+        self.backwards = 0
+        """Calls of `World.backward` for the present micro-batch."""
+        self.accumulated = False
+        """Whether the present global batch has gradients of micro-batches before this one."""
+        self.stepped = False
+        """Whether an optimizer has stepped for the present global batch."""
 
 
 class Step:
     """The state of the present optimizer step."""
 
     def __init__(self) -> None:
-        self.current = OUTSIDE
-        """The micro-batch that a training loop works on."""
-        self.seen = OUTSIDE
+        self.seen = MicroBatch()
         """The micro-batch last handed out by any loader, evaluation included; for averages."""
-        self.backwards = 0
-        """Calls of `World.backward` for the present micro-batch."""
-        self.stepped = False
-        """Whether an optimizer has stepped for the present global batch."""
         self.number = 0
         """Global batches finished by an optimizer step since the start of the training."""
         self.samples = 0
         """Samples, over all ranks, that this process has seen trained on."""
+        self.clear_gradients: list[Callable[[], None]] = []
+        """Of the prepared optimizers."""
+        self._outside = Pass()
+        self._passes: list[Pass] = []
         self._since: float | None = None
         self._until = 0.0
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """A loader hands out a micro-batch to train on."""
+    @property
+    def running(self) -> Pass:
+        """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
+        return self._passes[-1] if self._passes else self._outside
+
+    @property
+    def inside(self) -> bool:
+        """A prepared loader is being trained on."""
+        return bool(self._passes)
+
+    @property
+    def current(self) -> MicroBatch:
+        """The micro-batch that a training loop works on."""
+        return self.running.micro_batch
+
+    def begin(self, running: Pass, micro_batch: MicroBatch) -> None:
+        """A pass hands out a micro-batch to train on.
+
+        Raises:
+            UsageError: another loader is being trained on, and its parts weigh differently.
+        """
+        for other in self._passes:
+            if other is not running and not _weigh_alike(other.micro_batch, micro_batch):
+                raise UsageError(
+                    "training on two prepared loaders at a time",
+                    "this rank's parts of their global batches weigh differently, so one "
+                    "world.backward cannot be exact for both",
+                    "evaluate under torch.no_grad(); to train on two datasets use one loader over "
+                    "both, or equal shares, batch sizes that divide and drop_last=True",
+                )
+        if running in self._passes:
+            self._passes.remove(running)
+        self._passes.append(running)
         if self._since is None:
             self._since = time.perf_counter()
-        self.current = self.seen = micro_batch
-        self.backwards = 0
         if micro_batch.first:
-            self.stepped = False
+            running.number += 1
+            running.stepped = running.accumulated = False
+        elif running.backwards:
+            running.accumulated = True
+        running.micro_batch = self.seen = micro_batch
+        running.backwards = 0
+
+    def end(self, running: Pass) -> None:
+        """The pass is over; gradients of a global batch broken off in its middle are dropped."""
+        if running not in self._passes:
+            return
+        self._passes.remove(running)
+        if not running.micro_batch.last and (running.accumulated or running.backwards):
+            for clear in self.clear_gradients:
+                clear()
 
     def mark_stepped(self) -> None:
         """A prepared optimizer has stepped; several of them make one step together."""
-        if not self.stepped or self.current is OUTSIDE:
+        running = self.running
+        if not running.stepped or running is self._outside:
             self.number += 1
-            self.samples += self.current.count
+            self.samples += running.micro_batch.count
             self._until = time.perf_counter()
-        self.stepped = True
+        running.stepped = True
 
     @property
     def seconds(self) -> float:
         """From the first micro-batch handed out to the last optimizer step."""
         return 0.0 if self._since is None else max(0.0, self._until - self._since)
+
+
+def _weigh_alike(one: MicroBatch, other: MicroBatch) -> bool:
+    return (one.scale, one.first, one.last, one.plain) == (
+        other.scale,
+        other.first,
+        other.last,
+        other.plain,
+    )

@@ -5,7 +5,8 @@ A strategy is a frozen set of options. `World` calls, in this order and on every
 1. `check(run)`: once, when the run is joined.
 2. `wrap(module, run)`: once for every module given to `prepare`; returns what the user calls, with
    the reasons of what was chosen.
-3. `before_step(module)`: before each real optimizer step, with the module that `wrap` returned.
+3. `before_step(module, optimizer)`: before each real step of an optimizer that holds parameters of
+   the module, which is the one that `wrap` returned.
 4. `after_step(module)`: after it.
 5. `release(module)`: when the run is left.
 
@@ -18,6 +19,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
@@ -44,7 +46,7 @@ class Strategy(ABC):
         """The module, on its device, as the user calls it."""
 
     @abstractmethod
-    def before_step(self, module: nn.Module) -> None:
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Raises UsageError where the gradients are not those of the global batch."""
 
     @abstractmethod

@@ -2,8 +2,8 @@
 
 Communication: the parameters of rank 0 are broadcast once; every backward pass that closes a
 global batch averages the gradients bucket by bucket while it still runs (Li et al., VLDB 2020).
-Nothing is sent for the other micro-batches. Buffers are not broadcast where they are equal by
-construction, and never in evaluation, so one rank may evaluate alone.
+Nothing is sent for the other micro-batches, and nothing in a forward pass, so one rank may evaluate
+alone. Buffers that move are taken from rank 0 after each step (`buffers`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
-from lockstep.runtime.step import Step
 from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.replica_check import check_replicas
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _EARLY_CHECKS = frozenset({1, 2, 3, 10})
+_LOOK_EVERY = 100
+"""Global batches between two looks for buffers that have begun to move."""
+_TORCH_BUCKET_MIB = 25
+"""Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
 
     bucket_mib: float | None = None
-    """Size of a gradient bucket in MiB; None: chosen by backend."""
+    """Size of a gradient bucket in MiB; None: torch's default."""
     find_unused_parameters: bool = False
     """Look for parameters without gradient in every step; costs a walk over the graph."""
     static_graph: bool = False
@@ -60,84 +65,102 @@ class DDP(Strategy):
         """DDP runs on any number of processes, one included."""
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
-        """The module in DDP, rank 0's parameters and buffers on all ranks.
+        """The module in DDP, with rank 0's parameters and buffers on all ranks.
 
-        A module that has parameters on several devices, or none to train, is handed on as it is
-        needed: the former spans devices inside each process, the latter has nothing to average.
+        On one process it is the module itself. One without parameters to train is not wrapped,
+        because there is nothing to average, but made equal.
+
+        Raises:
+            UsageError: the module's parameters are on several devices.
+            SettingError: `static_graph` with micro-batches, when that shows.
         """
-        spans = len({p.device for p in module.parameters() if p.device.type == "cuda"}) > 1
-        if not spans:
-            module.to(run.device)
+        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        if len(devices) > 1:
+            raise UsageError(
+                "world.prepare of a module on several devices",
+                f"its parameters are on {', '.join(sorted(map(str, devices)))}",
+                "keep it on one device; a process computes on world.device",
+            )
+        module.to(run.device)
+        if run.topology.size == 1:
+            return Wrapped(module, [])
         if not any(p.requires_grad for p in module.parameters()):
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
             return Wrapped(module, [Choice("ddp", "not wrapped", "no parameter to train")])
-        bucket = self.bucket_mib or 25.0
         wrapped = ExactDDP(
             module,
-            run.step,
+            run,
             self,
-            device_ids=[run.device.index] if run.device.type == "cuda" and not spans else None,
-            bucket_cap_mb=bucket,
+            device_ids=[run.device.index] if run.device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_mib,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        choices = [
-            Choice("gradients", _mib(size), "averaged in buckets during backward, in place"),
-            Choice("bucket", f"{bucket:g} MiB", self._bucket_reason(size, bucket)),
-        ]
-        if not wrapped.buffers_stay_equal:
-            choices.append(
-                Choice("buffers", "from rank 0", "they differ between ranks; sent while training")
-            )
-        return Wrapped(wrapped, choices)
+        return Wrapped(
+            wrapped,
+            [
+                Choice("gradients", _mib(size), "averaged in buckets during backward, in place"),
+                self._bucket_choice(size),
+            ],
+        )
+
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Raises UsageError: gradients that were not averaged, or parameters without any."""
+        if isinstance(module, ExactDDP):
+            module.check_gradients(optimizer)
+
+    def after_step(self, module: nn.Module) -> None:
+        """Shares buffers that move; compares the replicas now and then."""
+        if not isinstance(module, ExactDDP):
+            return
+        number = module.run.step.number
+        early = number in _EARLY_CHECKS
+        if early or number % _LOOK_EVERY == 0:
+            module.moving_buffers.find()
+        module.moving_buffers.share()
+        if self.check_every and (early or number % self.check_every == 0):
+            module.check_parameters()
+            check_replicas(module.module, f"step {number}")
 
     def release(self, module: nn.Module) -> None:
         """Lets go of the process group."""
         if isinstance(module, ExactDDP):
             module.release()
 
-    def _bucket_reason(self, size: int, bucket: float) -> str:
+    def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_mib is not None:
-            return "as set"
-        whole = size <= 2**20 * bucket
-        return (
-            "all gradients fit into it" if whole else "torch's default; large enough to fill a link"
-        )
-
-    def before_step(self, module: nn.Module) -> None:
-        """Raises UsageError: gradients that were not averaged, or parameters without any."""
-        if isinstance(module, ExactDDP):
-            module.check_gradients()
-
-    def after_step(self, module: nn.Module) -> None:
-        """Compares the replicas now and then."""
-        if isinstance(module, ExactDDP) and self.check_every:
-            number = module.step_state.number
-            if number in _EARLY_CHECKS or number % self.check_every == 0:
-                module.check_parameters()
-                check_replicas(module.module, f"step {number}", buffers=module.buffers_stay_equal)
+            return Choice("bucket", f"{self.bucket_mib:g} MiB", "as set")
+        if size <= 2**20 * _TORCH_BUCKET_MIB:
+            return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", "torch's default; one holds all")
+        reason = "torch's default: large enough to fill a link, small enough to overlap"
+        return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
 class ExactDDP(DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
-    def __init__(self, module: nn.Module, step: Step, options: DDP, **torch_options: Any) -> None:
+    def __init__(self, module: nn.Module, run: Run, options: DDP, **torch_options: Any) -> None:
         super().__init__(module, **torch_options)
-        self.step_state = step
+        self.run = run
         self.options = options
-        self.buffers_stay_equal = not any(
-            isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) and m.track_running_stats
-            for m in module.modules()
-        )
+        self.moving_buffers = MovingBuffers(module)
+        self._synchronised = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._forwards = 0
+        self._seen: dict[int, int] = {}
+        """Forward passes at the last step of each optimizer, by its id."""
         self._inside = False
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        """Those of `_trained` that an optimizer holds, by its id."""
         module.register_forward_pre_hook(self._check_way)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
+            self._check_evaluation()
             return self.module(*inputs, **kwargs)
         if self.reducer is None:
             raise UsageError(
@@ -145,13 +168,19 @@ class ExactDDP(DistributedDataParallel):
                 "the process group is closed, so gradients cannot be averaged",
                 "close at the very end, or evaluate under torch.no_grad()",
             )
-        self.require_backward_grad_sync = self.step_state.current.last
+        present = self.run.step.current
+        if self.options.static_graph and not present.last:
+            raise SettingError(
+                "DDP(static_graph=True) with micro-batches",
+                "torch then needs to communicate in every backward pass",
+                "leave static_graph or micro_batch out",
+            )
+        self.require_backward_grad_sync = present.last
         self._forwards += 1
         self._inside = True
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            present = self.step_state.current
             if present.count and not present.local:
                 error.add_note(
                     f"lockstep: this rank has none of the {present.count} samples of this batch "
@@ -173,17 +202,22 @@ class ExactDDP(DistributedDataParallel):
         self.reducer = self.logger = self.process_group = None  # type: ignore[assignment]
 
     def will_sync_module_buffers(self) -> bool:
-        """Torch asks before every forward pass whether rank 0's buffers are to be sent."""
-        wanted: bool = super().will_sync_module_buffers()  # type: ignore[no-untyped-call]
-        return wanted and self.training and not self.buffers_stay_equal
+        """Never before a forward pass, which torch asks about; see `moving_buffers`."""
+        return False
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, optimizer: Optimizer) -> None:
         """Raises UsageError where a step would use gradients that are not the global batch's."""
-        missing = [name for name, parameter in self._trained if parameter.grad is None]
-        forwards, self._forwards = self._forwards, 0
-        if len(missing) == len(self._trained):
+        key = id(optimizer)
+        if key not in self._owned:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
+        owned = self._owned[key]
+        missing = [name for name, parameter in owned if parameter.grad is None]
+        fresh = self._forwards > self._seen.get(key, 0)
+        self._seen[key] = self._forwards
+        if len(missing) == len(owned):
             return
-        if not forwards:
+        if not fresh:
             raise UsageError(
                 "a backward pass whose forward pass did not go through the prepared model",
                 "its gradients stayed on this rank: they were not averaged",
@@ -195,7 +229,7 @@ class ExactDDP(DistributedDataParallel):
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
-                f"{len(missing)} of {len(self._trained)} were not used for the loss: {shown}; "
+                f"{len(missing)} of {len(owned)} were not used for the loss: {shown}; "
                 "DDP waits for them, so others may not be averaged either",
                 "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
                 "strategy=lockstep.strategies.DDP(find_unused_parameters=True)",
@@ -214,6 +248,14 @@ class ExactDDP(DistributedDataParallel):
                 "parameters added, replaced or unfrozen after world.prepare",
                 f"DDP does not average the gradients of {', '.join(new[:8])}",
                 "change the model first, then call world.prepare",
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.training and self._synchronised and self.run.collectives.blocked:
+            raise UsageError(
+                "a model in training mode in an evaluation loop",
+                f"its BatchNorm would wait for all ranks, but {self.run.collectives.blocked}",
+                "call model.eval() before evaluating",
             )
 
     def _check_way(self, module: nn.Module, inputs: Any) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, ch
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
+from lockstep.runtime.step import Pass
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import Strategy
 
@@ -59,13 +60,15 @@ class Preparer:
         """
         for thing in objects:
             self._check(thing)
-        agree(self._run, "world.prepare", "; ".join(_describe(thing) for thing in objects))
-        prepared = {id(thing): thing for thing in objects}
+        prepared = {
+            id(thing): self._make_loader(thing) if isinstance(thing, DataLoader) else thing
+            for thing in objects
+        }
+        agree(self._run, "world.prepare", "; ".join(map(_describe, prepared.values())))
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self._module),
             (Optimizer, self._optimizer),
             (LRScheduler, self._scheduler),
-            (DataLoader, self._make_loader),
         )
         for kind, prepare in steps:
             for thing in objects:
@@ -83,6 +86,33 @@ class Preparer:
         """Lets go of the process group."""
         for module in self._modules:
             self._strategy.release(module)
+        for loader in self.loaders:
+            loader.release()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Of all prepared modules."""
+        return (p for module in self._modules for p in module.parameters())
+
+    def check_accumulation(self, running: Pass) -> None:
+        """To be called before a backward pass.
+
+        Raises:
+            UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
+                for another optimizer would mix with them.
+        """
+        present = running.micro_batch
+        if present.first and present.last:
+            return
+        if running.backwards and len(self._optimizers) > 1:
+            raise UsageError(
+                "several backward passes a micro-batch, for several optimizers",
+                "what one leaves in the parameters of another is cleared once per global batch, "
+                "not between the micro-batches, so it would be counted",
+                "leave micro_batch out, or add the losses up and call world.backward once",
+            )
+        if not present.first and not running.backwards:
+            for optimizer in self._optimizers:
+                optimizer.check_kept()
 
     def inner(self, module: nn.Module) -> nn.Module:
         """The user's module inside a prepared one."""
@@ -147,7 +177,7 @@ class Preparer:
 
         def before() -> None:
             for module in modules:
-                self._strategy.before_step(module)
+                self._strategy.before_step(module, optimizer)
 
         def after() -> None:
             for module in modules:
@@ -207,8 +237,10 @@ def agree(run: Run, what: str, mine: str) -> None:
 
 def describe_loader(loader: Loader) -> str:
     """What must be equal on all ranks of a loader."""
-    batches = f"global batches of {loader.batch_size}"
-    return f"a loader over {loader.source.length} samples in {batches}"
+    source = loader.source
+    text = f"a loader over {source.length} samples in global batches of {source.batch_size}"
+    # The checksum covers what the words leave out: order, indices of a subset, number of batches.
+    return f"{text} (checksum {source.fingerprint:08x})"
 
 
 def _describe(thing: Any) -> str:
@@ -218,6 +250,8 @@ def _describe(thing: Any) -> str:
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
         numbers = sum(p.numel() for p in thing.parameters())
         return f"{type(thing).__name__} of {numbers:,} parameters (shapes {digest})"
+    if isinstance(thing, Loader):
+        return describe_loader(thing)
     return type(thing).__name__
 
 

@@ -27,15 +27,14 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def check_replicas(module: nn.Module, when: str, *, buffers: bool) -> None:
-    """Compares the parameters (and buffers) of a module over all ranks.
+def check_replicas(module: nn.Module, when: str) -> None:
+    """Compares the parameters and buffers of a module over all ranks.
 
     Raises:
         RanksDifferError: on every rank, naming the tensors.
     """
-    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.numel()}
-    if buffers:
-        named |= {name: b for name, b in module.named_buffers() if b.numel()}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    named: dict[str, Tensor] = {name: tensor for name, tensor in tensors if tensor.numel()}
     if not named:
         return
     mine = fingerprint(named.values())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.errors import SettingError
 from lockstep.runtime.run import Run
@@ -31,7 +32,7 @@ class Single(Strategy):
         """The module on its device."""
         return Wrapped(module.to(run.device), [])
 
-    def before_step(self, module: nn.Module) -> None:
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Nothing can differ."""
 
     def after_step(self, module: nn.Module) -> None:

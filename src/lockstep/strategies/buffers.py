@@ -1,0 +1,66 @@
+"""Buffers under DDP: those that move are taken from rank 0 after every step.
+
+The statistics of a SyncBatchNorm are equal on all ranks by construction, and most other buffers
+(masks, tables) never change; sending them would be waste. What moves is found by looking, in the
+first steps and now and then, with one small all-reduce so that all ranks agree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+
+class MovingBuffers:
+    """Keeps the buffers of a module equal on all ranks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        synchronised = {
+            id(buffer)
+            for child in module.modules()
+            if isinstance(child, SyncBatchNorm)
+            for buffer in child.buffers(recurse=False)
+        }
+        self._before = {
+            name: _state(buffer)
+            for name, buffer in module.named_buffers()
+            if buffer.numel() and id(buffer) not in synchronised
+        }
+        self.moving: list[str] = []
+
+    def find(self) -> None:
+        """Looks which buffers have changed on any rank since the module was wrapped."""
+        watched = [name for name in self._before if name not in self.moving]
+        if not watched:
+            return
+        now = dict(self._module.named_buffers())
+        changed = [name in now and _state(now[name]) != self._before[name] for name in watched]
+        flags = torch.tensor(changed, dtype=torch.uint8, device=now[watched[0]].device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        found = [name for name, flag in zip(watched, flags.tolist(), strict=True) if flag]
+        self.moving = sorted([*self.moving, *found])
+
+    def share(self) -> None:
+        """Gives every rank rank 0's values: one broadcast for each dtype."""
+        if not self.moving:
+            return
+        now = dict(self._module.named_buffers())
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name in self.moving:
+            by_dtype.setdefault(now[name].dtype, []).append(now[name])
+        with torch.no_grad():
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(flat, 0)
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+
+def _state(buffer: Tensor) -> tuple[int, int]:
+    """Changes when the buffer is replaced or written to."""
+    return id(buffer), buffer._version

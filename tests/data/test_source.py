@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems import tensors
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.errors import DataError
+
+SIZE = 24
+DATA = tensors(SIZE)
+
+
+class Drawn(Sampler[int]):
+    """An order from one of the three global streams."""
+
+    def __init__(self, stream: str, length: int = SIZE) -> None:
+        self.stream = stream
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        if self.stream == "torch":
+            return iter(torch.randperm(self.length).tolist())
+        if self.stream == "numpy":
+            return iter(np.random.permutation(self.length).tolist())
+        return iter(random.sample(range(self.length), self.length))
+
+
+class Wrapping(Sampler[int]):
+    """Hands on another sampler's order; the cycle must not matter."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.sampler = self
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.inner)
+
+
+def source(batch_size: int = 5, dataset: Dataset[Any] = DATA, **options: Any) -> Source:
+    return from_loader(DataLoader(dataset, batch_size=batch_size, **options))
+
+
+def batched(sampler: Any, batch_size: int = 5) -> Source:
+    class Own(BatchSampler):
+        pass
+
+    return from_loader(DataLoader(DATA, batch_sampler=Own(sampler, batch_size, False)))
+
+
+def stir(seed: int) -> None:
+    """The global streams of a rank after work of its own."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@pytest.mark.parametrize("stream", ["torch", "numpy", "random"])
+@pytest.mark.parametrize("make", [lambda s: source(sampler=s), batched])
+def test_a_sampler_gives_every_rank_the_same_order_whatever_it_draws_from(make, stream):
+    given = make(Drawn(stream))
+    orders = []
+    for rank in range(2):
+        stir(rank)
+        orders.append(given.plan(3, 1).order.tolist())
+        left = (torch.rand(()).item(), np.random.rand(), random.random())
+        stir(rank)
+        assert left == (torch.rand(()).item(), np.random.rand(), random.random())
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == list(range(SIZE))
+    assert given.plan(3, 2).order.tolist() != orders[0]
+    assert given.plan(4, 1).order.tolist() != orders[0]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: source(sampler=WeightedRandomSampler([1.0] * SIZE, SIZE, generator=generator())),
+        lambda: source(sampler=SubsetRandomSampler(range(SIZE), generator=generator())),
+        lambda: source(sampler=RandomSampler(DATA, replacement=True, generator=generator())),
+        lambda: source(sampler=Wrapping(RandomSampler(DATA, generator=generator()))),
+        lambda: batched(RandomSampler(DATA, generator=generator())),
+        lambda: batched(Wrapping(RandomSampler(DATA, generator=generator()))),
+    ],
+)
+def test_a_generator_of_the_samplers_own_does_not_break_resuming(make):
+    """The order of an epoch is the same in a new process that goes through no epoch before it."""
+    whole = make()
+    epochs = [whole.plan(3, epoch).order.tolist() for epoch in range(3)]
+    assert epochs[1] != epochs[2]
+    assert make().plan(3, 2).order.tolist() == epochs[2]
+    assert whole.plan(3, 2).order.tolist() == epochs[2]
+
+
+def test_a_sampler_without_samples_is_still_seeded():
+    own = generator()
+    empty = Drawn("torch", 0)
+    empty.own = own
+    given = source(sampler=empty)
+    given.plan(3, 0)
+    seeded = own.initial_seed()
+    given.plan(3, 1)
+    assert own.initial_seed() != seeded
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+def test_a_sampler_over_fewer_samples_than_the_dataset_is_the_users_order(kind):
+    given = source(sampler=kind(range(7)))
+    assert given.length == 7
+    assert sorted(given.plan(3, 0).order.tolist()) == list(range(7))
+    assert source(sampler=kind(DATA)).sampler is None
+
+
+BASE: dict[str, Any] = {"batch_size": 5, "shuffle": True, "drop_last": False}
+
+
+def test_the_fingerprint_depends_on_nothing_of_this_process():
+    subset = [3, 1, 2]
+    assert source(**BASE).fingerprint == source(**BASE).fingerprint
+    for indices in (np.array(subset), torch.tensor(subset), tuple(subset)):
+        found = source(dataset=Subset(DATA, indices)).fingerprint
+        assert found == source(dataset=Subset(DATA, subset)).fingerprint
+    stir(1)
+    first = source(sampler=Drawn("numpy")).fingerprint
+    stir(2)
+    state = torch.get_rng_state()
+    assert source(sampler=Drawn("numpy")).fingerprint == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 0 <= first < 1 << 32
+
+
+def test_the_fingerprint_tells_all_of_these_apart():
+    whole = [
+        source(**BASE),
+        source(**{**BASE, "batch_size": 6}),
+        source(**{**BASE, "shuffle": False}),
+        source(**{**BASE, "drop_last": True}),
+        source(**BASE, dataset=tensors(23)),
+        source(**BASE, dataset=Subset(DATA, range(SIZE))),
+        source(**BASE, dataset=Subset(DATA, range(SIZE - 1, -1, -1))),
+        source(**BASE, dataset=Subset(Subset(DATA, range(SIZE)), range(SIZE))),
+        source(**BASE, dataset=Subset(Subset(DATA, range(SIZE - 1, -1, -1)), range(SIZE))),
+        source(**BASE, dataset=ConcatDataset([Subset(DATA, range(12)), Subset(DATA, range(12))])),
+        source(**BASE, dataset=ConcatDataset([Subset(DATA, range(12))] + 12 * [
+            Subset(DATA, [0])])),
+        source(sampler=SubsetRandomSampler(range(SIZE))),
+        source(sampler=Drawn("numpy")),
+        source(sampler=SequentialSampler(tensors(SIZE - 1))),
+        batched(SequentialSampler(DATA)),
+        batched(SequentialSampler(DATA), 6),
+    ]  # fmt: skip
+    found = [each.fingerprint for each in whole]
+    assert len(set(found)) == len(found)
+
+
+def test_the_fingerprint_sees_where_the_users_batches_end():
+    class Own(BatchSampler):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from self.sampler
+
+        def __len__(self) -> int:
+            return 2
+
+    one, other = (
+        from_loader(DataLoader(DATA, batch_sampler=Own(batches, 2, False)))
+        for batches in ([[0], [1, 2]], [[0, 1], [2]])
+    )
+    assert one.plan(3, 0).order.tolist() == other.plan(3, 0).order.tolist()
+    assert one.fingerprint != other.fingerprint
+
+
+def test_a_subset_by_name_has_a_fingerprint():
+    class ByName(Dataset[int]):
+        def __getitem__(self, name: Any) -> int:
+            return len(name)
+
+    def of(*names: Any) -> int:
+        return source(dataset=Subset(ByName(), names)).fingerprint  # type: ignore[arg-type]
+
+    assert of("a", "b") == of("a", "b") != of("b", "a")
+    assert of(("a",), ("b", "c")) == of(("a",), ("b", "c"))
+    assert isinstance(of(object(), object()), int)
+    assert of(object(), object()) == of(object(), object())
+
+
+def plain(**options: Any) -> Source:
+    return from_dataset(DATA, 4, shuffle=True, drop_last=False, collate=None, options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_worker": 4}, "num_worker=.*did you mean num_workers\\?"),
+        ({"prefetch": 4, "num_workers": 1}, "prefetch=.*did you mean prefetch_factor\\?"),
+        ({"shufle": True}, "shufle=.*did you mean shuffle\\?"),
+        ({"micro_batchs": 2}, "micro_batchs=.*did you mean micro_batch\\?"),
+        ({"zzz": 2}, "zzz=.*use one of num_workers, prefetch_factor"),
+        ({"sampler": SequentialSampler(DATA)}, "sampler=.*give a DataLoader instead"),
+        ({"batch_sampler": None}, "batch_sampler=.*give a DataLoader instead"),
+        ({"generator": torch.Generator()}, "generator=.*give a DataLoader instead"),
+        ({"prefetch_factor": 2}, "prefetch_factor=2.*torch refuses.*multiprocessing"),
+        ({"persistent_workers": True}, "persistent_workers=True.*torch refuses"),
+        ({"multiprocessing_context": "spawn"}, "multiprocessing_context.*torch refuses"),
+        ({"num_workers": 1, "multiprocessing_context": "x"}, "torch refuses.*start method"),
+        ({"timeout": -1}, "timeout=-1.*torch refuses"),
+        ({"num_workers": None}, "num_workers=None.*torch refuses"),
+        ({"num_workers": -1}, "num_workers=-1.*whole number"),
+        ({"num_workers": 1.5}, "num_workers=1.5.*whole number"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0.*at least 1"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused_at_once(options, text):
+    with pytest.raises(DataError, match=f"(?s){text}"):
+        plain(**options)
+
+
+def test_options_of_reading_are_kept():
+    options = {
+        "num_workers": 2,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "timeout": 5,
+        "worker_init_fn": stir,
+        "multiprocessing_context": "spawn",
+        "pin_memory": False,
+    }
+    assert plain(**options).options == options
+    assert plain(num_workers=0, prefetch_factor=None).options["prefetch_factor"] is None
+    plain(num_workers=1000)  # torch's warning comes when the workers are started, not here

@@ -1,0 +1,199 @@
+"""The pages: their Python runs, and what they say of flags, errors, files and links is so."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pages
+import pytest
+from click.testing import CliRunner
+from messages import MESSAGES
+
+import lockstep
+from lockstep import errors
+from lockstep.cli.main import main
+from lockstep.cli.run import command as run_command
+from lockstep.runtime.settings import settle
+
+README = pages.ROOT / "README.md"
+GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
+LANGUAGES = {"python", "python no-run", "sh", "text", "diff"}
+MAY_NOT_RUN = {GUIDE: 1}
+"""Blocks that need several machines, by page."""
+
+each_page = pytest.mark.parametrize(
+    "page", pages.PAGES, ids=lambda p: str(p.relative_to(pages.ROOT))
+)
+
+
+def commands() -> list[str]:
+    """Every shell line of the pages."""
+    found = []
+    for page in pages.PAGES:
+        for block in pages.blocks(page):
+            found += block.text.splitlines() if block.info == "sh" else []
+    return found
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table that follows a heading, without the table's own head."""
+    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", section.partition("\n## ")[0], re.M)
+    assert table is not None, f"no table below {heading!r}"
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in table[0].splitlines()[2:]
+    ]
+
+
+@each_page
+def test_its_python_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marked = [block for block in pages.blocks(page) if block.info.startswith("python")]
+    done = subprocess.run(
+        [sys.executable, pages.__file__, page],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    skipped = [block for block in marked if block.info == "python no-run"]
+    with capsys.disabled():
+        for block in skipped:
+            sys.stdout.write(f"\nnot run: {page.name}, line {block.line}: needs several machines\n")
+    assert len(skipped) == MAY_NOT_RUN.get(page, 0)
+    assert done.stdout.endswith(f"{len(marked) - len(skipped)} blocks run\n")
+
+
+@each_page
+def test_no_block_hides_python_under_another_name(page: Path) -> None:
+    fences = re.findall(r"^ *(?:```|~~~)", page.read_text(encoding="utf-8"), re.M)
+    found = pages.blocks(page)
+    assert len(fences) == 2 * len(found)
+    for block in found:
+        assert block.info in LANGUAGES, f"line {block.line}"
+        if block.info in ("sh", "text"):
+            assert not re.search(r"^\s*(import |from \w+ import|>>>)", block.text, re.M)
+
+
+def test_a_failure_in_a_page_is_a_failure_here(tmp_path: Path) -> None:
+    for text in ("assert 1 == 2\n", ">>> 1 + 1\n3\n"):
+        page = tmp_path / "page.md"
+        page.write_text(f"# Page\n\n```python\none = 1\n```\n\n```python\n{text}```\n")
+        with pytest.raises((AssertionError, SystemExit)):
+            pages.run(page)
+
+
+def test_the_commands_are_understood() -> None:
+    ours = [line for line in commands() if "lockstep run" in line]
+    assert len(ours) > 5
+    for line in ours:
+        words = shlex.split(line, comments=True)
+        flags = words[words.index("run") + 1 :]
+        result = CliRunner().invoke(main, ["run", "--dry-run", *flags])
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
+def test_make_targets_are_there() -> None:
+    makefile = (pages.ROOT / "Makefile").read_text()
+    asked = {w for line in commands() if line.startswith("make") for w in line.split()[1:2]}
+    assert asked == {"train", "test"}
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in asked)
+
+
+def test_the_difference_in_the_readme_is_that_of_the_files() -> None:
+    [block] = [block for block in pages.blocks(README) if block.info == "diff"]
+    lines = block.text.splitlines()
+    for name, sign in (("plain_torch.py", "-"), ("with_lockstep.py", "+")):
+        shown = [line[1:] for line in lines if not line or line[0] in f" {sign}"]
+        script = (pages.ROOT / "examples" / "digits" / name).read_text()
+        after_docstring = script.split('"""', 2)[2]
+        assert [line for line in shown if line] == [x for x in after_docstring.splitlines() if x]
+
+
+def test_the_table_of_settings() -> None:
+    table = rows(GUIDE, "Settings")
+    arguments = [cells[0].strip("`") for cells in table]
+    assert sorted(arguments) == sorted(inspect.signature(lockstep.init).parameters)
+    flags = {name for cells in table for name in re.findall(r"--[\w-]+", cells[1])}
+    options = [o for o in run_command.params if isinstance(o, click.Option)]
+    assert flags | {"--nproc", "--module", "--dry-run"} == {
+        next(name for name in option.opts if name.startswith("--")) for option in options
+    }
+    for name, cells in zip(arguments, table, strict=True):
+        variable = f"LOCKSTEP_{name.upper()}"
+        has_effect = settle({}, {variable: "7"}) != settle({}, {})
+        assert cells[2] == (f"`{variable}`" if has_effect else ""), name
+
+
+def test_the_tables_of_errors() -> None:
+    joining = {cells[0].strip("`") for cells in rows(GUIDE, "When the ranks do not come together")}
+    kinds = {kind.__name__ for kind in errors.JoinError.__subclasses__()}
+    assert joining == kinds | {"RanksDifferError", "SettingError"}
+    codes = {}
+    for cells in rows(GUIDE, "Other errors and exit codes"):
+        codes[cells[0].partition(" ")[0].strip("`")] = int(cells[1])
+    assert codes == {
+        kind.__name__: kind.exit_code for kind in errors.LockstepError.__subclasses__()
+    }
+
+
+def test_the_table_of_mistakes_quotes_the_messages() -> None:
+    advice = {text.partition("\n  do:    ")[2] for text in MESSAGES.values()}
+    table = rows(GUIDE, "Common mistakes")
+    assert len(table) > 10
+    for mistake, quoted in table:
+        assert quoted.strip("`") in advice, mistake
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get on GitHub."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@each_page
+def test_its_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    shown = tree()
+    missing = [path for path in shown if not (pages.ROOT / path).exists()]
+    assert not missing, f"in the README and not there: {missing}"
+    files = {
+        str(path.relative_to(pages.ROOT))
+        for folder in ("src", "examples", "benchmarks", "docs")
+        for path in (pages.ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".typed")
+    }
+    assert files - shown == set(), "there and not in the README"
+
+
+def tree() -> set[str]:
+    """The paths of the README's tree; a name that ends in a slash is the folder of what follows."""
+    [text] = [b.text for b in pages.blocks(README) if "\nsrc/lockstep/\n" in b.text]
+    found: set[str] = set()
+    folders: list[str] = []
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name] if name.endswith("/") else []
+        found.add("".join(folders) if name.endswith("/") else "".join([*folders, name]))
+    return found
