@@ -223,13 +223,18 @@ MESSAGES: dict[str, str] = {
     ),
     "data of other lengths": (
         "world.loader\n"
-        "  found: rank 0: a loader over 8 samples in global batches of 4; rank 1: a loader over 9 samples in global batches of 4\n"
+        "  found: rank 0: a loader over 8 samples in global batches of 4 (checksum 20f0fcb7); rank 1: a loader over 9 samples in global batches of 4 (checksum a4e42c80)\n"
         "  do:    build the same on every rank: same code, arguments, seed and data"
     ),
     "plateau of other metrics": (
         "ReduceLROnPlateau.step(metric)\n"
         "  found: rank 0: 0.5, rank 1: 1.5\n"
         "  do:    give it a value that is equal everywhere: world.mean(metric) or world.sum(...)"
+    ),
+    "sum in an evaluation loop": (
+        "world.sum in the body of an evaluation loop\n"
+        "  found: in this pass some rank has no samples of some batch and skips it\n"
+        "  do:    sum up inside the loop and call the collective once, after it"
     ),
     "shapes that do not match": (
         "world.sum\n"
@@ -245,10 +250,5 @@ MESSAGES: dict[str, str] = {
         "shares='1:2:3'\n"
         "  found: 3 shares for a world size of 2\n"
         "  do:    give one whole number a rank, for example shares='2:3:3'"
-    ),
-    "sum in an evaluation loop": (
-        "world.sum in the body of an evaluation loop\n"
-        "  found: some rank has no samples of this batch and is not here\n"
-        "  do:    sum up inside the loop and call the collective once, after it"
     ),
 }

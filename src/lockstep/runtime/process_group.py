@@ -5,14 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
-
-# Its functions take the default group as the default of an argument. Imported after the group was
-# opened (DDP does that), they would keep it, with its threads, alive until the process ends; see
-# `ExactDDP.release` for what such a thread can do then.
-import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.errors import SettingError
@@ -84,6 +80,10 @@ def open_group(
         SettingError: an interface that was named does not exist, or none can be chosen, or MPI
             numbers the ranks differently.
     """
+    # Its functions take the default group as the default of an argument. Imported after the group
+    # was opened (DDP does that), they would keep it, with its threads, alive until the process
+    # ends; see `ExactDDP.release` for what such a thread can do then.
+    import_module("torch.distributed.nn.functional")
     if backend == "mpi":
         dist.init_process_group("mpi", timeout=timeout)
         if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):

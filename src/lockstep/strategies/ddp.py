@@ -139,6 +139,16 @@ class DDP(Strategy):
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
+class _Way:
+    """How forward passes came; beside the module, whose own attributes are slow to set."""
+
+    __slots__ = ("forwards", "inside")
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.inside = False
+
+
 class ExactDDP(DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
@@ -148,10 +158,9 @@ class ExactDDP(DistributedDataParallel):
         self.options = options
         self.moving_buffers = MovingBuffers(module)
         self._synchronised = any(isinstance(m, SyncBatchNorm) for m in module.modules())
-        self._forwards = 0
+        self._way = _Way()
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
-        self._inside = False
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
@@ -175,9 +184,11 @@ class ExactDDP(DistributedDataParallel):
                 "torch then needs to communicate in every backward pass",
                 "leave static_graph or micro_batch out",
             )
-        self.require_backward_grad_sync = present.last
-        self._forwards += 1
-        self._inside = True
+        if self.require_backward_grad_sync is not present.last:
+            self.require_backward_grad_sync = present.last
+        way = self._way
+        way.forwards += 1
+        way.inside = True
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -190,7 +201,7 @@ class ExactDDP(DistributedDataParallel):
                 )
             raise
         finally:
-            self._inside = False
+            way.inside = False
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.
@@ -213,8 +224,8 @@ class ExactDDP(DistributedDataParallel):
             self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
         owned = self._owned[key]
         missing = [name for name, parameter in owned if parameter.grad is None]
-        fresh = self._forwards > self._seen.get(key, 0)
-        self._seen[key] = self._forwards
+        fresh = self._way.forwards > self._seen.get(key, 0)
+        self._seen[key] = self._way.forwards
         if len(missing) == len(owned):
             return
         if not fresh:
@@ -259,7 +270,7 @@ class ExactDDP(DistributedDataParallel):
             )
 
     def _check_way(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and module.training and not self._inside:
+        if torch.is_grad_enabled() and module.training and not self._way.inside:
             raise UsageError(
                 "a training forward pass through .module",
                 "DDP averages the gradients of its own forward passes only; these would stay here",
