@@ -36,6 +36,8 @@ GRACE_S = 5.0
 
 ARRIVAL_MARK = '{"number": '
 """How the JSON of an `Arrival` begins."""
+FAULT_MARK = '"fault": ["'
+"""What only the JSON of a verdict that is a fault holds."""
 
 Fault = JoinError | RanksDifferError
 _KINDS: dict[str, type[Fault]] = {

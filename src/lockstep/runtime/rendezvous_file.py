@@ -18,8 +18,11 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import SettingError, StaleInitFileError
-from lockstep.runtime.joining import ARRIVAL_MARK, Arrival
+from lockstep.runtime.joining import ARRIVAL_MARK, FAULT_MARK, Arrival
 from lockstep.runtime.store import FileStore, Store
+
+_TOGETHER_S = 3.0
+"""Processes that were created within this time of each other were started together."""
 
 
 def open_file(path: Path, size: int, timeout: float) -> Store:
@@ -57,10 +60,15 @@ def _check_fresh(path: Path, timeout: float) -> None:
     if not content:  # made ready by the user, or by another rank just now
         return
     age = max(0.0, _now(path.parent) - status.st_mtime)
+    own_start = psutil.Process().create_time()
     dead = [arrival for arrival in _arrivals(content) if _has_ended(arrival)]
+    if FAULT_MARK.encode() in content and all(
+        abs(arrival.started - own_start) < _TOGETHER_S for arrival in dead
+    ):
+        return  # the others of this very start have failed already, and left the verdict here
     if dead:
         reason = f"written by {dead[0].process}, which has ended"
-    elif age > time.time() - psutil.Process().create_time() + timeout:
+    elif age > time.time() - own_start + timeout:
         reason = "from long before this process was started"
     else:
         return
