@@ -1,6 +1,6 @@
 """What a wrapper costs per training step: raw DDP, Accelerate, Fabric and Lockstep side by side.
 
-All contestants live in the same two processes (Gloo, one thread each) and take turns in short
+All contestants live in the same two processes (Gloo, one thread each), taking turns in short
 blocks, in an order that rotates, so that whatever disturbs the machine disturbs all of them.
 `alone` is the physical limit: the same local batch without any communication. Equal between the
 contestants: model and initial weights, data, global batch, optimizer (AdamW), threads; after the
@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
-PROBLEMS = {"mlp": 40, "digits": 20, "resnet18": 3}
-"""Steps in a block, so that a block takes long enough to time and short enough to interleave."""
+PROBLEMS = {"mlp": (10, 10), "digits": (5, 4), "resnet18": (1, 1)}
+"""Steps in a block, and blocks in a round: the shorter a step, the more of them are needed."""
 
 
 def problem(name: str) -> tuple[Any, Any, int]:
@@ -142,20 +141,21 @@ def open_shared(names: list[str]) -> dict[str, Any]:
 
 
 def time_all(kind: str, fixed: bool, rounds: int) -> dict[str, Any]:
-    """Median seconds a step of each contestant and round, interleaved in this pair of processes."""
+    """Seconds of each step, by contestant and block, interleaved in this pair of processes."""
     import torch
     import torch.distributed as dist
 
     shared = open_shared(CONTESTANTS)
-    steps = PROBLEMS[kind]
+    steps, blocks = PROBLEMS[kind]
     made = {name: contestant(name, kind, fixed, shared) for name in CONTESTANTS}
     streams = {name: made[name][2]() for name in CONTESTANTS}
-    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for turn in range(rounds + 2):
+    times: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
+    gc.disable()
+    for turn in range(2 + rounds * blocks):
         first = turn % len(CONTESTANTS)
+        gc.collect(0 if turn % 20 else 2)
         for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
             step, stream = made[name][1], streams[name]
-            gc.collect()
             dist.barrier()
             each = []
             for _ in range(steps):
@@ -163,7 +163,7 @@ def time_all(kind: str, fixed: bool, rounds: int) -> dict[str, Any]:
                 step(next(stream))
                 each.append(time.perf_counter() - begin)
             if turn >= 2:  # the first rounds build buckets and warm caches
-                times[name].append(statistics.median(each))
+                times[name].append([round(seconds, 7) for seconds in each])
     reference = [p.detach().clone() for p in made["ddp"][0].parameters()]
     same = {
         name: all(
@@ -242,14 +242,22 @@ def import_times(rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Median of the paired ratios, and a 95 % interval of it by bootstrap."""
-    import random
+def ratio(times: list[Any], base: list[Any], percent: int = 50) -> tuple[float, float, float]:
+    """Ratio of a percentile over all steps, and its 95 % interval by bootstrap over the blocks."""
+    import numpy as np
 
-    draw = random.Random(0)
-    pairs = [a / b for a, b in zip(times, base, strict=True)]
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return statistics.median(pairs), medians[50], medians[1949]
+    own, other = (np.array(x).reshape(len(x), -1) for x in (times, base))
+    draw = np.random.default_rng(0)
+    picks = draw.integers(0, len(own), (1000, len(own)))
+    ratios = [np.percentile(own[p], percent) / np.percentile(other[p], percent) for p in picks]
+    whole = np.percentile(own, percent) / np.percentile(other, percent)
+    return float(whole), *(float(x) for x in np.percentile(ratios, [2.5, 97.5]))
+
+
+def median(times: list[Any]) -> float:
+    import numpy as np
+
+    return float(np.median(np.array(times)))
 
 
 def main() -> None:
@@ -277,14 +285,17 @@ def main() -> None:
             found = on_two("time", kind, f"{data},{options.rounds}")
             results["step"][f"{kind} {data}"] = found
             title = "the same batch again" if data == "fixed" else "with its data loader"
-            print(f"\n{kind}, {title}: median step, ratio to raw DDP [95 % interval]")
+            print(f"\n{kind}, {title}: median step; ratio to raw DDP [95 % interval] of the median")
+            print("  and of the lower quartile, which what else the machine does disturbs less")
             for name in CONTESTANTS:
                 times = found["times"][name]
                 middle, low, high = ratio(times, found["times"]["ddp"])
                 same = found["same_weights"].get(name)
                 note = {True: "  bit-equal weights", False: "", None: ""}[same]
-                milliseconds = statistics.median(times) * 1e3
+                milliseconds = median(times) * 1e3
                 interval = f"{middle:6.3f} [{low:.3f}, {high:.3f}]"
+                middle, low, high = ratio(times, found["times"]["ddp"], 25)
+                interval += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
                 print(f"  {name:<11}{milliseconds:9.3f} ms  {interval}{note}")
         results["memory"][kind] = {name: on_two("memory", kind, name) for name in CONTESTANTS[1:]}
         print(f"\n{kind}: peak resident memory of rank 0, and the growth while training")
@@ -295,12 +306,10 @@ def main() -> None:
     print("\nimport: median seconds, ratio to torch [95 % interval]")
     for name, times in results["import"].items():
         middle, low, high = ratio(times, results["import"]["torch"])
-        print(
-            f"  {name:<11}{statistics.median(times):9.3f} s   {middle:6.3f} [{low:.3f}, {high:.3f}]"
-        )
+        print(f"  {name:<11}{median(times):9.3f} s   {middle:6.3f} [{low:.3f}, {high:.3f}]")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -208,11 +208,14 @@ class World:
         """
         self._check_loss(loss)
         running = self._run.step.running
-        self._preparer.check_accumulation(running)
-        scale = running.micro_batch.scale
+        present = running.micro_batch
+        if not (present.first and present.last):
+            self._preparer.check_accumulation(running)
+        scale = present.scale
         self.precision.backward(loss if scale == 1.0 else loss * scale, **options)
         running.backwards += 1
-        self._check_loss.after_backward(loss, self._preparer.parameters())
+        if scale == 0.0:
+            self._check_loss.after_backward(loss, self._preparer.parameters())
 
     def clip_grad_norm(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0

@@ -57,6 +57,7 @@ class PreparedOptimizer(Optimizer):
         """The global batch in which `step()` was last called, and in which it was last taken:"""
         self._taken: tuple[Pass, int] | None = None
         self._rates: list[Any] = []
+        self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         step.clear_gradients.append(inner.zero_grad)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,9 +104,18 @@ class PreparedOptimizer(Optimizer):
         They have begun once `step()` was called for an earlier micro-batch (or for this one, where
         the clearing comes after it), and are done when it was taken.
         """
-        batch = self._step.running, self._step.running.number
-        present = self._step.current
-        if (present.first and present.last) or self._asked != batch or self._taken == batch:
+        running = self._step.running
+        present = running.micro_batch
+        if not (present.first and present.last):
+            batch = running, running.number
+            if self._asked == batch and self._taken != batch:
+                return
+        if set_to_none and self._plain_zero_grad:
+            # What torch's own does, without the profiling around it, which takes ten times as long.
+            for group in self.inner.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
             self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -49,9 +49,8 @@ class LossCheck:
             self._complain(self._step.number + 1)
 
     def after_backward(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
-        """Raises UsageError where a loss that counts nothing has made gradients NaN."""
-        present = self._step.current
-        if present.scale != 0.0 or not present.local or not loss.isnan().item():
+        """Raises UsageError where a loss of weight 0 has made gradients NaN."""
+        if not self._step.current.local or not loss.isnan().item():
             return
         if any(p.grad is not None and bool(p.grad.isnan().any()) for p in parameters):
             raise UsageError(

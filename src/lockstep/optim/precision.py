@@ -85,9 +85,10 @@ class Precision:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of the (scaled) loss."""
-        self.settle()
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        torch.autograd.backward(scaled, **options)
+        if self.scaler is not None:
+            self.settle()
+            loss = self.scaler.scale(loss)
+        torch.autograd.backward(loss, **options)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Brings gradients to their true size before they are looked at; once a step."""

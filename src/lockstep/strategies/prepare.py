@@ -94,15 +94,13 @@ class Preparer:
         return (p for module in self._modules for p in module.parameters())
 
     def check_accumulation(self, running: Pass) -> None:
-        """To be called before a backward pass.
+        """To be called before the backward pass of one of several micro-batches.
 
         Raises:
             UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
                 for another optimizer would mix with them.
         """
         present = running.micro_batch
-        if present.first and present.last:
-            return
         if running.backwards and len(self._optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
