@@ -318,6 +318,13 @@ def on_two(tmp: str) -> dict[str, Any]:
         found["refused"] = refused(world)
         found["alone"] = rank_0_alone(world)
         found["uneven"] = uneven_evaluation(world)
+    with lockstep.init(sync_batchnorm=False) as world:
+        model, optimizer = ready(world, mlp(batch_norm=True))
+        for batch in world.loader(tensors(30), 10):
+            world.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        found["batchnorm per rank"] = weights(model)
     with lockstep.init(lockstep.strategies.DDP(static_graph=True)) as world:
         model, optimizer = ready(world)
         try:
@@ -438,6 +445,8 @@ def test_on_two_processes(tmp_path: Path):
         for a, b in zip(first[name][1:], second[name][1:], strict=True):
             assert torch.equal(a, b), name
     assert len(values) == 7
+    one, other = first["batchnorm per rank"], second["batchnorm per rank"]
+    assert all(torch.equal(one[name], other[name]) for name in one)
     for found in (first, second):
         assert "8 samples" in found["refused"][0]
         assert "9 samples" in found["refused"][0]

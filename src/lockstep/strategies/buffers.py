@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.replica_check import fingerprint
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
@@ -25,24 +26,33 @@ class MovingBuffers:
             if isinstance(child, SyncBatchNorm)
             for buffer in child.buffers(recurse=False)
         }
-        self._before = {
-            name: _state(buffer)
+        self._watched = [
+            name
             for name, buffer in module.named_buffers()
             if buffer.numel() and id(buffer) not in synchronised
-        }
+        ]
+        self._before = self._bits(self._watched)
         self.moving: list[str] = []
 
     def find(self) -> None:
-        """Looks which buffers have changed on any rank since the module was wrapped."""
-        watched = [name for name in self._before if name not in self.moving]
-        if not watched:
+        """Looks which buffers have changed on any rank since the module was wrapped.
+
+        It compares their bits: torch does not count what its BatchNorm writes as a change.
+        """
+        if not self._watched:
             return
+        now = self._bits(self._watched)
+        changed = (now != self._before).to(torch.uint8)
+        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        self.moving = [
+            name
+            for name, flag in zip(self._watched, changed.tolist(), strict=True)
+            if flag or name in self.moving
+        ]
+
+    def _bits(self, names: list[str]) -> Tensor:
         now = dict(self._module.named_buffers())
-        changed = [name in now and _state(now[name]) != self._before[name] for name in watched]
-        flags = torch.tensor(changed, dtype=torch.uint8, device=now[watched[0]].device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        found = [name for name, flag in zip(watched, flags.tolist(), strict=True) if flag]
-        self.moving = sorted([*self.moving, *found])
+        return fingerprint(now[name] for name in names) if names else torch.empty(0)
 
     def share(self) -> None:
         """Gives every rank rank 0's values: one broadcast for each dtype."""
@@ -59,8 +69,3 @@ class MovingBuffers:
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
-
-
-def _state(buffer: Tensor) -> tuple[int, int]:
-    """Changes when the buffer is replaced or written to."""
-    return id(buffer), buffer._version
