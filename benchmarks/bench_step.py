@@ -54,9 +54,9 @@ def problem(name: str) -> tuple[Any, Any, int]:
                 module.p = 0.0  # so that weights can be compared
     else:
         sys.path.insert(0, str(HERE.parent.parent / "examples" / "fashion_mnist"))
-        from resnet import resnet18
+        from resnet import ResNet18
 
-        model, shape = resnet18(classes=10), (3, 28, 28)
+        model, shape = ResNet18(classes=10), (3, 28, 28)
     images = torch.randn(2048 if name != "resnet18" else 256, *shape, generator=generator)
     labels = torch.randint(10, (len(images),), generator=generator)
     return model, TensorDataset(images, labels), 32

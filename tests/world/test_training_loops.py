@@ -440,7 +440,7 @@ def test_on_two_processes(tmp_path: Path):
     assert difference(first["two optimizers"], expected) < 1e-12
     assert first["accumulation"] == second["accumulation"] == (4, 4)
     moving, *values = first["buffers"]
-    assert moving == ["norm.running_mean", "norm.running_var", "steps"]
+    assert moving == ["steps", "norm.running_mean", "norm.running_var"]
     for name in ("buffers", "frozen"):
         for a, b in zip(first[name][1:], second[name][1:], strict=True):
             assert torch.equal(a, b), name
