@@ -39,6 +39,14 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *EIGHT_BI
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 
+def same_on_all_ranks(fn: Callable[[], Any], size: int) -> Any:
+    """What `fn` returns, which must be the same on every rank."""
+    first, *others = run_ranks(fn, size)
+    for other in others:
+        assert other == first
+    return first
+
+
 def everything() -> dict[str, Any]:
     with lockstep.init() as world:
         r = world.rank
@@ -154,9 +162,7 @@ def mixed_calls() -> list[tuple[str, str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_different_collectives_are_the_same_error_on_every_rank(size):
-    first, *others = run_ranks(mixed_calls, size)
-    for other in others:
-        assert other == first
+    first = same_on_all_ranks(mixed_calls, size)
     assert len(first) == 22
     for most, other, (kind, _, found, _) in first:
         assert kind == "RanksDifferError"
@@ -325,9 +331,7 @@ def unsendable() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_cannot_be_broadcast_is_the_same_error_on_every_rank(size):
-    first, *others = run_ranks(unsendable, size)
-    for other in others:
-        assert other == first
+    first = same_on_all_ranks(unsendable, size)
     for place, (kind, was_set, found, _) in enumerate(first):
         assert kind == "UsageError"
         assert "world.broadcast" in was_set or "a collective on a " in was_set
@@ -358,9 +362,7 @@ def not_on_one_rank() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_one_rank_cannot_reduce_is_the_same_error_on_every_rank(size):
-    first, *others = run_ranks(not_on_one_rank, size)
-    for other in others:
-        assert other == first
+    first = same_on_all_ranks(not_on_one_rank, size)
     assert {kind for kind, *_ in first} == {"UsageError"}
     for place, found in ((0, "NoneType"), (1, "str"), (3, "bytes"), (5, "complex64")):
         assert found in first[place][1]

@@ -141,10 +141,11 @@ class Loader:
         pieces = [
             piece for step in range(start, len(plan)) for piece in self._pieces(step, plan[step])
         ]
-        everyone = all(all_have for _, _, _, all_have in pieces)
+        some_skip = False
         if not training:
+            some_skip = not all(all_have for _, _, _, all_have in pieces)
             pieces = [piece for piece in pieces if piece[1].local]
-        return self._run(epoch, pieces, training, everyone)
+        return self._run(epoch, pieces, training, some_skip)
 
     def state_dict(self) -> dict[str, int]:
         """The position: the same on every rank, and meaningful on any number of them."""
@@ -211,7 +212,7 @@ class Loader:
         epoch: int,
         pieces: list[tuple[int, MicroBatch, Indices, bool]],
         training: bool,
-        everyone: bool,
+        some_skip: bool,
     ) -> Iterator[Any]:
         """Hands out the pieces; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
@@ -224,7 +225,7 @@ class Loader:
         try:
             if training:
                 self._running, self._position = running, pieces[0][0] if pieces else 0
-            elif not everyone:
+            elif some_skip:
                 self._collectives.blocked = _SOME_SKIP
             placed = self._place(pairs)
             for (position, _, _, _), (micro, batch) in zip(pieces, placed, strict=True):
@@ -285,7 +286,6 @@ class Loader:
         given = self.source.options
         options = {name: value for name, value in given.items() if value is not None}
         options["pin_memory"] = False  # to_device pins what can be pinned
-        keys = list(keys)
         # A generator of its own: torch would draw the workers' seed from the global stream.
         generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
         workers: DataLoader[Any] = DataLoader(

@@ -54,8 +54,9 @@ class PreparedOptimizer(Optimizer):
         self._before = before
         self._after = after
         self._asked: tuple[Pass, int] | None = None
-        """The global batch in which `step()` was last called, and in which it was last taken:"""
+        """The global batch in which `step()` was last called."""
         self._taken: tuple[Pass, int] | None = None
+        """That in which a step was last taken."""
         self._rates: list[Any] = []
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         step.clear_gradients.append(inner.zero_grad)
@@ -85,10 +86,9 @@ class PreparedOptimizer(Optimizer):
             )
         if not present.first:
             self._check_rates()
-        batch = self._step.running, self._step.running.number
-        self._asked = batch
+        self._asked = batch = self._step.batch
         if not present.last:
-            self._rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
+            self._rates = self._learning_rates()
             return None
         if closure is None:
             self._before()
@@ -104,10 +104,9 @@ class PreparedOptimizer(Optimizer):
         They have begun once `step()` was called for an earlier micro-batch (or for this one, where
         the clearing comes after it), and are done when it was taken.
         """
-        running = self._step.running
-        present = running.micro_batch
+        present = self._step.current
         if not (present.first and present.last):
-            batch = running, running.number
+            batch = self._step.batch
             if self._asked == batch and self._taken != batch:
                 return
         if set_to_none and self._plain_zero_grad:
@@ -136,8 +135,7 @@ class PreparedOptimizer(Optimizer):
 
     def check_kept(self) -> None:
         """Raises UsageError where gradients were cleared in the middle of a global batch."""
-        batch = self._step.running, self._step.running.number
-        if self._asked == batch and not any(
+        if self._asked == self._step.batch and not any(
             parameter.grad is not None
             for group in self.inner.param_groups
             for parameter in group["params"]
@@ -176,10 +174,12 @@ class PreparedOptimizer(Optimizer):
             "call world.backward(loss), which weighs the loss exactly",
         )
 
+    def _learning_rates(self) -> list[Any]:
+        return [group["lr"] for group in self.inner.param_groups if "lr" in group]
+
     def _check_rates(self) -> None:
-        rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
-        batch = self._step.running, self._step.running.number
-        if self._asked == batch and rates != self._rates:
+        rates = self._learning_rates()
+        if self._asked == self._step.batch and rates != self._rates:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
                 f"it was {self._rates} and is {rates}: a scheduler steps once per micro-batch",

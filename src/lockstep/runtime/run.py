@@ -175,7 +175,10 @@ def leave(run: Run, *, failed: bool) -> None:
         # NCCL waits for outstanding work of ranks that may never do theirs.
         if not (failed and run.device.type == "cuda"):
             close_group()
-        run.joined.close(**({"patience": 0.0} if failed else {}))
+        if failed:
+            run.joined.close(patience=0)
+        else:
+            run.joined.close()
     set_rank(None)
 
 

@@ -79,6 +79,11 @@ class Step:
         """The micro-batch that a training loop works on."""
         return self.running.micro_batch
 
+    @property
+    def batch(self) -> tuple[Pass, int]:
+        """Tells the present global batch from all others."""
+        return self.running, self.running.number
+
     def begin(self, running: Pass, micro_batch: MicroBatch) -> None:
         """A pass hands out a micro-batch to train on.
 
