@@ -210,10 +210,15 @@ def worker(arguments: list[str]) -> None:
     os._exit(0)
 
 
+def installed() -> dict[str, str]:
+    """The environment in which Lockstep is compiled once, as what is installed is."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+
 def on_two(*arguments: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ = {**installed(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", str(HERE), "--worker", *arguments, str(out)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True)
@@ -231,12 +236,10 @@ def import_times(rounds: int) -> dict[str, list[float]]:
         "fabric": "import torch, lightning_fabric",
     }
     times: dict[str, list[float]] = {name: [] for name in statements}
-    # What is installed was compiled when it was installed; so is Lockstep, after its first import.
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     for turn in range(rounds + 1):
         for name, statement in statements.items():
             begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", statement], check=True, env=environ)
+            subprocess.run([sys.executable, "-c", statement], check=True, env=installed())
             if turn:
                 times[name].append(time.perf_counter() - begin)
     return times

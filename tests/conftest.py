@@ -56,7 +56,8 @@ def _shared_memory() -> set[str]:
 
 
 def _temporary_files() -> set[str]:
-    ours = ("pytest-of-", "pymp-", "torchinductor_")  # of pytest, the fork server, torch
+    # Of pytest, the fork server and torch; and the logs of runs, which are kept.
+    ours = ("pytest-of-", "pymp-", "torchinductor_", "lockstep-logs-")
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 

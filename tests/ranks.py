@@ -184,7 +184,10 @@ def _check_nothing_left() -> None:
         raise AssertionError(f"threads left behind: {left}")
     if dist.is_initialized():
         raise AssertionError("the process group was left open: call world.close()")
-    tasks = [Path(path).read_text().strip() for path in glob("/proc/self/task/*/comm")]
+    tasks = []
+    for path in glob("/proc/self/task/*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            tasks.append(Path(path).read_text().strip())
     if "pt_gloo_runloop" in tasks:
         raise AssertionError(f"threads of the process group outlive it: {sorted(tasks)}")
     children = psutil.Process().children(recursive=True)

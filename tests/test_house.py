@@ -25,13 +25,13 @@ LAYERS: dict[str, set[str]] = {
     "optim": BASE | {"runtime"},
     "checkpoint": BASE | {"runtime"},
     "strategies": BASE | {"runtime", "data", "communication", "optim", "checkpoint"},
-    "launch": BASE,
+    "diagnose": set(),  # pure: values in, findings out
+    "launch": BASE | {"diagnose"},
 }
 LAYERS["report"] = LAYERS["strategies"] | {"strategies"}
 LAYERS["world"] = LAYERS["report"] | {"report"}
 LAYERS["start"] = LAYERS["world"] | {"world"}
-LAYERS["diagnose"] = LAYERS["start"] | {"start"}
-LAYERS["cli"] = LAYERS["diagnose"] | {"diagnose", "launch"}
+LAYERS["cli"] = LAYERS["start"] | {"start", "diagnose", "launch"}
 
 
 def part_of(path: Path) -> str:

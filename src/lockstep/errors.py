@@ -13,10 +13,15 @@
         ├── WorldSizeError          3
         ├── MasterUnreachableError  3
         ├── PortTakenError          3
-        └── StaleInitFileError      3
+        ├── StaleInitFileError      3
+        └── TokenDiffersError       3
 
 Every message says what was set, what was found and what to do, and closes with the rank and the
 user's own line.
+
+`lockstep run` ends with 0, or with what failed first: the exit code of that rank's script (1 for
+an exception of Python's, the codes above for ours), `EXIT_DEADLOCK`, `EXIT_LOST_RANK`, or 128 + N
+where signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
 """
 
 from __future__ import annotations
@@ -36,6 +41,11 @@ _NOT_THE_USERS = (
     "<frozen ",
     "<string>",
 )
+
+EXIT_DEADLOCK = 70
+"""The ranks waited for each other and could not go on."""
+EXIT_LOST_RANK = 71
+"""A rank was killed by a signal or the kernel, was stopped, left early, or its machine is gone."""
 
 _rank: int | None = None
 
@@ -129,6 +139,10 @@ class PortTakenError(JoinError):
 
 class StaleInitFileError(JoinError):
     """The file of `file://` is left over from an earlier run."""
+
+
+class TokenDiffersError(JoinError):
+    """The machine that serves the run's store has another token."""
 
 
 class RankFailedError(LockstepError, RuntimeError):

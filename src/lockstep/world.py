@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.checkpoint.session import Checkpoint
 from lockstep.data.epochs import Epochs
 from lockstep.data.global_batch import parse_shares
 from lockstep.data.loader import Loader
@@ -33,6 +32,9 @@ from lockstep.runtime.seeding import diverge
 from lockstep.runtime.settings import Settings
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.prepare import Preparer, agree, describe_loader
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.session import Checkpoint
 
 _open: set[World] = set()
 
@@ -301,6 +303,8 @@ class World:
             keep: how many of the newest checkpoints stay.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
+        from lockstep.checkpoint.session import Checkpoint  # with safetensors; not all scripts save
+
         self._check_open("checkpoint")
         self._folders.append(str(folder))
         return Checkpoint(folder, self.collectives, keep=keep, state=state, world_state=self)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,6 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
         return 7
 
     monkeypatch.setattr(local, "run", remember)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     return specs
 
 
@@ -72,7 +75,7 @@ def test_wrong_use(arguments: tuple[str, ...], text: str) -> None:
 
 
 def test_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_run_elastic", None)
+    monkeypatch.setattr(local, "Zygote", None)
     result = run("--nproc", "2", "--strategy", "ddp", "--dry-run", "missing.py", "a b")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("2 processes on this machine\n")

@@ -136,7 +136,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 def test_the_faster_implementation_gives_the_same_bits(kind, options, dtype):
     def run(faster: bool) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        shapes = [(17, 33), (33,), (8, 3, 3, 3), (1,), ()]
+        shapes = [(17, 33), (33,), (8, 3, 3, 3), (1,), (), (5,), (64, 64), (2, 1)]
         parameters = [
             nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for s in shapes
         ]
@@ -155,15 +155,32 @@ def test_the_faster_implementation_gives_the_same_bits(kind, options, dtype):
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
 
 
+def many(count: int = 8, size: int = 1) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for _ in range(count)]
+
+
+def test_lists_pay_for_many_small_tensors_alone():
+    def chosen(*groups: list[nn.Parameter]) -> bool:
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+        return choose_foreach(optimizer, CPU) is not None
+
+    assert chosen(many(8))
+    assert chosen(many(4), many(4))
+    assert not chosen(many(7))
+    assert chosen(many(8, 2**14))
+    assert not chosen(many(8, 2**14 + 1))
+    assert chosen(many(30), many(2, 2**17))
+
+
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}, {"maximize": True}])
 def test_what_the_user_chose_stays(options):
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **options)
+    optimizer = torch.optim.AdamW(many(), **options)
     assert choose_foreach(optimizer, CPU) is None
     assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
 
 
 def test_a_learning_rate_given_as_a_tensor_is_left_alone():
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    optimizer = torch.optim.AdamW(many(), lr=torch.tensor(0.1))
     assert choose_foreach(optimizer, CPU) is None
 
 
@@ -172,6 +189,8 @@ def test_others_are_left_alone():
         pass
 
     for kind in (Mine, torch.optim.NAdam):
-        assert choose_foreach(kind([nn.Parameter(torch.zeros(1))], lr=1.0), CPU) is None
-    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        assert choose_foreach(kind(many(), lr=1.0), CPU) is None
+    sgd = torch.optim.SGD(many())
+    assert choose_foreach(sgd, CPU) is not None
+    sgd = torch.optim.SGD(many())
     assert choose_foreach(sgd, torch.device("cuda")) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 
 import pytest
@@ -37,6 +38,18 @@ def test_block_on_a_pipe_is_plain_and_one_line_a_choice(
     monkeypatch.setenv("COLUMNS", "40")
     print_choices(TITLE, CHOICES)
     assert capsys.readouterr().out == BLOCK
+
+
+def test_a_pipe_needs_no_rich() -> None:
+    code = (
+        "import sys\n"
+        "from lockstep.report.console import Choice, print_choices\n"
+        "print_choices('title', [Choice('strategy', 'ddp', 'as set')])\n"
+        "assert not any(name.split('.')[0] == 'rich' for name in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == "title\n  strategy    ddp  as set\n"
 
 
 def test_forced_colours_do_not_make_a_pipe_a_terminal(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 from lockstep.errors import SettingError
-from lockstep.launch.spec import LaunchSpec, Settings, split_arguments
+from lockstep.launch.spec import HangRules, LaunchSpec, Settings, split_arguments
 
 _TORCHRUN = "lockstep.torchrun"
 
@@ -16,7 +18,11 @@ class RunCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Lays torchrun's flags aside and leaves the others to click."""
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
-        own = {name: not option.is_flag for option in options for name in option.opts}
+        own = {
+            name: not option.is_flag
+            for option in options
+            for name in (*option.opts, *option.secondary_opts)
+        }
         try:
             flags, rest = split_arguments(args, own)
         except SettingError:
@@ -45,6 +51,32 @@ class RunCommand(click.Command):
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option(
+    "--warm/--no-warm",
+    default=True,
+    help="Copy the ranks from a process that has imported torch, or start an interpreter for each.",
+    show_default=True,
+)
+@click.option(
+    "--on-hang",
+    type=click.Choice(["stop", "report"]),
+    default="stop",
+    show_default=True,
+    help="End a run that cannot go on, or only say so.",
+)
+@click.option(
+    "--hang-after",
+    type=click.FloatRange(min=1.0),
+    default=HangRules.after,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a step for so long, the ranks are looked at closely.",
+)
+@click.option(
+    "--local-rank-argument",
+    type=click.Choice(["local_rank", "local-rank", "none"]),
+    help="Give the script its local rank as this argument.  [default: where its source asks]",
+)
 @click.option("--strategy", metavar="NAME", help="How the model is distributed, such as ddp.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16 or fp16.")
 @click.option("--shares", metavar="A:B:...", help="How a global batch is divided over the ranks.")
@@ -67,6 +99,10 @@ def command(
     module: bool,
     dry_run: bool,
     join_timeout: float | None,
+    warm: bool,
+    on_hang: str,
+    hang_after: float,
+    local_rank_argument: str | None,
     **settings: str | int | None,
 ) -> None:
     """Starts SCRIPT on several processes of this machine, and ends them all when one fails.
@@ -81,10 +117,16 @@ def command(
         module=module,
         settings=Settings(timeout=join_timeout, **settings),  # type: ignore[arg-type]
         torchrun=ctx.meta[_TORCHRUN],
+        warm=warm,
+        hang=HangRules(on_hang, hang_after),
+        local_rank_argument=local_rank_argument,
     )
     from lockstep.launch import local
 
     if dry_run:
         click.echo(local.plan(spec).describe())
     else:
-        ctx.exit(local.run(spec, lambda line: click.echo(f"lockstep: {line}", err=True)))
+        code = local.run(spec, lambda line: click.echo(f"lockstep: {line}", err=True))
+        # All has been ended and said; Ctrl-C once more must not turn our code into another.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ctx.exit(code)

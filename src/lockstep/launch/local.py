@@ -1,27 +1,34 @@
-"""Processes of one machine, started and watched by torch elastic (torchrun's own engine)."""
+"""`lockstep run`: the ranks of this machine, from the request to the exit code."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
-import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
+from lockstep.diagnose.first_failure import render
 from lockstep.errors import SettingError
 from lockstep.launch import spec as pure
-from lockstep.launch.machine import read_machine
-from lockstep.launch.signals import Terminated, sigterm_raises
+from lockstep.launch.machine import cores_allowed, read_machine
+from lockstep.launch.rank_main import (
+    Command,
+    Script,
+    fresh_interpreter,
+    import_for_ranks,
+    run_and_exit,
+)
+from lockstep.launch.reading import Reading, read_script
 from lockstep.launch.spec import LaunchSpec, Plan
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import ProcessFailure
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from lockstep.launch.variables import variables
+from lockstep.launch.zygote import Zygote
 
 _ASKED_WORDS = {"auto", "gpu", "cpu"}
+
+Say = Callable[[str], None]
 
 
 def torchrun_flags() -> dict[str, bool]:
@@ -45,49 +52,145 @@ def plan(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
     return _prepare(spec, environ)[0]
 
 
-def run(spec: LaunchSpec, say: Callable[[str], None] | None = None) -> int:
-    """Starts the processes, waits for them and ends them all when one fails.
+def run(spec: LaunchSpec, say: Say | None = None) -> int:
+    """Starts the processes, watches them and ends them all when one fails.
 
     Args:
         spec: what to start.
         say: called with each line that the user should read (default: standard error).
 
     Returns:
-        The exit code: 0; 130 or 143 after SIGINT or SIGTERM; else that of the first process that
-        failed (128 + number where a signal ended it).
+        The exit code, see `lockstep.errors`: 0; the script's own; 70, 71; 128 + a signal's number.
 
     Raises:
         SettingError: as `plan`.
+        JoinError: the machines of the run did not come together.
     """
     say = say or _to_stderr
-    try:
-        with sigterm_raises():
-            prepared, namespace = _prepare(spec, os.environ)
-            if prepared.notes:
-                say(f"{prepared.nproc} x {spec.script}: " + "; ".join(prepared.notes))
-            # torchrun makes a folder for logs and error files and leaves it behind.
-            with (
-                tempfile.TemporaryDirectory(prefix="lockstep-") as folder,
-                _variables(prepared.environment),
-            ):
-                namespace.log_dir = namespace.log_dir or folder
-                return _run_elastic(namespace, say)
-    except KeyboardInterrupt:
-        return _ended_by(signal.SIGINT, say)
-    except Terminated:
-        return _ended_by(signal.SIGTERM, say)
+    _check_script(spec)
+    environ = dict(os.environ)
+    reading = read_script(_source_of(spec))
+    script = _script(spec, reading)
+    cold = _why_cold(spec, reading, environ)
+    with variables(_threads_known_early(spec, environ)):
+        if cold is None:
+            import_for_ranks(reading.optimizes)
+        # Forked here: nothing above starts a thread, much below does.
+        zygote = Zygote(lambda: run_and_exit(script))
+        try:
+            made, namespace = _prepare(spec, environ)
+            notes = [*made.notes, *([f"fresh interpreters ({cold})"] if cold else [])]
+            if reading.own_processes and made.nproc == 1 and made.one_node:
+                made = replace(made, own_processes=True)
+                notes.append("the script starts its own processes")
+            say(f"{made.nproc} x {spec.script}: " + "; ".join(notes))
+            from lockstep.launch.running import make_folder, run_to_the_end
+
+            outcome = run_to_the_end(
+                plan=made,
+                namespace=namespace,
+                zygote=zygote,
+                command=_command(script, namespace) if cold else None,
+                hang=spec.hang,
+                folder=make_folder(namespace.log_dir, Path(spec.script).stem),
+            )
+        finally:
+            zygote.close()
+    if outcome.failure is not None:
+        say(render(outcome.failure))
+    return outcome.exit_code
+
+
+def _check_script(spec: LaunchSpec) -> None:
+    program = any(flag.replace("_", "-") == "--no-python" for flag in spec.torchrun)
+    if spec.module or program or Path(spec.script).exists():
+        return
+    folder = Path(spec.script).parent
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(Path(spec.script).name, names, n=1)
+    raise SettingError(
+        f"lockstep run {spec.script}",
+        "there is no such file",
+        f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module",
+    )
+
+
+def _source_of(spec: LaunchSpec) -> str:
+    """The file that will run; a module's is looked for where `python -m` looks first."""
+    if not spec.module:
+        return spec.script
+    path = Path(*spec.script.split("."))
+    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+
+
+def _script(spec: LaunchSpec, reading: Reading) -> Script:
+    asked = spec.local_rank_argument
+    found = reading.local_rank_flag if asked is None else f"--{asked}"
+    return Script(
+        path=spec.script,
+        arguments=spec.arguments,
+        module=spec.module,
+        local_rank_flag=None if asked == "none" else found,
+    )
+
+
+def _why_cold(spec: LaunchSpec, reading: Reading, environ: Mapping[str, str]) -> str | None:
+    """Why the ranks cannot be copies of a warm process; None: they can."""
+    if not spec.warm:
+        return "--no-warm"
+    flags = {flag.partition("=")[0].replace("_", "-") for flag in spec.torchrun}
+    for flag in ("--no-python", "--numa-binding"):
+        if flag in flags:
+            return flag
+    if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "PYTHON_EXEC is set"
+    if not hasattr(os, "fork") or sys.platform != "linux":
+        return f"a process that uses torch cannot be copied on {sys.platform}"
+    if reading.variables_for_import:
+        return f"the script sets {reading.variables_for_import[0]} before it imports torch"
+    return None
+
+
+def _threads_known_early(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """OMP_NUM_THREADS before libraries read it at their import, where the plan is that simple."""
+    asked = spec.nproc or "1"
+    if "OMP_NUM_THREADS" in environ or not asked.isdigit() or int(asked) < 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), int(asked)))}
+
+
+def _command(script: Script, namespace: argparse.Namespace) -> Command:
+    """What a fresh process is to execute, and the variables it needs for that."""
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if namespace.no_python:
+        return Command((script.path, *script.arguments), {})
+    if python != sys.executable:
+        # Another interpreter may have neither Lockstep nor our version of Python.
+        module = ("-m",) if script.module else ()
+        return Command((python, "-u", *module, script.path, *script.arguments), {})
+    return fresh_interpreter(script)
 
 
 def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
+    from lockstep.launch.running import parse_flags
+
     given = [f"--nproc-per-node={spec.nproc}"] if spec.nproc is not None else []
-    asked = _parse([*spec.torchrun, *given, spec.script])
+    asked = parse_flags([*spec.torchrun, *given, spec.script])
+    if asked.logs_specs is not None:
+        raise SettingError(
+            f"--logs-specs {asked.logs_specs}",
+            "the ranks' streams are read by Lockstep, which keeps a file for each",
+            "leave the flag out; --log-dir, --redirects and --tee say where the streams go",
+        )
+    if spec.module and asked.no_python:
+        raise SettingError("-m with --no-python", "a module needs Python", "leave one of them out")
     machine = read_machine()
     if asked.nproc_per_node in _ASKED_WORDS or asked.nproc_per_node.lstrip("-").isdigit():
         nproc = pure.choose_nproc(asked.nproc_per_node, machine.cores, machine.gpus)
     else:
         nproc = _nproc_by_torchrun(asked.nproc_per_node)
     made = pure.plan(spec, machine, environ, nproc, one_node=_max_nodes(asked.nnodes) == 1)
-    namespace = _parse(list(made.arguments))
+    namespace = parse_flags(made.arguments)
     # argparse swallows a `--` that belongs to the script.
     namespace.training_script_args = list(spec.arguments)
     return made, namespace
@@ -114,93 +217,6 @@ def _nproc_by_torchrun(asked: str) -> int:
         raise SettingError(
             f"--nproc {asked}", str(error), "give 1 or more, auto, gpu or cpu"
         ) from None
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    try:
-        return parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise SettingError(
-            f"{error.argument_name}", error.message, "torchrun --help says what it takes"
-        ) from None
-
-
-def _run_elastic(namespace: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import run as run_torchrun
-
-    try:
-        with _handlers_restored():
-            run_torchrun(namespace)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        return _report(error, say)
-    except SignalException as error:
-        return _ended_by(error.sigval, say)
-    return 0
-
-
-def _report(error: ChildFailedError, say: Callable[[str], None]) -> int:
-    """Closes with the failure that came first; torch elastic's times are whole seconds.
-
-    What torch elastic itself has ended in the same second died by SIGTERM, so any other way to die
-    goes before; several such within one second cannot be put in order.
-    """
-    rank, failure = error.get_first_failure()
-    rivals = {
-        r: f
-        for r, f in sorted(error.failures.items())
-        if f.timestamp == failure.timestamp and f.exitcode != -signal.SIGTERM
-    }
-    if len(rivals) > 1:
-        deaths = ", ".join(f"rank {r} ({_death(f)})" for r, f in rivals.items())
-        say(f"failed first, within one second: {deaths}")
-    else:
-        rank, failure = next(iter(rivals.items()), (rank, failure))
-        say(f"rank {rank} failed first ({_death(failure)})")
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def _death(failure: ProcessFailure) -> str:
-    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
-    recorded = failure.error_file_data.get("message")
-    if isinstance(recorded, dict) and recorded.get("message"):
-        how += f": {recorded['message']}"
-    return how
-
-
-def _ended_by(number: int, say: Callable[[str], None]) -> int:
-    say(f"ended by {signal.Signals(number).name}, with every process of the run")
-    return 128 + number
-
-
-@contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Puts back the signal handlers that torch elastic replaces."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not set from Python
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _variables(added: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes started within, which inherit them."""
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _to_stderr(line: str) -> None:

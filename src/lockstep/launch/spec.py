@@ -29,6 +29,16 @@ class Settings:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class HangRules:
+    """When a run counts as hanging, and what happens then."""
+
+    on_hang: str = "stop"
+    """`stop`: a run that cannot go on is ended; `report`: it is told and left alone."""
+    after: float = 5.0
+    """Seconds without a step before the ranks are looked at closely."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """What `lockstep run` was asked to start."""
@@ -43,6 +53,12 @@ class LaunchSpec:
     settings: Settings = Settings()
     torchrun: tuple[str, ...] = ()
     """Other flags of torchrun and their values, as given."""
+    warm: bool = True
+    """Whether ranks are copies of a process that has imported torch."""
+    hang: HangRules = HangRules()
+    local_rank_argument: str | None = None
+    """`local_rank` or `local-rank`: the script is given that argument; `none`: it is not; None: it
+    is where its source asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +73,8 @@ class Plan:
     """The choices made automatically, each with its reason."""
     arguments: tuple[str, ...]
     """Arguments of torch's elastic launcher."""
+    own_processes: bool = False
+    """The one process started here starts the ranks itself; it is not told that it is one."""
 
     def describe(self) -> str:
         """The plan as text, for `--dry-run`."""

@@ -28,6 +28,10 @@ _SAME_BITS_FOREACH = (
     torch.optim.Adamax,
     torch.optim.Adadelta,
 )
+# Few tensors: the lists cost what they save. Large ones: each operation goes over memory that the
+# one before has pushed out of the cache, and lists as long as the model are held in between.
+_FOREACH_TENSORS = 8
+_FOREACH_MEAN_SIZE = 2**14
 
 
 class PreparedOptimizer(Optimizer):
@@ -75,7 +79,8 @@ class PreparedOptimizer(Optimizer):
         Raises:
             UsageError: `loss.backward()` was called where the loss needs exact weighting.
         """
-        present = self._step.current
+        running = self._step.running
+        present = running.micro_batch
         if closure is None:
             self._check_backward()
         elif not (present.first and present.last):
@@ -86,13 +91,14 @@ class PreparedOptimizer(Optimizer):
             )
         if not present.first:
             self._check_rates()
-        self._asked = batch = self._step.batch
+        self._asked = batch = running, running.number
         if not present.last:
             self._rates = self._learning_rates()
             return None
         if closure is None:
             self._before()
-        result, self.skipped = self._precision.step(self.inner, self._checked(closure))
+        whole = closure if closure is None else self._checked(closure)
+        result, self.skipped = self._precision.step(self.inner, whole)
         self._taken = batch
         self._step.mark_stepped()
         self._after()
@@ -146,10 +152,8 @@ class PreparedOptimizer(Optimizer):
                 "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
             )
 
-    def _checked(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, checked for how it calls backward before anything is updated."""
-        if closure is None:
-            return None
 
         def checked() -> Any:
             loss = closure()
@@ -159,8 +163,9 @@ class PreparedOptimizer(Optimizer):
         return checked
 
     def _check_backward(self) -> None:
-        present = self._step.current
-        if self._step.running.backwards or (present.plain and self._precision.scaler is None):
+        running = self._step.running
+        present = running.micro_batch
+        if running.backwards or (present.plain and self._precision.scaler is None):
             return
         reason = (
             f"the precision is {self._precision.name}, whose loss is scaled"
@@ -249,6 +254,9 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     if any(
         isinstance(x, torch.Tensor) for group in optimizer.param_groups for x in _numbers(group)
     ):
+        return None
+    sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+    if len(sizes) < _FOREACH_TENSORS or sum(sizes) > _FOREACH_MEAN_SIZE * len(sizes):
         return None
     for group in optimizer.param_groups:
         group["foreach"] = True

@@ -45,7 +45,9 @@ class LossCheck:
             return
         if loss.is_cuda:
             self._look_back(loss)
-        elif loss.isnan().item():
+            return
+        value = loss.item()
+        if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
             self._complain(self._step.number + 1)
 
     def after_backward(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import SettingError
+from lockstep.runtime import profiling
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -101,7 +102,7 @@ class Precision:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Steps the optimizer; returns its result and whether the scaler left the step out."""
         if self.scaler is None:
-            return optimizer.step(closure), False
+            return profiling.step(optimizer, closure), False
         if closure is not None:
             raise SettingError(
                 "precision='fp16' with an optimizer that takes a closure",

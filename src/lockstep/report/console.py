@@ -6,6 +6,7 @@ that importing lockstep does not pay for it.
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -64,11 +65,21 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
     On a terminal long reasons are wrapped between words; on anything else a choice is one line, so
     that a log can be searched.
     """
+    if not _may_be_styled():
+        for parts in choice_rows(title, choices, None):
+            say("".join(parts))
+        return
     console = open_console()
     width = console.width if on_terminal() else None
     for parts in choice_rows(title, choices, width):
         text = _styled(*(encodable(part, console.encoding) for part in parts))
         console.print(text, soft_wrap=True)
+
+
+def _may_be_styled() -> bool:
+    """Whether `rich` should decide; a pipe that nobody forces to be more needs none of it."""
+    forced = any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
+    return sys.stdout.isatty() or forced or "IPython" in sys.modules or _with_bar is not None
 
 
 def choice_rows(

@@ -59,15 +59,11 @@ class Step:
         """Samples, over all ranks, that this process has seen trained on."""
         self.clear_gradients: list[Callable[[], None]] = []
         """Of the prepared optimizers."""
-        self._outside = Pass()
+        self._outside = self.running = Pass()
+        """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
         self._passes: list[Pass] = []
         self._since: float | None = None
         self._until = 0.0
-
-    @property
-    def running(self) -> Pass:
-        """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
-        return self._passes[-1] if self._passes else self._outside
 
     @property
     def inside(self) -> bool:
@@ -102,6 +98,7 @@ class Step:
         if running in self._passes:
             self._passes.remove(running)
         self._passes.append(running)
+        self.running = running
         if self._since is None:
             self._since = time.perf_counter()
         if micro_batch.first:
@@ -117,6 +114,7 @@ class Step:
         if running not in self._passes:
             return
         self._passes.remove(running)
+        self.running = self._passes[-1] if self._passes else self._outside
         if not running.micro_batch.last and (running.accumulated or running.backwards):
             for clear in self.clear_gradients:
                 clear()

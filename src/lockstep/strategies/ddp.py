@@ -8,6 +8,7 @@ alone. Buffers that move are taken from rank 0 after each step (`buffers`).
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.runtime import profiling
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped
@@ -139,14 +141,45 @@ class DDP(Strategy):
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
+class _Watch:
+    """A pre-hook of the wrapped module: sees forward passes that go around the wrapper.
+
+    It is taken off while the wrapper's own one runs: a module without hooks is called faster.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = (lambda: None) if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        """Copies of the module are nobody's business; nor is the process group part of them."""
+        return _Watch, ()
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled() and module.training and module is self._module():
+            raise UsageError(
+                "a training forward pass through .module",
+                "DDP averages the gradients of its own forward passes only; these would stay here",
+                "call the object that world.prepare returned; .module is for reading and for "
+                "evaluation under torch.no_grad()",
+            )
+
+
 class _Way:
-    """How forward passes came; beside the module, whose own attributes are slow to set."""
+    """How forward passes go; beside the module, whose own attributes are slow to set."""
 
-    __slots__ = ("forwards", "inside")
+    __slots__ = ("forwards", "hook", "hooks", "short")
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.forwards = 0
-        self.inside = False
+        """Those with gradients, until now."""
+        self.hook = module.register_forward_pre_hook(_Watch(module)).id
+        self.hooks = module._forward_pre_hooks
+        # torch cuts what it compiles at the bounds of buckets where it knows that it is inside DDP.
+        compiled = any(
+            hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()
+        )
+        self.short = device.type == "cpu" and not compiled and profiling.knows_forward()
+        """Torch's marks may be left out; on a GPU, which works behind, they cost nothing."""
 
 
 class ExactDDP(DistributedDataParallel):
@@ -158,13 +191,12 @@ class ExactDDP(DistributedDataParallel):
         self.options = options
         self.moving_buffers = MovingBuffers(module)
         self._synchronised = any(isinstance(m, SyncBatchNorm) for m in module.modules())
-        self._way = _Way()
+        self._way = _Way(module, run.device)
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
-        module.register_forward_pre_hook(self._check_way)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; without gradients it involves no other rank."""
@@ -188,8 +220,10 @@ class ExactDDP(DistributedDataParallel):
             self.require_backward_grad_sync = present.last
         way = self._way
         way.forwards += 1
-        way.inside = True
+        watch = way.hooks.pop(way.hook, None)  # gone already in a module that holds itself
         try:
+            if way.short and not profiling.watched():
+                return self._short_forward(*inputs, **kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             if present.count and not present.local:
@@ -201,7 +235,13 @@ class ExactDDP(DistributedDataParallel):
                 )
             raise
         finally:
-            way.inside = False
+            if watch is not None:
+                way.hooks[way.hook] = watch
+
+    def _short_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What torch's forward does, without its marks (`profiling`)."""
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        return self._post_forward(self.module(*inputs, **kwargs))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.
@@ -267,15 +307,6 @@ class ExactDDP(DistributedDataParallel):
                 "a model in training mode in an evaluation loop",
                 f"its BatchNorm would wait for all ranks, but {self.run.collectives.blocked}",
                 "call model.eval() before evaluating",
-            )
-
-    def _check_way(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and module.training and not self._way.inside:
-            raise UsageError(
-                "a training forward pass through .module",
-                "DDP averages the gradients of its own forward passes only; these would stay here",
-                "call the object that world.prepare returned; .module is for reading and for "
-                "evaluation under torch.no_grad()",
             )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lockstep.errors import RanksDifferError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**17
+"""Numbers summed at a time on the CPU, where torch first makes 64-bit ones of all of them."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
@@ -23,7 +25,11 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         bits = real.contiguous().view(_INTEGERS[real.element_size()])
-        sums.append(bits.sum(dtype=torch.int64))
+        if bits.is_cuda or bits.numel() <= _CHUNK:
+            sums.append(bits.sum(dtype=torch.int64))
+        else:
+            parts = [part.sum(dtype=torch.int64) for part in torch.split(bits.view(-1), _CHUNK)]
+            sums.append(torch.stack(parts).sum())
     return torch.stack(sums)
 
 

@@ -1,0 +1,279 @@
+"""The verdict on ranks that wait: a deadlock, or patience."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from lockstep.diagnose.activity import Activity, Kind, key, observe, pending
+from lockstep.diagnose.advice import advise
+from lockstep.diagnose.finding import Finding, Row, Verdict, describe, name_ranks, verb
+from lockstep.diagnose.matching import Parting, Table, Waits, find_parting, signature, who_waits
+from lockstep.diagnose.snapshot import Call, Snapshot
+from lockstep.diagnose.stacks import IN_BUFFERS, own_line
+
+_PATIENCE: dict[Kind, tuple[Verdict, str]] = {
+    Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
+    Kind.LOADING: ("loading", "waits for data"),
+    Kind.BLOCKED: ("blocked", "is blocked outside any collective and does not compute"),
+    Kind.PERHAPS_WAITING: ("blocked", "is blocked and does not compute"),
+    Kind.WORKING: ("working", "works on"),
+    Kind.UNKNOWN: ("unknown", "cannot be seen"),
+}
+_GONE = (Kind.STOPPED, Kind.EXITED)
+_STILL = (Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED)
+
+
+def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None:
+    """What keeps a run from moving.
+
+    Args:
+        earlier: the first look at all ranks.
+        later: the second, 1 to 3 s after it.
+        waited_s: how long nothing has moved, in s.
+
+    Returns:
+        None where something moves, or nobody waits.
+    """
+    seconds = later.time - earlier.time
+    before = {state.rank: state for state in earlier.ranks}
+    activities = {
+        state.rank: observe(before[state.rank], state, seconds)
+        for state in later.ranks
+        if state.rank in before
+    }
+    if any(activity.kind is Kind.MOVING for activity in activities.values()):
+        return None
+    table = Table(later)
+    waits = who_waits(activities, table)
+    case = _Case(later, activities, table, waits, _ages(later, activities, waits), waited_s)
+    if not waits.awaited:
+        return _nobody_waits(case)
+    case = replace(case, waited_s=max([waited_s, *case.ages.values()]))
+    return _gone(case) or _deadlock(case) or _patience(case) or _transport(case)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a verdict is made from."""
+
+    later: Snapshot
+    activities: Mapping[int, Activity]
+    table: Table
+    waits: Waits
+    ages: Mapping[int, float]
+    """For a waiting rank the seconds since it called what it waits in."""
+    waited_s: float
+
+    @property
+    def roots(self) -> dict[int, Activity]:
+        """Those that wait for none and that others wait for; else all that wait for none."""
+        free = {r: a for r, a in self.activities.items() if r not in self.waits.awaited}
+        everyone = frozenset[int]().union(*self.waits.awaited.values())
+        return {r: a for r, a in free.items() if r in everyone} or free
+
+    def rows(self, parting: Parting | None = None) -> tuple[Row, ...]:
+        parted = {} if parting is None else dict(parting.calls)
+        return tuple(self._row(a, parted.get(rank)) for rank, a in self.activities.items())
+
+    def _row(self, activity: Activity, parted: Call | None) -> Row:
+        state = activity.state
+        if activity.rank in self.waits.awaited:
+            call = parted if parted is not None and _is_open(parted, activity) else activity.call
+            does = f"waits in {_named(call, activity.op)}"
+            if call is not None and (name := self.table.name(key(call))).startswith("group"):
+                does += f" of {name}"
+            if activity.wait is not None and activity.wait.where:
+                does += f", {activity.wait.where}"
+        else:
+            does = _does(activity)
+        if state.steps:
+            does += f" (step {state.steps})"
+        return Row(activity.rank, state.host, does, activity.line, self.ages.get(activity.rank))
+
+    def told(self, what: str, ranks: Collection[int]) -> str:
+        """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
+        waiting = self.waits.awaited
+        have = f"{name_ranks(waiting)} {verb('has', len(waiting))}"
+        it = "it" if len(ranks) == 1 else "them"
+        return (
+            f"{name_ranks(ranks)} {verb(what, len(ranks))}; {have} waited for {it} for "
+            f"{self.waited_s:.0f} s"
+        )
+
+
+def _ages(later: Snapshot, activities: Mapping[int, Activity], waits: Waits) -> dict[int, float]:
+    if len({state.host for state in later.ranks}) != 1:
+        return {}  # the clocks of several hosts differ
+    calls = {rank: activities[rank].call for rank in waits.awaited}
+    return {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
+
+
+def _gone(case: _Case) -> Finding | None:
+    gone = {rank: a for rank, a in case.roots.items() if a.kind in _GONE}
+    everyone = frozenset[int]().union(*case.waits.awaited.values())
+    gone = {rank: a for rank, a in gone.items() if rank in everyone}
+    if not gone:
+        return None
+    known = [a for rank, a in case.waits.awaited.items() if rank not in case.waits.guessed]
+    # Where it is not known whom a rank waits for, it may be one of those that go on.
+    others = [
+        a for r, a in case.activities.items() if r not in case.waits.awaited and r not in gone
+    ]
+    fatal = bool(frozenset[int]().union(*known) & set(gone)) or not others
+    ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
+    kind: Verdict = "stopped"
+    if ended:
+        kind = "left" if all(state.exit_code == 0 for state in ended) else "lost"
+    what = {"stopped": "is stopped by a signal", "left": "has ended without an error"}
+    headline = case.told(what.get(kind, "has died"), gone)
+    rows = case.rows()
+    return Finding(
+        kind, fatal, tuple(sorted(gone)), headline, rows, None, advise(kind, rows), case.waited_s
+    )
+
+
+def _deadlock(case: _Case) -> Finding | None:
+    doomed = {rank: case.activities[rank] for rank in sorted(case.waits.doomed)}
+    parting = _with_lines(find_parting(case.table, case.waits.doomed), doomed)
+    if not doomed or (parting is None and len({a.op for a in doomed.values()}) == 1):
+        return None
+    alive = [a for a in case.activities.values() if a.kind is not Kind.EXITED]
+    # Of a send or receive it is not known what it waits for; a transfer may be under way.
+    fatal = not any(a.p2p for a in doomed.values()) and all(
+        a.rank in case.waits.awaited for a in alive
+    )
+    headline = (
+        f"deadlock: {name_ranks(doomed)} {verb('waits', len(doomed))} in {_how(doomed, parting)}, "
+        f"and nothing has moved for {case.waited_s:.0f} s"
+    )
+    rows = case.rows(parting)
+    several = len({key(a.call) for a in doomed.values() if a.call is not None}) > 1
+    waits = [a.wait for a in doomed.values()]
+    new_line = _from_a_new_line([a for a in doomed.values() if _in_buffers(a)])
+    advice = advise("deadlock", rows, waits, parting, several_groups=several, new_line=new_line)
+    ranks = _odd_ones(doomed, parting)
+    return Finding("deadlock", fatal, ranks, headline, rows, parting, advice, case.waited_s)
+
+
+def _in_buffers(activity: Activity) -> bool:
+    """It broadcasts the buffers of a DDP model that it has called."""
+    return activity.wait is not None and activity.wait.where == IN_BUFFERS
+
+
+def _from_a_new_line(activities: list[Activity]) -> bool | None:
+    """Whether a rank is at a line from which none of its earlier collectives came."""
+    for activity in activities:
+        earlier = [c for c in activity.state.calls or () if c not in pending(activity.state)]
+        if not earlier or any(call.frames is None for call in earlier):
+            return None
+        if any(own_line(call.frames) == activity.line for call in earlier):
+            return False
+    return True if activities else None
+
+
+def _with_lines(parting: Parting | None, waiting: Mapping[int, Activity]) -> Parting | None:
+    """A call that a rank waits in has the line the rank is at, where its own was not obtained."""
+    if parting is None:
+        return None
+    calls = []
+    for rank, call in parting.calls:
+        activity = waiting.get(rank)
+        if call is not None and call.frames is None and activity and _is_open(call, activity):
+            call = replace(call, frames=activity.state.stack)
+        calls.append((rank, call))
+    return replace(parting, calls=tuple(calls))
+
+
+def _is_open(call: Call, activity: Activity) -> bool:
+    """Among what a rank may wait in, by its number: the call may carry lines of another look."""
+    numbers = {(key(c), c.seq) for c in (*pending(activity.state), activity.call) if c}
+    return (key(call), call.seq) in numbers
+
+
+def _how(doomed: Mapping[int, Activity], parting: Parting | None) -> str:
+    calls = [] if parting is None else [call for _, call in parting.calls if call is not None]
+    ops = {call.op for call in calls}
+    if len(ops) == 1 and len({signature(call) for call in calls}) > 1:
+        return f"{next(iter(ops))} with different sizes or types"
+    if len({activity.op for activity in doomed.values()}) > 1 or len(ops) > 1:
+        return "collectives that do not match"
+    return "collectives that the others never come to"
+
+
+def _odd_ones(doomed: Mapping[int, Activity], parting: Parting | None) -> tuple[int, ...]:
+    """Those that did what the others did not: the fewer at the call where the ranks parted."""
+    lone = [rank for rank, activity in doomed.items() if _in_buffers(activity)]
+    if 0 < len(lone) < len(doomed):
+        return tuple(lone)
+    if parting is None:
+        return tuple(doomed)
+    sides: dict[object, list[int]] = {}
+    for rank, call in parting.calls:
+        sides.setdefault(None if call is None else signature(call), []).append(rank)
+    most = max(sides.values(), key=len)
+    if sum(len(side) == len(most) for side in sides.values()) > 1:
+        return tuple(sorted(rank for rank, _ in parting.calls))
+    return tuple(sorted(rank for side in sides.values() if side is not most for rank in side))
+
+
+def _patience(case: _Case) -> Finding | None:
+    for kind, (verdict, what) in _PATIENCE.items():
+        found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
+        if found:
+            rows = case.rows()
+            headline = case.told(what, found)
+            advice = advise(verdict, rows)
+            return Finding(
+                verdict, False, tuple(found), headline, rows, None, advice, case.waited_s
+            )
+    return None
+
+
+def _transport(case: _Case) -> Finding:
+    waiting = {rank: case.activities[rank] for rank in case.waits.awaited}
+    ops = " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
+    match = "for each other" if any(a.p2p for a in waiting.values()) else "which match on all"
+    headline = f"all ranks wait in {ops}, {match}; nothing has moved for {case.waited_s:.0f} s"
+    rows = case.rows()
+    ranks = tuple(sorted(waiting))
+    advice = advise("transport", rows)
+    return Finding("transport", False, ranks, headline, rows, None, advice, case.waited_s)
+
+
+def _nobody_waits(case: _Case) -> Finding | None:
+    """All of several ranks blocked at once is worth a word; where one computes, none is."""
+    alive = {r: a for r, a in case.activities.items() if a.kind is not Kind.EXITED}
+    if len(alive) < 2 or any(a.kind not in _STILL for a in alive.values()):
+        return None
+    headline = (
+        f"no rank computes, and none waits for another in a collective, for {case.waited_s:.0f} s"
+    )
+    ranks = tuple(sorted(alive))
+    return Finding("blocked", False, ranks, headline, case.rows(), None, (), case.waited_s)
+
+
+def _named(call: Call | None, op: str) -> str:
+    if call is None:
+        return op or "a collective"
+    if op in ("", call.op):
+        return describe(call)
+    return f"{op} ({describe(call)})"
+
+
+def _does(activity: Activity) -> str:
+    state = activity.state
+    if activity.kind is Kind.EXITED:
+        if state.signal is not None:
+            return f"was ended by signal {state.signal}"
+        return f"has ended with exit code {state.exit_code}"
+    if activity.kind is Kind.BLOCKED and state.state == "D":
+        return "is blocked in the kernel, on a disk or a network file system"
+    told = {
+        Kind.STOPPED: "is stopped by a signal (SIGSTOP)",
+        Kind.SILENT: "is in C code that holds Python's lock",
+        Kind.LOADING: "waits for the next batch of its DataLoader",
+        Kind.WORKING: "works",
+        Kind.UNKNOWN: "cannot be seen: no stack was obtained",
+    }
+    return told.get(activity.kind, "is blocked and does not compute")

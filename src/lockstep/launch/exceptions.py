@@ -1,0 +1,166 @@
+"""What a rank raised, written down by the rank itself and read by the launcher.
+
+The file is `error.json` in the rank's folder. Scripts that torch's `record` decorator serves, and
+what reads its file, find what they expect as well (torch/distributed/elastic/multiprocessing/
+errors/error_handler.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.diagnose.endings import ErrorRecord
+from lockstep.diagnose.snapshot import Frame, Stack
+from lockstep.diagnose.stacks import own_line
+from lockstep.errors import LockstepError
+
+_FILE = "error.json"
+_ELASTIC_FILE = "TORCHELASTIC_ERROR_FILE"
+_CHAIN = 5
+_REMOTE_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+
+
+def record(error: BaseException, folder: Path, step: int | None = None) -> None:
+    """Writes `error.json` for an exception that ends this rank. Never raises.
+
+    Args:
+        error: what was caught, with its traceback.
+        folder: of this rank.
+        step: steps made so far, where known.
+    """
+    with contextlib.suppress(Exception):  # the exception itself must still be seen
+        made = describe(error, step)
+        values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
+        _write(folder / _FILE, values)
+        elastic = os.environ.get(_ELASTIC_FILE)
+        # `record` writes it first where the script uses it, and leaves SystemExit out.
+        if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
+            _write(Path(elastic), _for_elastic(made))
+
+
+def read_record(folder: Path) -> ErrorRecord | None:
+    """What `record` wrote in a rank's folder; None: nothing."""
+    try:
+        values = json.loads((folder / _FILE).read_text())
+        known = {field.name: values[field.name] for field in fields(ErrorRecord)}
+        return ErrorRecord(**{**known, "chain": tuple(known["chain"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def describe(error: BaseException, step: int | None = None) -> ErrorRecord:
+    """An exception as values; its time is now."""
+    name, message = _type_name(error), _message(error)
+    return ErrorRecord(
+        type=name,
+        message=message,
+        headline=_headline(error, name, message),
+        line=_line(error),
+        time=time.time(),
+        exit_code=exit_code(error),
+        traceback="".join(traceback.format_exception(error)),
+        step=step,
+        chain=tuple(f"{_type_name(e)}: {_message(e)}" for e in _chain(error)),
+        from_lockstep=isinstance(error, LockstepError),
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """What the interpreter ends with because of it; -2 for Ctrl-C: it ends by SIGINT."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        return -2
+    return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def shown(frame: Frame) -> str:
+    """`train.py:41: loss.backward()`."""
+    code = linecache.getline(frame.file, frame.line).strip()
+    return f"{Path(frame.file).name}:{frame.line}" + (f": {code}" if code else "")
+
+
+def _write(path: Path, values: object) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(values))
+    temporary.replace(path)
+
+
+def _for_elastic(made: ErrorRecord) -> dict[str, object]:
+    extra = {"py_callstack": made.traceback, "timestamp": str(int(made.time))}
+    return {"message": {"message": f"{made.type}: {made.message}", "extraInfo": extra}}
+
+
+def _type_name(error: BaseException) -> str:
+    module, name = type(error).__module__, type(error).__qualname__
+    plain = module in ("builtins", "__main__") or module.startswith("lockstep.")
+    return name if plain else f"{module}.{name}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def _headline(error: BaseException, name: str, message: str) -> str:
+    if isinstance(error, SystemExit):
+        # A message has been printed, so it may be long; the call is told by its first line.
+        code = (
+            error.code if isinstance(error.code, int | None) else f"{message.split(chr(10))[0]!r}"
+        )
+        return f"sys.exit({'' if code is None else code})"
+    worker = re.match(r"Caught .* in ((?:DataLoader worker process|replica) \d+)", message)
+    if worker and message.rstrip().splitlines()[1:]:
+        # torch's ExceptionWrapper: the traceback of another process or thread is in the message.
+        return f"{message.rstrip().splitlines()[-1]} (in {worker[1]})"
+    first = message.strip().splitlines()[0] if message.strip() else ""
+    return f"{name}: {first}" if first else name
+
+
+def _line(error: BaseException) -> str | None:
+    if isinstance(error, LockstepError) and error.line:
+        return error.line
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return shown(Frame(error.filename, error.lineno, ""))
+    remote = tuple(
+        Frame(found[1], int(found[2]), found[3])
+        for found in map(_REMOTE_FRAME.fullmatch, reversed(_message(error).splitlines()))
+        if found
+    )
+    frame = own_line(remote) or own_line(_stack(error.__traceback__))
+    return None if frame is None else shown(frame)
+
+
+def _stack(trace: TracebackType | None) -> Stack:
+    frames = [
+        Frame(f.f_code.co_filename, number, f.f_code.co_name)
+        for f, number in traceback.walk_tb(trace)
+    ]
+    return tuple(reversed(frames))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    at = error
+    while len(seen) <= _CHAIN:
+        # Also one that `from None` hides: a lost connection may be behind it.
+        before = at.__cause__ or at.__context__
+        if before is None or id(before) in seen:
+            return
+        seen.add(id(before))
+        yield before
+        at = before

@@ -1,0 +1,260 @@
+"""What makes a rank visible from outside: stacks on a signal, a beacon, its collectives on request.
+
+Everything here works for any script, costs about a microsecond a step, and is read by
+`lockstep.launch.evidence` in the launcher. The files in a rank's folder:
+
+* `crash.txt`: the stacks at a fatal signal (faulthandler);
+* `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`; written by a handler in C, which
+  needs no interpreter's lock;
+* `beacon`: optimizer steps and times (`Beacon`), in shared memory;
+* `ask`: a pipe that takes requests `NUMBER [lines]`, one a line, once there is a process group;
+* `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import itertools
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from lockstep.launch.torch_private import flight_record, process_groups
+
+STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
+"""Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
+no real-time signals it is SIGURG, which a process without our handler ignores."""
+
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""Variables of a rank in which Flight Recorder is to run: the latest 2000 collectives, 1 to 1.3
+microseconds each, about 1 KB each. Read by torch at the first process group."""
+
+_MAGIC = b"lkbeacn1"
+_BEACON = struct.Struct("=8sqQQdd")
+_STEPS = struct.Struct("=Qdd")
+_STEPS_AT = _BEACON.size - _STEPS.size
+
+
+class Beacon(NamedTuple):
+    """What a rank says of itself without being asked."""
+
+    pid: int
+    main_thread: int
+    """The main thread's identifier, as in `stacks.txt`."""
+    steps: int
+    """Optimizer steps so far."""
+    last_step: float
+    """When the last one ended: `time.monotonic()`, which all processes of a host share; 0: none."""
+    took_s: float
+    """From the end of the last but one to the end of the last; 0: fewer than two."""
+
+
+def read_beacon(folder: Path) -> Beacon | None:
+    """A rank's beacon; None where there is none so far. Costs a few microseconds."""
+    try:
+        data = (folder / "beacon").read_bytes()
+        magic, *values = _BEACON.unpack(data[: _BEACON.size])
+    except (OSError, struct.error):
+        return None
+    return Beacon(*values) if magic == _MAGIC else None
+
+
+class Instruments:
+    """What `install` has set up in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._undo: list[Callable[[], object]] = []
+        self._thread: threading.Thread | None = None
+        self._ask: int | None = None
+        self._map: mmap.mmap | None = None
+        self._lock = threading.Lock()
+        self._open_stacks()
+        self._light_beacon()
+        self._make_pipe()
+        self._watch_for_a_group()
+
+    def close(self) -> None:
+        """Takes everything out again; the files stay."""
+        thread = self._thread
+        if thread is not None and self._ask is not None:
+            os.write(self._ask, b"0 stop\n")
+            thread.join()
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """In a forked child: it is not the rank, and has none of its threads."""
+        self._map = None
+        self._thread = None
+        if self._ask is not None:
+            os.close(self._ask)
+            self._ask = None
+
+    def _open_stacks(self) -> None:
+        crash = self._open("crash.txt")
+        was_enabled = faulthandler.is_enabled()
+        faulthandler.enable(crash)
+        self._undo.append(faulthandler.enable if was_enabled else faulthandler.disable)
+        stacks = self._open("stacks.txt")
+        # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
+        # segmentation fault sooner or later (Python 3.11: once in some hundred times).
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
+        self._undo.append(lambda: faulthandler.unregister(STACK_SIGNAL))
+
+    def _open(self, name: str) -> BinaryIO:
+        file = open(self.folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as we are
+        self._undo.append(file.close)
+        return file
+
+    def _light_beacon(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        main = threading.main_thread().ident or 0
+        temporary = self.folder / "beacon.new"
+        temporary.write_bytes(_BEACON.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
+        with open(temporary, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _BEACON.size)
+        temporary.replace(self.folder / "beacon")
+        hook = register_optimizer_step_post_hook(self._counter())
+        self._undo.append(hook.remove)
+
+    def _counter(self) -> Callable[..., None]:
+        steps, last = 0, 0.0
+        pack, now = _STEPS.pack_into, time.monotonic
+
+        def count(*_: object) -> None:
+            nonlocal steps, last
+            if self._map is None:
+                return
+            steps += 1
+            time_s = now()
+            pack(self._map, _STEPS_AT, steps, time_s, time_s - last if last else 0.0)
+            last = time_s
+
+        return count
+
+    def _make_pipe(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self.folder / "ask", 0o600)
+
+    def _watch_for_a_group(self) -> None:
+        """Python 3.12 warns where a process with threads forks, so the thread comes late."""
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return
+        original = dist.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **options: Any) -> Any:
+            self.start_answering()
+            return original(*args, **options)
+
+        for module in list(sys.modules.values()):
+            name = getattr(module, "__name__", "")
+            if str(name).startswith("torch.distributed"):
+                self._replace(module, original, init_process_group)
+
+    def _replace(self, module: Any, old: Any, new: Any) -> None:
+        name = "init_process_group"
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+            self._undo.append(lambda: setattr(module, name, old))
+
+    def start_answering(self) -> None:
+        """Starts the thread that waits for requests, once."""
+        with self._lock:
+            if self._thread is not None or self._map is None:
+                return
+            # Read and write: without a writer of our own, reading would end when the asker closes.
+            self._ask = os.open(self.folder / "ask", os.O_RDWR)
+            self._thread = threading.Thread(
+                target=self._answer, args=(self._ask,), name="lockstep-answers", daemon=True
+            )
+            self._thread.start()
+
+    def _answer(self, ask: int) -> None:
+        while True:
+            requests = os.read(ask, 4096).decode(errors="replace").split("\n")
+            number, _, how = (requests[-2:-1] or [""])[0].partition(" ")
+            if how == "stop":
+                os.close(ask)
+                self._ask = None
+                return
+            if number.isdigit():
+                self._write_answer(number, lines=how == "lines")
+
+    def _write_answer(self, number: str, *, lines: bool) -> None:
+        try:
+            stacks, groups = json.dumps(_stacks()), json.dumps(process_groups())
+            records = flight_record(lines=lines)
+            text = (
+                f'{{"request": {number}, "stacks": {stacks}, "groups": {groups}, '
+                f'"records": {records}}}'
+            )
+        except Exception as error:
+            # Whatever torch says here must not end the thread: the next request may be answered.
+            text = json.dumps({"request": int(number), "error": repr(error)})
+        temporary = self.folder / "flight.json.new"
+        with contextlib.suppress(OSError):
+            temporary.write_text(text)
+            temporary.replace(self.folder / "flight.json")
+
+
+def _stacks() -> dict[int, list[tuple[str, int, str]]]:
+    """The stacks of the other threads, innermost frame first."""
+    own = threading.get_ident()
+    return {
+        ident: [
+            (frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in itertools.islice(traceback.walk_stack(top), 100)
+        ]
+        for ident, top in sys._current_frames().items()
+        if ident != own
+    }
+
+
+_installed: Instruments | None = None
+_knows_of_forks = False
+
+
+def install(folder: Path) -> None:
+    """Makes this process visible, in the files of `folder`; torch has been imported.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    global _installed, _knows_of_forks
+    uninstall()
+    _installed = Instruments(folder)
+    if not _knows_of_forks:
+        os.register_at_fork(after_in_child=_forget)
+        _knows_of_forks = True
+
+
+def uninstall() -> None:
+    """The opposite of `install`."""
+    global _installed
+    if _installed is not None:
+        _installed.close()
+        _installed = None
+
+
+def _forget() -> None:
+    global _installed
+    if _installed is not None:
+        _installed.forget()
+        _installed = None

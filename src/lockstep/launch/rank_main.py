@@ -1,0 +1,271 @@
+"""What runs in a rank: the user's script as `__main__`, as `python script.py` would run it.
+
+Warm, the process is a copy of the zygote and `run_and_exit` ends it; cold, it is a fresh
+interpreter started with `python -u -m lockstep.launch.rank_main`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import types
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+FOLDER = "LOCKSTEP_RANK_FOLDER"
+"""Variable: where this rank's logs and evidence lie."""
+_SCRIPT = "LOCKSTEP_SCRIPT"
+"""Variable: what a fresh interpreter is to run, as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """The user's program."""
+
+    path: str
+    """Path of a script, or the name of a module."""
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    local_rank_flag: str | None = None
+    """`--local_rank` or `--local-rank` for a script that takes its rank from there."""
+
+    def own_arguments(self) -> list[str]:
+        """The arguments for this process, with the flag that names its rank first."""
+        flag = self.local_rank_flag
+        return ([f"{flag}={os.environ['LOCAL_RANK']}"] if flag else []) + list(self.arguments)
+
+
+class Command(NamedTuple):
+    """What a fresh process executes."""
+
+    line: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def run_and_exit(script: Script) -> NoReturn:
+    """Runs the script in a copy of the zygote and ends the process as the interpreter would."""
+    open_streams()
+    settle()
+    # Not by unwinding: the stack below is the launcher's.
+    leave(_run(script))
+
+
+def fresh_interpreter(script: Script) -> Command:
+    """What runs the script as `run_and_exit` does, but in an interpreter of its own."""
+    line = (sys.executable, "-u", "-m", "lockstep.launch.rank_main")
+    return Command(line, {_SCRIPT: json.dumps(asdict(script))})
+
+
+def main() -> NoReturn:
+    """The entry of a fresh interpreter."""
+    values = json.loads(os.environ.pop(_SCRIPT))
+    script = Script(**{**values, "arguments": tuple(values["arguments"])})
+    import torch  # noqa: F401  (the instruments watch it)
+
+    code = _run(script)
+    if code == -signal.SIGINT:
+        leave(code)
+    sys.exit(code)
+
+
+def _run(script: Script) -> int:
+    return run_recorded(lambda folder: _run_as_main(script), _report)
+
+
+def run_recorded(
+    body: Callable[[Path], object], report: Callable[[BaseException], object] = lambda error: None
+) -> int:
+    """Runs a rank's program with the instruments on, and writes down what it raises.
+
+    Args:
+        body: the program; it is given the rank's folder.
+        report: called with what it raised.
+
+    Returns:
+        The exit code; -2 where Ctrl-C ended it.
+    """
+    folder = Path(os.environ[FOLDER])
+    from lockstep.launch import exceptions, instruments
+
+    instruments.install(folder)
+    try:
+        body(folder)
+    except BaseException as error:
+        error.__traceback__ = _of_the_program(error.__traceback__)
+        if not isinstance(error, SystemExit):
+            # As the interpreter does: what runs at exit asks by them whether the program failed.
+            sys.last_type, sys.last_value = type(error), error
+            sys.last_traceback = error.__traceback__
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            exceptions.record(error, folder)
+        report(error)
+        return exceptions.exit_code(error)
+    return 0
+
+
+def _report(error: BaseException) -> None:
+    """Prints what the interpreter would print."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif not isinstance(error.code, int | None):
+        sys.stderr.write(f"{error.code}\n")
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process after what the interpreter does at its end."""
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process here and now, with an exit code or by SIGINT (-2)."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if code == -signal.SIGINT:
+        # Shells and launchers tell an interrupted program by the signal, not by a code.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def _run_as_main(script: Script) -> None:
+    sys.argv = [script.path, *script.own_arguments()]
+    sys.orig_argv = [sys.executable, *(["-m"] if script.module else []), *sys.argv]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if script.module:
+        _set_path(os.getcwd())
+        code = _fill_in(main, _find_module(script.path), f"No module named {script.path}")
+        sys.argv[0] = str(main.__file__)
+    elif os.path.isdir(script.path) or zipfile.is_zipfile(script.path):
+        path = os.path.abspath(script.path)
+        _set_path(path)
+        spec = PathFinder.find_spec("__main__", [path])
+        code = _fill_in(main, spec, f"can't find '__main__' module in {path!r}")
+    else:
+        path = os.path.abspath(script.path)
+        _set_path(os.path.dirname(os.path.realpath(path)))
+        main.__dict__.update(__file__=path, __cached__=None, __package__=None)
+        main.__loader__ = SourceFileLoader("__main__", path)
+        code = _compile(path)
+    # The module of this process from here on: multiprocessing and pickle look it up by name.
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _compile(path: str) -> CodeType:
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """The module that `python -m` runs for a name."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    return spec
+
+
+def _fill_in(main: types.ModuleType, spec: ModuleSpec | None, missing: str) -> CodeType:
+    """The code of a module that was found; fills in what `main` tells of itself."""
+    loader: Any = None if spec is None else spec.loader
+    code: CodeType | None = None if spec is None or loader is None else loader.get_code(spec.name)
+    if spec is None or code is None:
+        raise ImportError(missing)
+    main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
+    main.__dict__.update(__file__=spec.origin, __cached__=spec.cached)
+    return code
+
+
+def _set_path(first: str) -> None:
+    """Puts the script's folder where the launcher has the folder of its own script."""
+    if not sys.flags.safe_path:
+        sys.path[0] = first
+
+
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the launcher's frames at its top."""
+    here = os.path.dirname(__file__)
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == here:
+        trace = trace.tb_next
+    return trace
+
+
+def import_for_ranks(optimizes: bool) -> None:
+    """Imports what every rank would import; none of it starts a thread or touches CUDA.
+
+    Args:
+        optimizes: whether the ranks make an optimizer.
+    """
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data
+
+    # Before a group is opened: its functions keep the group of the moment as a default argument.
+    import torch.distributed.nn.functional  # isort: skip
+
+    if optimizes:
+        import torch._dynamo  # noqa: F401  (the first optimizer imports it, for over a second)
+
+
+def settle() -> None:
+    """In a copy of the zygote: what the imported libraries have read or drawn there is the rank's.
+
+    numpy has drawn its state when it was imported: without this all ranks would share it.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    _honour_threads()
+
+
+def open_streams() -> None:
+    """Makes `sys.stdin`, `stdout` and `stderr` anew for the descriptors the rank was given.
+
+    Unbuffered as under `python -u`, which is how torchrun starts scripts: what a rank has written
+    before it is killed is in its log.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, f"__{name}__") or getattr(sys, name)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=old.encoding,
+            errors="backslashreplace" if number == 2 else old.errors,
+            line_buffering=os.isatty(number),
+            write_through=True,
+        )
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
+
+
+def _honour_threads() -> None:
+    """Takes the number of threads from the rank's variables: torch read the zygote's."""
+    torch = sys.modules.get("torch")
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
+        torch.set_num_threads(int(asked))
+
+
+if __name__ == "__main__":
+    main()

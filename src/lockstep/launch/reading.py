@@ -1,0 +1,90 @@
+"""What a script's source says about how it wants to be started; pure but for `read_script`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
+_READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
+
+_READ_BY_RANKS = {"RANK", "LOCAL_RANK"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was found; the defaults stand for a script that could not be read."""
+
+    local_rank_flag: str | None = None
+    """The spelling of the argument in which the script wants its local rank."""
+    variables_for_import: tuple[str, ...] = ()
+    """Variables that it sets itself and that libraries read when they are imported."""
+    own_processes: bool = False
+    """Whether it starts the ranks itself (`mp.spawn`), and does not look whether it is one."""
+    optimizes: bool = False
+    """Whether it speaks of optimizers: the first one imports a large part of torch."""
+
+
+def read_script(path: str) -> Reading:
+    """Reads the script at `path`; a file that is no Python source gives the defaults."""
+    try:
+        return read_source(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # running it says what is wrong
+        return Reading()
+
+
+def read_source(source: str) -> Reading:
+    """Reads a script's source.
+
+    Raises:
+        SyntaxError: it is not Python.
+        ValueError: it holds null bytes.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    variables = sorted(set(_variables_set(nodes)))
+    constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    calls = {_last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return Reading(
+        local_rank_flag=_local_rank_flag(nodes),
+        variables_for_import=tuple(v for v in variables if v.startswith(_READ_AT_IMPORT)),
+        own_processes=_starts_ranks(calls, source) and not constants & _READ_BY_RANKS,
+        optimizes="optim" in source,
+    )
+
+
+def _starts_ranks(calls: set[str], source: str) -> bool:
+    return bool(calls & {"spawn", "start_processes"}) or (
+        "Process" in calls and "MASTER_PORT" in source
+    )
+
+
+def _local_rank_flag(nodes: list[ast.AST]) -> str | None:
+    """The flag's first spelling among the arguments of any call, such as `add_argument`."""
+    found = [
+        argument.value
+        for node in nodes
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and argument.value in _LOCAL_RANK_FLAGS
+    ]
+    return str(found[0]) if found else None
+
+
+def _variables_set(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names given to `os.environ[...] = `, `os.environ.setdefault` and `os.putenv`."""
+    for node in nodes:
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            if _last_name(node.value) == "environ" and isinstance(node.slice, ast.Constant):
+                yield str(node.slice.value)
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ("setdefault", "putenv"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant):
+                yield str(first.value)
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,222 @@
+"""A run on this machine: from the meeting with the other machines to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.run import config_from_args, get_args_parser
+
+from lockstep.diagnose.endings import Interruption
+from lockstep.diagnose.first_failure import FirstFailure
+from lockstep.errors import SettingError
+from lockstep.launch.agent import Agent
+from lockstep.launch.attempt import Watch
+from lockstep.launch.instruments import FLIGHT_RECORDER
+from lockstep.launch.logs import console_for
+from lockstep.launch.meeting import open_meeting
+from lockstep.launch.network import socket_variables
+from lockstep.launch.process import Attempt
+from lockstep.launch.rank_main import Command
+from lockstep.launch.spec import HangRules, Plan
+from lockstep.launch.variables import variables
+from lockstep.launch.zygote import Zygote
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+_NOBODYS = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that no user has set."""
+
+_GRACE_S = 10.0
+"""Between asking a rank to end and killing it, where --shutdown-timeout does not say."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this machine."""
+
+    failure: FirstFailure | None
+    """None: all is well, or it was interrupted before a rank was started."""
+    interrupted: Interruption | None
+    attempt: Attempt | None
+    """The last one; None: no rank was started."""
+    late: tuple[int, ...] = ()
+    """The ranks that were ended because the time was over."""
+
+    @property
+    def exit_code(self) -> int:
+        """See `lockstep.errors`."""
+        if self.failure is not None:
+            return self.failure.exit_code
+        return 0 if self.interrupted is None else 128 + self.interrupted.signal
+
+
+def run_to_the_end(
+    *,
+    plan: Plan,
+    namespace: argparse.Namespace,
+    zygote: Zygote,
+    command: Command | None,
+    hang: HangRules,
+    folder: Path,
+    timeout: float | None = None,
+    keyboard: bool = True,
+) -> Outcome:
+    """Meets the other machines, starts the ranks of this one and watches them to their end.
+
+    Args:
+        plan: what to start here.
+        namespace: torchrun's flags.
+        zygote: starts the ranks.
+        command: what a rank executes; None: the zygote's own work.
+        hang: when the run counts as hanging.
+        folder: of the run; each attempt gets a folder in it.
+        timeout: seconds from the start of the ranks after which they are ended; None: no limit.
+        keyboard: a rank that is alone gets the terminal's keys, see `Agent`.
+
+    Raises:
+        SettingError: a flag's value that cannot be honoured.
+        JoinError: the machines of the run did not come together.
+    """
+    namespace.log_dir = str(folder)
+    config = _config(namespace)
+    with (
+        console_for(namespace, plan.nproc) as console,
+        open_meeting(config, console.say) as meeting,
+    ):
+        watch = Watch(console, meeting, hang, console.say, timeout)
+        agent = Agent(
+            _worker_spec(config, meeting.handler, folder.name),
+            zygote,
+            command,
+            {
+                **FLIGHT_RECORDER,
+                **socket_variables(os.environ, meeting.interface),
+                **plan.environment,
+            },
+            folder,
+            watch,
+            grace=float(namespace.shutdown_timeout or _GRACE_S),
+            plain=plan.own_processes,
+            keyboard=keyboard,
+        )
+        try:
+            with _signals(agent, watch, config.signals_to_handle):
+                agent.run()
+        except SignalException:
+            pass  # `watch.interrupted` has it
+        else:
+            meeting.handler.shutdown()
+        attempt = agent.attempts[-1] if agent.attempts else None
+        failure = attempt.failure if attempt else None
+        if failure is not None:
+            meeting.close(failure.headline)
+    return Outcome(failure, watch.interrupted, attempt, watch.late)
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Torchrun's flags, read by its own parser.
+
+    Args:
+        arguments: the flags, the script and what follows it.
+
+    Raises:
+        SettingError: torchrun refuses them.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        return parser.parse_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise SettingError(
+            f"{error.argument_name}", error.message, "torchrun --help says what it takes"
+        ) from None
+
+
+def _config(namespace: argparse.Namespace) -> LaunchConfig:
+    """What torchrun makes of its flags; what its `run` does with them first is done here."""
+    if namespace.standalone:
+        namespace.rdzv_backend = "c10d"
+        namespace.rdzv_endpoint = "localhost:0"
+        namespace.rdzv_id = str(uuid.uuid4())
+    # The plan says how many threads: torch would set and announce its own choice.
+    with variables({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+        config, _, _ = config_from_args(namespace)
+    return config
+
+
+def _worker_spec(config: LaunchConfig, handler: Any, name: str) -> WorkerSpec:
+    values = {
+        "role": config.role,
+        "local_world_size": config.nproc_per_node,
+        "rdzv_handler": handler,
+        "entrypoint": name,
+        "max_restarts": config.max_restarts,
+        "monitor_interval": config.monitor_interval,
+        "local_addr": config.local_addr,
+        "event_log_handler": config.event_log_handler,
+        "virtual_local_rank": getattr(config, "virtual_local_rank", False),
+    }
+    known = {field.name for field in fields(WorkerSpec)}  # not the same in all versions of torch
+    return WorkerSpec(**{key: value for key, value in values.items() if key in known})
+
+
+def make_folder(asked: str | None, name: str) -> Path:
+    """A new folder for a run's logs: in `--log-dir`, else in the system's temporary folder.
+
+    Args:
+        asked: the flag's value.
+        name: of the script.
+    """
+    # The ranks may change their own working folder.
+    root = Path(asked or Path(tempfile.gettempdir()) / f"lockstep-logs-{os.getuid()}").absolute()
+    root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
+    if not asked and root.stat().st_uid != os.getuid():  # somebody has made it to read or swap ours
+        root = root.parent
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(tempfile.mkdtemp(prefix=f"{name}-{stamp}-", dir=root))
+
+
+@contextlib.contextmanager
+def _signals(agent: Agent, watch: Watch, names: str) -> Iterator[None]:
+    """Within it the first signal ends the run in order, and a second one kills what still runs.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored, and one for which the user
+    has set a handler keeps it. Elsewhere than in the main thread no signal can be caught.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if watch.interrupted is not None:
+            agent.in_a_hurry = True
+            return
+        watch.interrupted = Interruption(signal=number, time=time.time())
+        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+
+    numbers = [signal.Signals[text.strip()] for text in names.split(",") if text.strip()]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number, handler in before.items():
+            if handler in _NOBODYS:
+                signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler in _NOBODYS:
+                signal.signal(number, handler)

@@ -1,0 +1,56 @@
+"""torch's private parts that the launcher uses; a test tells when they change.
+
+Written for torch 2.11 to 2.13. What is missing in another version is left out of the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+"""Functions of `torch._C._distributed_c10d`: the Flight Recorder of Gloo and others, that of NCCL.
+Each has a second form with `_json` after its name, without frames and much cheaper."""
+
+
+def flight_record(*, lines: bool) -> str:
+    """What torch's Flight Recorder holds, as a JSON list of its records, one a recorder.
+
+    Without `lines` 2000 calls take 50 ms. With `lines` each call has its stack, 0.2 s, in a process
+    that has loaded torch's compiler (all that have used DDP have); elsewhere torch would load it
+    now, in 2 s and with the interpreter's lock held, so the calls stay without.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    lines = lines and not getattr(getattr(compiler, "__spec__", None), "_initializing", True)
+    texts = [text for name in RECORDERS if (text := _dump(name, lines)) is not None]
+    return f"[{', '.join(texts)}]"
+
+
+def _dump(name: str, lines: bool) -> str | None:
+    import torch._C._distributed_c10d as c10d
+
+    found: Callable[..., bytes] | None = getattr(c10d, name if lines else f"{name}_json", None)
+    if found is None:
+        return None
+    written = found()
+    if not lines:
+        return written.decode(errors="replace")
+    return json.dumps(pickle.loads(written), default=str)  # made by torch, in this process
+
+
+def process_groups() -> list[dict[str, Any]]:
+    """This rank's process groups: their names, descriptions and the ranks in them."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return []
+    return [
+        {
+            "name": str(name),
+            "description": str(getattr(group, "group_desc", "")),
+            "ranks": sorted(c10d._world.pg_group_ranks.get(group, {})),
+        }
+        for group, name in list(c10d._world.pg_names.items())
+    ]

@@ -1,0 +1,359 @@
+"""The zygote: a process that has imported torch once and forks the ranks.
+
+It is forked from the launcher before any thread exists, or, where the launcher is a program of the
+user's, it is an interpreter of its own (`FreshZygote`). It keeps one thread itself, and does nothing
+but fork, reap and signal: a fork from it is safe, and eight ranks start about as fast as one. As
+the ranks' parent it alone signals them, so a number that the system has given to another process
+meanwhile is never hit.
+
+When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
+rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see prctl(2)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from lockstep.launch.run_token import VARIABLE as TOKEN
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
+_MESSAGE_BYTES = 1 << 17
+_HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+Work = Callable[[], NoReturn]
+"""What a rank does; its environment, streams and session are its own by then."""
+
+
+class Started(NamedTuple):
+    """A rank runs."""
+
+    rank: int
+    pid: int
+
+
+class Ended(NamedTuple):
+    """A rank has ended and was reaped."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit code, or minus the number of the signal that ended it."""
+
+
+class Zygote:
+    """The launcher's end of the zygote.
+
+    Args:
+        work: run in every rank, with the rank's variables in `os.environ`; it must not return.
+
+    Raises:
+        OSError: no process could be made.
+    """
+
+    def __init__(self, work: Work) -> None:
+        ours, theirs = _control_sockets()
+        handlers = {number: signal.getsignal(number) for number in _HANDED_DOWN}
+        # Else what is buffered here would be written again by every copy.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # the copies then share these pages: no collection touches them
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            try:
+                _Server(theirs, work, handlers).serve()
+            finally:
+                os._exit(1)
+        gc.unfreeze()
+        theirs.close()
+        self._socket = ours
+        self._open = True
+
+    def start(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        streams: Iterable[int],
+        *,
+        own_session: bool,
+        command: Sequence[str] = (),
+    ) -> None:
+        """Asks for a rank; `Started` follows.
+
+        Args:
+            rank: its number on this machine.
+            environment: variables in addition to the launcher's.
+            streams: descriptors that become its standard input, output and error.
+            own_session: False: it stays in the terminal's session, and its keys reach it alone.
+            command: executed in place of `work`.
+        """
+        request = {
+            "start": rank,
+            "environment": dict(environment),
+            "own_session": own_session,
+            "command": list(command),
+        }
+        socket.send_fds(self._socket, [json.dumps(request).encode()], list(streams))
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Sends a signal to the process groups of those ranks that still run."""
+        with contextlib.suppress(OSError):  # it has gone, and the ranks with it
+            self._socket.send(json.dumps({"signal": number, "ranks": list(ranks)}).encode())
+
+    def events(self, timeout: float = 0.0) -> list[Started | Ended]:
+        """What has happened since the last call; waits up to `timeout` seconds for the first.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
+        """
+        found: list[Started | Ended] = []
+        while self._open and select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
+            try:
+                data = self._socket.recv(_MESSAGE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._open = False
+                break
+            kind, *values = json.loads(data)
+            found.append(Started(*values) if kind == "started" else Ended(*values))
+        if not self._open and not found:
+            raise ChildProcessError("the process that starts the ranks is gone")
+        return found
+
+    def close(self) -> None:
+        """Ends the zygote, and with it every rank that still runs; waits for it."""
+        self._open = False
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._wait()
+
+    def _wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
+class FreshZygote(Zygote):
+    """A zygote in a new interpreter, which has nothing of the launcher's memory.
+
+    Args:
+        line: the program; the number of its control socket's descriptor follows as its last
+            argument, and it is to call `serve` with that.
+        environment: all its variables.
+        files: other descriptors that it inherits.
+
+    Raises:
+        OSError: no process could be made.
+    """
+
+    def __init__(
+        self, line: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
+    ) -> None:
+        ours, theirs = _control_sockets()
+        with theirs:
+            control = theirs.fileno()
+            self._process = subprocess.Popen(
+                [*line, str(control)],
+                env=environment,
+                pass_fds=(control, *files),
+                process_group=0,  # the terminal's keys are the launcher's
+            )
+        self.pid = self._process.pid
+        self._socket = ours
+        self._open = True
+
+    def _wait(self) -> None:
+        self._process.wait()
+
+
+def serve(control: int, work: Work) -> NoReturn:
+    """The life of a `FreshZygote`.
+
+    Args:
+        control: descriptor of its socket.
+        work: run in every rank, see `Zygote`.
+    """
+    handlers = {number: signal.getsignal(number) for number in _HANDED_DOWN}
+    os.set_inheritable(control, False)
+    _Server(socket.socket(fileno=control), work, handlers).serve()
+    os._exit(1)
+
+
+class _Server:
+    """The zygote's own end."""
+
+    def __init__(
+        self, control: socket.socket, work: Work, handlers: Mapping[signal.Signals, Any]
+    ) -> None:
+        self.control = control
+        self.work = work
+        self.handlers = handlers
+        self.running: dict[int, int] = {}
+        """Rank by process id."""
+        # Read descriptors and signals in one place: the handler does nothing but wake the select.
+        self.wake, waker = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(waker, False)
+        self.waker = waker
+
+    def serve(self) -> None:
+        # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
+        for number in _HANDED_DOWN:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        os.setpgid(0, 0)
+        while True:
+            readable = select.select([self.control, self.wake], [], [])[0]
+            if self.wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake, 4096)
+                self._reap()
+            if self.control in readable and not self._obey():
+                break
+        self._end_all()
+        os._exit(0)
+
+    def _obey(self) -> bool:
+        try:
+            data, streams, _, _ = socket.recv_fds(self.control, _MESSAGE_BYTES, 3)
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        request = json.loads(data)
+        if "start" in request:
+            self._fork(request, streams)
+            for stream in streams:
+                os.close(stream)
+        else:
+            self._signal(request["signal"], set(request["ranks"]))
+        return True
+
+    def _fork(self, request: dict[str, Any], streams: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become(request, streams, parent)
+                if request["command"]:
+                    _execute(request["command"])
+                self.work()
+            finally:
+                os._exit(1)
+        self.running[pid] = request["start"]
+        # Also here: a signal to the group may be asked for before the child has run at all.
+        if not request["own_session"]:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+        self._say("started", request["start"], pid)
+
+    def _become(self, request: dict[str, Any], streams: list[int], parent: int) -> None:
+        """Makes the copy a rank: what it has from the zygote is given back."""
+        signal.set_wakeup_fd(-1)
+        if request["own_session"]:
+            os.setsid()
+        else:
+            os.setpgid(0, 0)
+            _take_terminal(streams[0])
+        _die_with_parent(parent)
+        for number, handler in self.handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)  # dup2 makes them inheritable
+            os.close(stream)
+        for descriptor in (self.wake, self.waker):
+            os.close(descriptor)
+        self.control.close()
+        os.environ.update(request["environment"])
+        os.environ.pop(TOKEN, None)  # the launchers' alone
+
+    def _reap(self) -> None:
+        while self.running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            rank = self.running.pop(pid, None)
+            if rank is not None:
+                # What the rank has left in its group: loader workers of a rank that was killed.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                self._say("ended", rank, pid, os.waitstatus_to_exitcode(status))
+
+    def _signal(self, number: int, ranks: set[int]) -> None:
+        for pid, rank in self.running.items():
+            if rank in ranks:
+                _signal_group(pid, number)
+                if number in _HANDED_DOWN:
+                    # A stopped process takes no other signal.
+                    _signal_group(pid, signal.SIGCONT)
+
+    def _end_all(self) -> None:
+        self._signal(signal.SIGTERM, set(self.running.values()))
+        limit = time.monotonic() + _GRACE_S
+        while self.running and time.monotonic() < limit:
+            select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
+            with contextlib.suppress(BlockingIOError):
+                os.read(self.wake, 4096)
+            self._reap()
+        self._signal(signal.SIGKILL, set(self.running.values()))
+        for pid in self.running:
+            os.waitpid(pid, 0)
+
+    def _say(self, *message: object) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
+            self.control.send(json.dumps(message).encode())
+
+
+def _control_sockets() -> tuple[socket.socket, socket.socket]:
+    """The launcher's end and the zygote's; each message arrives whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _execute(line: list[str]) -> NoReturn:
+    try:
+        os.execvp(line[0], line)
+    except OSError as error:
+        os.write(2, f"{line[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as shells do
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # Not yet the leader of a group of its own, or all of the group has ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _take_terminal(stream: int) -> None:
+    """Makes this group the one that the terminal's keys reach, where `stream` is a terminal."""
+    if os.isatty(stream):
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(stream, os.getpgrp())
+        signal.signal(signal.SIGTTOU, before)
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(1)

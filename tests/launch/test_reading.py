@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.reading import Reading, read_script, read_source
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("parser.add_argument('--local_rank', type=int)", "--local_rank"),
+        ("parser.add_argument('--local-rank', '--local_rank', type=int)", "--local-rank"),
+        ("@click.option('--local_rank')\ndef main(local_rank): ...", "--local_rank"),
+        ("# parser.add_argument('--local_rank')", None),
+        ("print('give --local_rank')", None),
+    ],
+)
+def test_the_argument_for_the_local_rank(source: str, expected: str | None) -> None:
+    assert read_source(source).local_rank_flag == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", ("OMP_NUM_THREADS",)),
+        ("os.environ.setdefault('MKL_NUM_THREADS', '1')", ("MKL_NUM_THREADS",)),
+        ("environ['PYTORCH_CUDA_ALLOC_CONF'] = 'x'", ("PYTORCH_CUDA_ALLOC_CONF",)),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", ()),  # read at the first use of CUDA
+        ("x = os.environ['OMP_NUM_THREADS']", ()),
+    ],
+)
+def test_variables_that_libraries_read_when_imported(
+    source: str, expected: tuple[str, ...]
+) -> None:
+    assert read_source(source).variables_for_import == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("mp.spawn(main, nprocs=4)", True),
+        ("torch.multiprocessing.start_processes(f)", True),
+        ("Process(target=f)\nos.environ['MASTER_PORT'] = '1'", True),
+        ("Process(target=log_in_background)", False),
+        ("if 'RANK' in os.environ: main()\nelse: mp.spawn(main)", False),
+    ],
+)
+def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) -> None:
+    assert read_source(source).own_processes is expected
+
+
+def test_optimizers() -> None:
+    assert read_source("opt = torch.optim.SGD(p)").optimizes
+    assert not read_source("import torch").optimizes
+
+
+@pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])
+def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "script").write_bytes(text)
+    assert read_script(str(tmp_path / "script")) == Reading()
+    assert read_script(str(tmp_path / "missing.py")) == Reading()

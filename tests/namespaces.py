@@ -1,0 +1,302 @@
+"""Launchers on machines of their own: network namespaces joined by a cable, or this machine.
+
+Each launcher is a real process that takes one order after another; what it waits for does not keep
+the test from giving orders to the other ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import context
+
+_CLONE_NEWNET = 0x40000000
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace; without a name it is this machine, with loopback alone."""
+
+    name: str | None
+    address: str
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Within it the cable is pulled."""
+        _ip("-n", str(self.name), "link", "set", "lan", "down")
+        try:
+            yield
+        finally:
+            _ip("-n", str(self.name), "link", "set", "lan", "up")
+
+
+THIS_MACHINE = Machine(None, "127.0.0.1")
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two network namespaces with an interface `lan` each; skips where they cannot be made."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need Linux, root and the ip command")
+    machines = [Machine(f"lockstep-{os.getpid()}-{i}", f"10.99.0.{i + 1}") for i in range(2)]
+    made = []
+    try:
+        for machine in machines:
+            _ip("netns", "add", str(machine.name), may_be_refused=not made)
+            made.append(machine)
+        first, second = (str(machine.name) for machine in machines)
+        cable = f"-n {first} link add lan type veth peer name lan netns {second}"
+        _ip(*cable.split(), may_be_refused=True)
+        for machine in machines:
+            on = ("-n", str(machine.name))
+            _ip(*on, "addr", "add", f"{machine.address}/24", "dev", "lan")
+            _ip(*on, "link", "set", "lan", "up")
+            _ip(*on, "link", "set", "lo", "up")
+        yield machines[0], machines[1]
+    finally:
+        for machine in made:
+            _ip("netns", "del", str(machine.name))
+
+
+def _ip(*arguments: str, may_be_refused: bool = False) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode and may_be_refused:
+        pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+class Launcher:
+    """A process on a machine that has a `Meeting`; orders are the methods of `_Orders`."""
+
+    def __init__(self, machine: Machine = THIS_MACHINE) -> None:
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_obey, args=(theirs, machine.name))
+        self.process.start()
+        theirs.close()
+
+    def start(self, order: str, *args: Any, **options: Any) -> None:
+        """Gives an order; `result` waits for it."""
+        self._pipe.send((order, args, options))
+
+    def result(self) -> Any:
+        """What the order returned; raises what it raised."""
+        assert self._pipe.poll(_ANSWER_S), "no answer from the launcher"
+        fine, value = self._pipe.recv()
+        if not fine:
+            raise value
+        return value
+
+    def do(self, order: str, *args: Any, **options: Any) -> Any:
+        """Gives an order and waits for it."""
+        self.start(order, *args, **options)
+        return self.result()
+
+    def kill(self) -> None:
+        """Ends the process with SIGKILL."""
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> None:
+        """Ends the process, and frees what belongs to it here."""
+        self._pipe.close()
+        self.process.join(_ANSWER_S)
+        if self.process.is_alive():
+            self.kill()
+        self.process.close()
+
+
+@contextlib.contextmanager
+def launchers(*machines: Machine) -> Iterator[list[Launcher]]:
+    """One launcher on each machine."""
+    made = [Launcher(machine) for machine in machines]
+    try:
+        yield made
+    finally:
+        for launcher in made:
+            launcher.end()
+
+
+def config(backend: str = "c10d", endpoint: str = "localhost:0", nodes: int = 1, **fields: Any):
+    """torch's LaunchConfig; `rank`, and what else is no field of it, goes to `rdzv_configs`."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    own = {n: fields.pop(n) for n in list(fields) if n in LaunchConfig.__dataclass_fields__}
+    values = {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": 1, "run_id": "r"}
+    return LaunchConfig(
+        **{**values, **own},
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint,
+        rdzv_configs=fields,
+        logs_specs=object(),  # torch's default makes a folder, which it leaves behind
+    )
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.create_server((address, 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which this process listens."""
+    found = set()
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/thread-self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(_place(fields[1]))
+    return found
+
+
+def _place(text: str) -> tuple[str, int]:
+    digits, port = text.split(":")
+    words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
+    return str(ipaddress.ip_address(b"".join(words))), int(port, 16)
+
+
+def _obey(pipe: Connection, namespace: str | None) -> None:
+    torch.set_num_threads(1)
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+    orders = _Orders()
+    with contextlib.suppress(EOFError):
+        while True:
+            order, args, options = pipe.recv()
+            try:
+                answer = (True, getattr(orders, order)(*args, **options))
+            except Exception as error:
+                answer = (False, Refusal(error))
+            pipe.send(answer)
+
+
+class Refusal(AssertionError):
+    """An error of a launcher: its class's name, its texts and its lines."""
+
+    def __init__(self, error: Exception | tuple[str, str]) -> None:
+        self.kind, self.text = (
+            error if isinstance(error, tuple) else (type(error).__name__, str(error))
+        )
+        super().__init__(f"{self.kind}: {self.text}")
+
+    def __reduce__(self) -> Any:
+        return Refusal, ((self.kind, self.text),)
+
+
+class _Orders:
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._meeting: Any = None
+        self._info: Any = None
+
+    def open(self, environ: dict[str, str], **fields: Any) -> str | None:
+        """Opens a meeting; returns the interface."""
+        from lockstep.launch.meeting import open_meeting
+
+        self._meeting = open_meeting(config(**fields), self._said.append, environ)
+        return self._meeting.interface
+
+    def rendezvous(self) -> tuple[int, int, int]:
+        """Waits for all nodes; returns node rank, number of nodes and attempt."""
+        self._info = self._meeting.handler.next_rendezvous()
+        return self._info.rank, self._info.world_size, self._meeting.attempt
+
+    def gloo(self) -> tuple[float, set[tuple[str, int]]]:
+        """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
+        from lockstep.launch.network import socket_variables
+
+        place = self._info.bootstrap_store_info
+        os.environ.update(
+            {
+                "MASTER_ADDR": place.master_addr,
+                "MASTER_PORT": str(place.master_port),
+                "RANK": str(self._info.rank),
+                "WORLD_SIZE": str(self._info.world_size),
+                "TORCHELASTIC_USE_AGENT_STORE": str(self._meeting.handler.use_agent_store),
+                "TORCHELASTIC_RESTART_COUNT": str(self._meeting.attempt),
+                **socket_variables({}, self._meeting.interface),
+            }
+        )
+        dist.init_process_group("gloo")
+        total = torch.tensor([self._info.rank + 1.0])
+        dist.all_reduce(total)
+        seen = listening()
+        dist.barrier()
+        dist.destroy_process_group()
+        return total.item(), seen
+
+    def listening(self) -> set[tuple[str, int]]:
+        return listening()
+
+    def connect(self, address: str, port: int, greeting: bytes) -> bytes:
+        """Connects as a stranger; returns what comes after the greeting, until the end."""
+        with socket.create_connection((address, port), timeout=30) as link:
+            link.sendall(greeting)
+            link.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: link.recv(4096), b""))
+
+    def wait_for_a_key(self) -> None:
+        """Asks the store for what nobody will write."""
+        self._info.store.get("no such key")
+
+    def said(self) -> list[str]:
+        return list(self._said)
+
+    def tell(self, key: str, value: Any) -> bool:
+        return self._meeting.tell(key, value)
+
+    def heard(self, key: str, size: int) -> dict[int, Any]:
+        """What was heard, when `size` nodes have told it."""
+        return _until(lambda: len(found := self._meeting.heard(key)) == size and found)
+
+    def lost(self) -> list[str]:
+        """The first nodes that are lost, in words."""
+        from lockstep.launch.nodes import departure
+
+        return _until(lambda: [departure(node) for node in self._meeting.lost_nodes()])
+
+    def lost_now(self) -> int:
+        return len(self._meeting.lost_nodes())
+
+    def waiting(self) -> int:
+        """How many nodes wait for a new start, once one does."""
+        return _until(self._meeting.handler.num_nodes_waiting)
+
+    def shutdown(self) -> bool:
+        return self._meeting.handler.shutdown()
+
+    def threads(self) -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate())
+
+    def close(self, why: str = "") -> None:
+        self._meeting.close(why)
+
+
+def _until(look: Any, seconds: float = 40.0) -> Any:
+    """The first true result; a launcher polls in the same way."""
+    over = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if found := look():
+            return found
+        over.wait(0.02)
+    raise TimeoutError(f"nothing within {seconds} s")

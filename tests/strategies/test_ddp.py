@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from problems import mean_loss, mlp, tensors, weights
+from ranks import run_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.runtime import profiling
+
+
+def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
+    model = mlp() if model is None else model
+    return world.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def train(world: lockstep.World, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    for batch in world.loader(tensors(), 7, micro_batch=2):
+        world.backward(mean_loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def bits_of_both_ways() -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
+    """The short forward pass, that under a profiler, and torch's own."""
+    ways, found = [], []
+    with lockstep.init(seed=1) as world:
+        for way in ("short", "profiled", "torch's"):
+            with pytest.MonkeyPatch.context() as patch:
+                if way == "torch's":
+                    patch.setattr(profiling, "knows_forward", lambda: False)
+                model, optimizer = ready(world)
+            ways.append(model._way.short)
+            if way == "profiled":
+                with profile(activities=[ProfilerActivity.CPU]) as seen:
+                    found.append(train(world, model, optimizer))
+                names = {event.key for event in seen.key_averages()}
+                ways.append("DistributedDataParallel.forward" in names)
+            else:
+                found.append(train(world, model, optimizer))
+    return ways, found
+
+
+def test_the_short_forward_pass_gives_the_same_bits():
+    for ways, (short, *others) in run_ranks(bits_of_both_ways, 2):
+        assert ways == [True, True, True, False]
+        assert all(torch.equal(short[name], other[name]) for other in others for name in short)
+
+
+class Calls(nn.Module):
+    """Fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4).double()
+        self.fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fail:
+            raise ValueError("told to")
+        return self.layer(x)
+
+
+def around() -> list[Any]:
+    """Whether forward passes of `.module` and of copies of it are refused."""
+    found: list[Any] = []
+
+    def refused(module: nn.Module) -> bool:
+        try:
+            module(x)
+        except UsageError:
+            return True
+        return False
+
+    x, _ = tensors()[:4]
+    with lockstep.init() as world:
+        torch.manual_seed(0)
+        own: list[str] = []
+        inner = Calls()
+        inner.register_forward_pre_hook(lambda *_: own.append("before"))
+        inner.register_forward_hook(lambda *_: own.append("after"))
+        model, _ = ready(world, inner)
+        found.append([refused(inner), refused(model), refused(inner)])
+        inner.fail = True
+        try:
+            model(x)
+        except ValueError:
+            found.append(list(own))
+        inner.fail = False
+        found.append([refused(inner), refused(model)])
+        with torch.no_grad():
+            found.append([refused(inner), refused(model)])
+        found.append([refused(inner.eval()), refused(inner.train())])
+        plain, _ = ready(world)
+        stored = io.BytesIO()
+        torch.save(plain.module, stored)
+        stored.seek(0)
+        copies = [copy.deepcopy(plain.module), torch.load(stored, weights_only=False)]
+        found.append([refused(plain.module), *map(refused, copies)])
+        found.append(
+            all(
+                torch.equal(a, b)
+                for c in copies
+                for a, b in zip(c.parameters(), plain.parameters(), strict=True)
+            )
+        )
+    return found
+
+
+def test_forward_passes_around_the_wrapper_are_seen_those_of_copies_are_free():
+    for found in run_ranks(around, 2):
+        assert found == [
+            [True, False, True],
+            # Once refused before it, once through, once refused, once begun.
+            ["before", "before", "after", "before", "before"],
+            [True, False],
+            [False, False],
+            [False, True],
+            [True, False, False],
+            True,
+        ]
+
+
+def compiled() -> list[Any]:
+    found: list[Any] = []
+    with lockstep.init(seed=1) as world:
+        for where in ("nowhere", "inside", "in place", "outside"):
+            torch.manual_seed(0)
+            torch._dynamo.reset()  # it would take the graph of the case before
+            torch._dynamo.utils.counters.clear()
+            model = Calls()
+            if where == "inside":
+                model = torch.compile(model, backend="eager")
+            elif where == "in place":
+                model.compile(backend="eager")
+            model, optimizer = ready(world, model)
+            short = model._way.short
+            if where == "outside":
+                model = torch.compile(model, backend="eager")
+            for batch in world.loader(tensors(14), 7):
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            found.append((short, graphs, [p.detach().clone() for p in model.parameters()]))
+    return found
+
+
+def test_compiled_models_train_and_know_that_they_are_inside():
+    for found in run_ranks(compiled, 2):
+        assert [short for short, _, _ in found] == [True, False, False, True]
+        assert [graphs for _, graphs, _ in found] == [0, 1, 1, 1]
+        for _, _, parameters in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0][2], parameters, strict=True))

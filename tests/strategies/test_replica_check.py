@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.strategies.replica_check import _CHUNK, fingerprint
+
+
+@pytest.mark.parametrize("size", [1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_a_fingerprint_is_the_sum_of_all_bits(size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(size, generator=generator).to(dtype)
+    real = torch.view_as_real(tensor) if dtype.is_complex else tensor
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
+    (found,) = fingerprint([tensor]).tolist()
+    assert found == int(real.view(kind).to(torch.int64).sum())
+    for place in (0, size // 2, size - 1):
+        changed = tensor.clone()
+        changed[place] = ~changed[place] if dtype is torch.bool else changed[place] + 1
+        assert fingerprint([changed]).item() != found
+
+
+def test_one_number_a_tensor_whatever_its_layout():
+    square = torch.randn(700, 300)
+    assert fingerprint([square, square.t(), torch.zeros(())]).tolist() == [
+        *fingerprint([square]).tolist() * 2,
+        0,
+    ]
