@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step clean
+.PHONY: train test lint types unit bench-step bench-start bench-supervision bench-false-alarms clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -22,6 +22,15 @@ unit: .venv/.installed
 
 bench-step: .venv/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py
+
+bench-start: .venv/.installed
+	$(BIN)/python benchmarks/bench_start.py
+
+bench-supervision: .venv/.installed
+	$(BIN)/python benchmarks/bench_supervision.py
+
+bench-false-alarms: .venv/.installed
+	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

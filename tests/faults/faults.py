@@ -47,6 +47,8 @@ class Fault:
     flags: tuple[str, ...] = ()
     launcher_signal: int | None = None
     """Sent to the launcher when the script has printed FAULT."""
+    memory_bytes: int | None = None
+    """Limit of the control group in which the run is started."""
 
 
 FAULTS = [
@@ -100,6 +102,19 @@ dist.all_reduce(torch.ones(1))
 """,
         exit_code=71,
         says=("FIRST FAILURE: rank 1", "SIGKILL"),
+    ),
+    Fault(
+        "the kernel's out-of-memory killer",
+        _GLOO
+        + """
+print("FAULT", flush=True)
+if rank == 1:
+    hoard = [torch.ones(1 << 24) for _ in range(100)]
+dist.all_reduce(torch.ones(1))
+""",
+        exit_code=71,
+        says=("FIRST FAILURE: rank 1", "killed by the kernel's out-of-memory killer", "--micro-ba"),
+        memory_bytes=1500 << 20,
     ),
     Fault(
         "segmentation fault",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from faults import FAULTS, Fault
+from memory_group import memory_group
 
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
@@ -19,9 +21,15 @@ COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_verdict_is_right(fault: Fault, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(fault.script)
+    limit = fault.memory_bytes
+    with memory_group(limit) if limit else contextlib.nullcontext([]) as enter:
+        check(fault, tmp_path, enter)
+
+
+def check(fault: Fault, folder: Path, enter: list[str]) -> None:
     launcher = subprocess.Popen(
-        [*COMMAND, "--nproc", str(fault.nproc), *fault.flags, "script.py"],
-        cwd=tmp_path,
+        [*enter, *COMMAND, "--nproc", str(fault.nproc), *fault.flags, "script.py"],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from memory_group import memory_group
 
 from lockstep.diagnose.first_failure import first_failure, render
 from lockstep.launch.deaths import (
@@ -193,42 +194,11 @@ print(code, oom_between(before, read_oom_counts()), kernel_log_on(hog.pid))
 """
 
 
-@pytest.fixture
-def small_group() -> Path:
-    """A control group of 300 MiB below our own; only root may make one."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        version_1 = "memory" in controllers.split(",")
-        if not version_1 and controllers:
-            continue
-        top = Path("/sys/fs/cgroup/memory" if version_1 else "/sys/fs/cgroup")
-        for parent in (top / path.lstrip("/"), top):
-            group = parent / f"lockstep-test-{os.getpid()}"
-            limit = "memory.limit_in_bytes" if version_1 else "memory.max"
-            try:
-                group.mkdir()
-            except OSError:
-                continue
-            try:
-                (group / limit).write_text(str(300 << 20))
-            except OSError:
-                group.rmdir()
-                continue
-            return group
-    pytest.skip("no control group with a memory limit can be made here")
-
-
-def test_the_kernel_ends_a_process_for_its_memory(small_group: Path) -> None:
-    try:
-        enter = f'echo $$ > {small_group}/cgroup.procs; exec "$0" -c "$1"'
+def test_the_kernel_ends_a_process_for_its_memory() -> None:
+    with memory_group(300 << 20) as enter:
         done = subprocess.run(
-            ["sh", "-c", enter, sys.executable, GROUP],
-            capture_output=True,
-            text=True,
-            timeout=60,
+            [*enter, sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=60
         )
-    finally:
-        small_group.rmdir()
     code, found, *log = done.stdout.strip().split(" ", 2)
     assert (code, found) == ("-9", "certain"), done.stderr
     assert "None" in log[0] or "Killed process" in log[0]

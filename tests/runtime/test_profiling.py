@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.runtime import profiling
@@ -76,6 +79,16 @@ def test_hooks_and_schedulers_see_the_step(marked):
     finally:
         handle.remove()
     assert calls == [1]
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *given: seen.append(given))
+    try:
+        optimizer = sgd()
+        optimizer.register_step_post_hook(lambda *given: seen.append("own first"))
+        profiling.step(optimizer, None)
+    finally:
+        handle.remove()
+    assert seen == ["own first", (optimizer, (optimizer, None), {})]
+    assert len(marked) == 2
     optimizer = sgd()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     profiling.step(optimizer, None)

@@ -15,8 +15,8 @@ from lockstep.diagnose.stacks import IN_BUFFERS, own_line
 _PATIENCE: dict[Kind, tuple[Verdict, str]] = {
     Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
     Kind.LOADING: ("loading", "waits for data"),
-    Kind.BLOCKED: ("blocked", "is blocked outside any collective and does not compute"),
-    Kind.PERHAPS_WAITING: ("blocked", "is blocked and does not compute"),
+    Kind.BLOCKED: ("blocked", "is blocked outside any collective, without computing"),
+    Kind.PERHAPS_WAITING: ("blocked", "is blocked without computing"),
     Kind.WORKING: ("working", "works on"),
     Kind.UNKNOWN: ("unknown", "cannot be seen"),
 }
@@ -276,4 +276,4 @@ def _does(activity: Activity) -> str:
         Kind.WORKING: "works",
         Kind.UNKNOWN: "cannot be seen: no stack was obtained",
     }
-    return told.get(activity.kind, "is blocked and does not compute")
+    return told.get(activity.kind, "is blocked without computing")

@@ -83,7 +83,7 @@ def watched() -> bool:
 
 
 def step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """`optimizer.step(closure)`, without the mark where no profiler runs and nothing is hooked."""
+    """`optimizer.step(closure)` with its hooks, without the mark where no profiler runs."""
     wrapped: Any = type(optimizer).step
     if (
         watched()
@@ -91,9 +91,15 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         or getattr(wrapped, "__code__", None) is not _WRAPPER
         or "step" in vars(optimizer)  # replaced on the object itself, as schedulers do
         or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
     ):
         return optimizer.step(closure)
-    return wrapped.__wrapped__(optimizer, closure)
+    value = wrapped.__wrapped__(optimizer, closure)
+    # The launcher's beacon is such a hook, so they are no exception.
+    for hooks in (
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ):
+        for hook in hooks.values():
+            hook(optimizer, (optimizer, closure), {})
+    return value
