@@ -37,6 +37,11 @@ class Machine:
     name: str | None
     address: str
 
+    def processes(self) -> list[int]:
+        """Those that run there."""
+        done = subprocess.run(["ip", "netns", "pids", str(self.name)], capture_output=True)
+        return [int(pid) for pid in done.stdout.split()]
+
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
         """Within it the cable is pulled."""
@@ -155,15 +160,20 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this process listens."""
-    found = set()
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes.add(os.readlink(entry))
+    return listening_in(Path("/proc/thread-self/net"), inodes)
+
+
+def listening_in(tables: Path, inodes: set[str] | None = None) -> set[tuple[str, int]]:
+    """The same from a folder like `/proc/PID/net`; of all sockets, or of some."""
+    found = set()
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/thread-self/net/{table}").read_text().splitlines()[1:]:
+        for line in (tables / table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            if fields[3] == "0A" and (inodes is None or f"socket:[{fields[9]}]" in inodes):
                 found.add(_place(fields[1]))
     return found
 
@@ -176,9 +186,7 @@ def _place(text: str) -> tuple[str, int]:
 
 def _obey(pipe: Connection, namespace: str | None) -> None:
     torch.set_num_threads(1)
-    if namespace:
-        with open(f"/run/netns/{namespace}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+    enter(namespace)
     orders = _Orders()
     with contextlib.suppress(EOFError):
         while True:
@@ -188,6 +196,13 @@ def _obey(pipe: Connection, namespace: str | None) -> None:
             except Exception as error:
                 answer = (False, Refusal(error))
             pipe.send(answer)
+
+
+def enter(namespace: str | None) -> None:
+    """Moves this process to a machine."""
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
 
 
 class Refusal(AssertionError):
@@ -267,20 +282,20 @@ class _Orders:
 
     def heard(self, key: str, size: int) -> dict[int, Any]:
         """What was heard, when `size` nodes have told it."""
-        return _until(lambda: len(found := self._meeting.heard(key)) == size and found)
+        return until(lambda: len(found := self._meeting.heard(key)) == size and found)
 
     def lost(self) -> list[str]:
         """The first nodes that are lost, in words."""
         from lockstep.launch.nodes import departure
 
-        return _until(lambda: [departure(node) for node in self._meeting.lost_nodes()])
+        return until(lambda: [departure(node) for node in self._meeting.lost_nodes()])
 
     def lost_now(self) -> int:
         return len(self._meeting.lost_nodes())
 
     def waiting(self) -> int:
         """How many nodes wait for a new start, once one does."""
-        return _until(self._meeting.handler.num_nodes_waiting)
+        return until(self._meeting.handler.num_nodes_waiting)
 
     def shutdown(self) -> bool:
         return self._meeting.handler.shutdown()
@@ -292,7 +307,7 @@ class _Orders:
         self._meeting.close(why)
 
 
-def _until(look: Any, seconds: float = 40.0) -> Any:
+def until(look: Any, seconds: float = 40.0) -> Any:
     """The first true result; a launcher polls in the same way."""
     over = threading.Event()
     for _ in range(int(seconds / 0.02)):

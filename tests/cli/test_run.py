@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli.main import main
 from lockstep.launch import local
+from lockstep.launch.flags import torchrun_flags
 from lockstep.launch.spec import LaunchSpec, Settings
 
 
@@ -53,6 +55,15 @@ def test_module(asked: list[LaunchSpec]) -> None:
     assert asked == [LaunchSpec(script="pkg.mod", arguments=("--help",), module=True)]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("import torch\n")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -65,26 +76,71 @@ def test_module(asked: list[LaunchSpec]) -> None:
         (("--nnodes", "x", "t.py"), "not a number of machines"),
         (("--max-restarts", "x", "t.py"), "invalid int value"),
         (("--start-method", "magic", "t.py"), "invalid choice"),
+        (("--signals-to-handle", "SIGFOO", "t.py"), "SIGFOO is no signal"),
+        (("s.py",), "did you mean t.py?"),
+        (("t",), "did you mean t.py?"),
+        (("elsewhere/t.py",), "there is no such file"),
+        (("-m", "t.py"), "lockstep run t.py, or lockstep run -m t"),
+        ((".",), "it is a folder without __main__.py"),
+        (("--no-python", "no-such-program"), "there is no such program"),
+        (("--no-python", "t.py"), "write ./t.py"),
+        (("--no-python", "./t.py"), "chmod +x ./t.py"),
     ],
 )
 def test_wrong_use(arguments: tuple[str, ...], text: str) -> None:
-    result = run(*arguments)
+    result = run("--dry-run", *arguments)
     assert result.exit_code == 2
     assert text in result.output
     assert "Traceback" not in result.output
 
 
-def test_dry_run_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_beside_the_script_with_our_name(folder: Path) -> None:
+    (folder / "lockstep.py").touch()
+    result = run("t.py")
+    assert result.exit_code == 2
+    assert "has the name of this package" in result.output
+
+
+LOCAL_RANK = "parser.add_argument('--local_rank')"
+OWN_PROCESSES = "mp.spawn(main, nprocs=2)"
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "note", "command"),
+    [
+        ("", "--nproc 2", "Gloo on", "torchrun --standalone --nproc-per-node=2 t.py 'a b'"),
+        (
+            LOCAL_RANK,
+            "--nproc 2",
+            "the script is given --local_rank",
+            "torchrun --standalone --nproc-per-node=2 t.py '--local_rank=${local_rank}' 'a b'",
+        ),
+        (OWN_PROCESSES, "", "the script starts its own processes", "python t.py 'a b'"),
+        ("", "--no-warm", "(--no-warm)", "--nproc-per-node=1 t.py 'a b'"),
+        ("", "-m", "", "--module t.py 'a b'"),
+        ("os.environ['OMP_NUM_THREADS'] = '2'", "", "sets OMP_NUM_THREADS", "t.py 'a b'"),
+    ],
+)
+def test_dry_run_starts_nothing(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    flags: str,
+    note: str,
+    command: str,
+) -> None:
     monkeypatch.setattr(local, "Zygote", None)
-    result = run("--nproc", "2", "--strategy", "ddp", "--dry-run", "missing.py", "a b")
+    (folder / "t.py").write_text(source)
+    name = "t" if "-m" in flags.split() else "t.py"
+    result = run(*flags.split(), "--strategy", "ddp", "--dry-run", name, "a b")
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("2 processes on this machine\n")
     assert "LOCKSTEP_STRATEGY=ddp" in result.output
-    assert result.output.endswith("--nproc-per-node=2 missing.py 'a b'\n")
+    assert note in result.output
+    assert result.output.endswith(command.replace("t.py", name) + "\n")
 
 
 def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
-    flags = local.torchrun_flags()
+    flags = torchrun_flags()
     assert {"--nnodes", "--node_rank", "--rdzv-endpoint", "--no-python", "-t"} <= set(flags)
     own = {"-m", "--module", "--nproc-per-node", "--nproc_per_node"}
     for name, takes_value in flags.items():

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,14 @@ from lockstep.runtime.settings import settle
 
 README = pages.ROOT / "README.md"
 GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
-LANGUAGES = {"python", "python no-run", "sh", "text", "diff"}
+RUNNING = pages.ROOT / "docs" / "running_it.md"
+CODES = pages.ROOT / "docs" / "exit_codes.md"
+LANGUAGES = {"python", "python no-run", "python fault", "sh", "text", "diff"}
+"""`python fault`: see `test_hanging_page.py`."""
 MAY_NOT_RUN = {GUIDE: 1}
 """Blocks that need several machines, by page."""
+
+SIGNAL = re.compile(r"\bSIG[A-Z]+")
 
 each_page = pytest.mark.parametrize(
     "page", pages.PAGES, ids=lambda p: str(p.relative_to(pages.ROOT))
@@ -43,8 +49,9 @@ def commands() -> list[str]:
 
 
 def rows(page: Path, heading: str) -> list[list[str]]:
-    """The cells of the table that follows a heading, without the table's own head."""
-    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    """The cells of the table that follows a heading (empty: the page's first), without its head."""
+    text = page.read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2] if heading else text
     table = re.search(r"(?:^\|.*\n)+", section.partition("\n## ")[0], re.M)
     assert table is not None, f"no table below {heading!r}"
     return [
@@ -55,7 +62,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
 
 @each_page
 def test_its_python_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    marked = [block for block in pages.blocks(page) if block.info.startswith("python")]
+    marked = [block for block in pages.blocks(page) if block.info in ("python", "python no-run")]
     done = subprocess.run(
         [sys.executable, pages.__file__, page],
         cwd=tmp_path,
@@ -93,7 +100,9 @@ def test_a_failure_in_a_page_is_a_failure_here(tmp_path: Path) -> None:
             pages.run(page)
 
 
-def test_the_commands_are_understood() -> None:
+def test_the_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     ours = [line for line in commands() if "lockstep run" in line]
     assert len(ours) > 5
     for line in ours:
@@ -125,8 +134,9 @@ def test_the_table_of_settings() -> None:
     arguments = [cells[0].strip("`") for cells in table]
     assert sorted(arguments) == sorted(inspect.signature(lockstep.init).parameters)
     flags = {name for cells in table for name in re.findall(r"--[\w-]+", cells[1])}
+    own = {cells[0].strip("`") for cells in rows(RUNNING, "Flags of its own")}
     options = [o for o in run_command.params if isinstance(o, click.Option)]
-    assert flags | {"--nproc", "--module", "--dry-run"} == {
+    assert flags | own == {
         next(name for name in option.opts if name.startswith("--")) for option in options
     }
     for name, cells in zip(arguments, table, strict=True):
@@ -145,6 +155,26 @@ def test_the_tables_of_errors() -> None:
     assert codes == {
         kind.__name__: kind.exit_code for kind in errors.LockstepError.__subclasses__()
     }
+
+
+def test_the_table_of_exit_codes() -> None:
+    table = rows(CODES, "")
+    codes = {int(cells[0]) for cells in table if cells[0].isdigit()}
+    kinds = {kind for name in dir(errors) if isinstance(kind := getattr(errors, name), type)}
+    ours = {kind for kind in kinds if issubclass(kind, errors.LockstepError)}
+    signals = {128 + getattr(signal, name) for cells in table for name in SIGNAL.findall(cells[1])}
+    lost = {errors.EXIT_DEADLOCK, errors.EXIT_LOST_RANK}
+    assert codes == {0} | lost | {kind.exit_code for kind in ours} | signals
+    assert len(signals) == 4
+    for cells in table:
+        for name in re.findall(r"`(\w+Error)`", cells[2]):
+            if hasattr(errors, name):
+                assert getattr(errors, name).exit_code == int(cells[0]), name
+
+
+def test_the_errors_of_several_machines_are_ours() -> None:
+    named = {cells[0].strip("`") for cells in rows(RUNNING, "Several machines")}
+    assert named <= {kind.__name__ for kind in errors.JoinError.__subclasses__()}
 
 
 def test_the_table_of_mistakes_quotes_the_messages() -> None:

@@ -259,7 +259,8 @@ class Talk:
     def __init__(self, thread: gate.Thread) -> None:
         self.thread, self.board = thread, Board(node(0))
         self.said: list[str] = []
-        self.hub = links.Hub(self.board, self.said.append)
+        self.forgotten: list[str] = []
+        self.hub = links.Hub(self.board, self.said.append, self.forgotten.append)
         self.door = Gate(thread, self.hub.attend)
         streams = thread.wait(gate.knock(gate.LOOPBACK, self.door.port, TOKEN, gate.LINK))
         self.link = links.Link(*streams)
@@ -305,13 +306,18 @@ def test_a_visitor_writes_only_what_is_its_own(talk: Talk) -> None:
     assert (talk.board.node(1).state, talk.board.node(1).host) == ("here", "h")
 
 
+def test_a_visitor_may_have_the_store_freed_of_old_keys(talk: Talk) -> None:
+    talk.thread.soon(lambda: talk.visitor.forget("a key"))
+    until(lambda: talk.forgotten == ["a key"])
+
+
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])
 def test_a_goodbye_is_no_loss(talk: Talk, why: str) -> None:
     talk.listen()
     talk.thread.wait(talk.visitor.close(why))
     until(lambda: talk.board.node(1).state == LEFT)
     assert talk.board.node(1).why == why
-    assert talk.said == ([f"node 1 on h has left ({why})"] if why else [])
+    assert talk.said == ([f"node 1 on host h has left ({why})"] if why else [])
 
 
 def test_the_servers_goodbye_reaches_the_visitor(talk: Talk) -> None:

@@ -393,6 +393,7 @@ def test_the_rank_is_named_once() -> None:
 
 def test_filters_and_choice(tmp_path: Path) -> None:
     flags = argparse.Namespace(
+        role="default",
         redirects="1:1",
         tee="0",
         local_ranks_filter="0,1",

@@ -19,7 +19,7 @@ from lockstep.errors import (
     PortTakenError,
     SettingError,
 )
-from lockstep.launch import gate
+from lockstep.launch import gate, nodes
 from lockstep.launch.handlers import ChangingNodes, FixedNodes
 from lockstep.launch.meeting import Meeting, open_meeting
 from lockstep.launch.nodes import Board, Node
@@ -186,15 +186,16 @@ def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) ->
             open_meeting(config(**static(taken, 1, timeout=0.1)), print, TOKEN)
 
 
-def test_a_node_that_never_comes_is_named(port: int) -> None:
+def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_FIRST_WORD_S", 0.2)
     said: list[str] = []
-    with open_meeting(config(**static(port, 0, timeout=6)), said.append, TOKEN) as meeting:
+    with open_meeting(config(**static(port, 0, timeout=1)), said.append, TOKEN) as meeting:
         with pytest.raises(MissingRankError) as error:
             meeting.handler.next_rendezvous()
         meeting.close("node 1 has not come")
-    host = socket.gethostname()
-    assert error.value.found == (f"node 1 of 2 has not come; here: node 0 on {host} (waited 6 s)")
-    assert said == [f"node 1 of 2 has not come; here: node 0 on {host} (waiting for 5 s)"]
+    missing = f"node 1 of 2 has not come; here: node 0 on host {socket.gethostname()}"
+    assert error.value.found == f"{missing} (waited 1 s)"
+    assert said == [f"{missing} (waiting for 0 s)"]
 
 
 def test_too_few_nodes_for_a_dynamic_rendezvous(port: int) -> None:
@@ -267,7 +268,7 @@ def test_who_leaves_early_says_why(pair: list[Launcher], port: int) -> None:
     server, visitor = pair
     visitor.do("close", "rank 3 failed")
     (lost,) = server.do("lost")
-    assert lost == f"node 1 on {socket.gethostname()} has left (rank 3 failed)"
+    assert lost == f"node 1 on host {socket.gethostname()} has left (rank 3 failed)"
     with pytest.raises(Refusal, match=r"(?s)MissingRankError.*has left \(rank 3 failed\)"):
         server.do("rendezvous")  # it will not come again
     server.do("close", "node 1 has left")
@@ -279,7 +280,7 @@ def test_the_servers_reason_reaches_the_others(pair: list[Launcher], port: int) 
     both(pair, "rendezvous")
     server, visitor = pair
     server.start("close", "interrupted")
-    assert visitor.do("lost") == [f"node 0 on {socket.gethostname()} has left (interrupted)"]
+    assert visitor.do("lost") == [f"node 0 on host {socket.gethostname()} has left (interrupted)"]
     visitor.do("close", "node 0 has left")
     server.result()
 

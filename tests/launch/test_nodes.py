@@ -27,8 +27,12 @@ def node(rank: int | None, number: int = 0, **fields: object) -> Node:
     ("comer", "kind", "found"),
     [
         (node(1, 5), None, ""),
-        (node(0, 5), "DuplicateRankError", "node 0 has already come: process 100 on host0"),
-        (node(1, 5, nodes="3:3"), "WorldSizeError", "node 0 on host0 was started with --nnodes 2"),
+        (node(0, 5), "DuplicateRankError", "node 0 has already come: process 100 on host host0"),
+        (
+            node(1, 5, nodes="3:3"),
+            "WorldSizeError",
+            "node 0 on host host0 was started with --nnodes 2",
+        ),
         (node(1, 5, nodes="1:4"), "WorldSizeError", "--nnodes 2"),
         (node(1, 5, run_id="s"), "MasterUnreachableError", "another run, 'r'"),
     ],
@@ -69,14 +73,15 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
     ("nodes", "text"),
     [
         ([node(0, round=1), node(1, 1, round=1)], ""),
-        ([node(0, round=1)], "node 1 of 2 has not come; here: node 0 on host0"),
+        ([node(0, round=1)], "node 1 of 2 has not come; here: node 0 on host host0"),
         (
             [node(0, round=2), node(1, 1, round=1)],
-            "node 1 on host1 still ends its last start; here: node 0 on host0, node 1 on host1",
+            "node 1 on host host1 still ends its last start; here: node 0 on host host0, "
+            "node 1 on host host1",
         ),
         (
             [node(0, round=2), node(1, 1, round=2, state=LEFT, why="rank 3 failed")],
-            "node 1 on host1 has left (rank 3 failed); here: node 0 on host0",
+            "node 1 on host host1 has left (rank 3 failed); here: node 0 on host host0",
         ),
         (
             [node(0, round=1), node(1, 1, state=LOST, why="x"), node(1, 2, round=1)],
@@ -105,7 +110,7 @@ def test_a_node_that_left_in_the_end_is_not_gone() -> None:
     assert not node(1, state=LEFT).gone
     assert node(1, state=LEFT, why="rank 0 failed").gone
     assert node(1, state=LOST).gone
-    assert departure(node(None, 4, state=LEFT)) == "process 104 on host4 has left"
+    assert departure(node(None, 4, state=LEFT)) == "process 104 on host host4 has left"
 
 
 def test_waiting_is_announced_after_a_while_when_it_changes_and_once_a_minute(

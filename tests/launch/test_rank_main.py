@@ -95,9 +95,7 @@ def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -
         plain = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=60
         )
-        ours = subprocess.run(
-            [*RUN, warm, str(script)], capture_output=True, text=True, timeout=60
-        )
+        ours = subprocess.run([*RUN, warm, str(script)], capture_output=True, text=True, timeout=60)
         assert (plain.returncode, ours.returncode) == (code, code), text
         assert plain.stderr in ours.stderr
 
@@ -171,9 +169,9 @@ def test_a_script_that_spawns_its_ranks_itself(tmp_path: Path) -> None:
 
 def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
     script = Script(path="a b.py", arguments=("--x", "ü"), module=True, local_rank_flag="--r")
-    line, variables = fresh_interpreter(script)
-    assert line[0] == sys.executable
-    assert Script(**json.loads(variables["LOCKSTEP_SCRIPT"])) == Script(
+    command = fresh_interpreter(script)
+    assert command.line[0] == sys.executable
+    assert Script(**json.loads(command.environment["LOCKSTEP_SCRIPT"])) == Script(
         path="a b.py",
         arguments=["--x", "ü"],  # type: ignore[arg-type]
         module=True,

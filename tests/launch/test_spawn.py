@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import pty
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +29,12 @@ from lockstep.launch import spawn
 from lockstep.launch.spawn import launch
 
 
+def folders() -> set[str]:
+    """Those of runs, in the system's temporary folder."""
+    root = Path(tempfile.gettempdir()) / f"lockstep-logs-{os.getuid()}"
+    return {path.name for path in root.iterdir()} if root.exists() else set()
+
+
 def sum_of_ranks(offset: float) -> dict[str, Any]:
     dist.init_process_group("gloo")
     total = torch.tensor([dist.get_rank() + offset])
@@ -33,8 +45,8 @@ def sum_of_ranks(offset: float) -> dict[str, Any]:
         "rank": int(os.environ["RANK"]),
         "total": total,
         "variables": {name: os.environ[name] for name in names},
-        "mark": "LOCKSTEP_LAUNCH_STARTING" in os.environ,
-        "method": multiprocessing.process.current_process().__class__.__name__,
+        "name": multiprocessing.current_process().name,
+        "module": sys.modules["__main__"].__name__,
     }
 
 
@@ -51,6 +63,7 @@ def fail_on_rank_1(how: str) -> None:
 
 
 def test_values_come_back_by_rank() -> None:
+    before = folders()
     results = launch(sum_of_ranks, (1.5,), nproc=2)
     threads = os.environ["OMP_NUM_THREADS"]  # set by the tests, and left alone
     for rank, result in enumerate(results):
@@ -63,9 +76,10 @@ def test_values_come_back_by_rank() -> None:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": threads,
             },
-            "mark": False,
-            "method": "SpawnProcess",
+            "name": f"lockstep-rank-{rank}",
+            "module": "__main__",
         }
+    assert folders() == before
 
 
 def test_the_package_can_be_called_like_the_function() -> None:
@@ -107,9 +121,9 @@ def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("raise", "rank 1 raised ValueError: a bad sample"),
-        ("exit", "rank 1 raised SystemExit: 5"),
-        ("die", "rank 1 died without a Python exception (exit code 3)"),
+        ("raise", "ValueError: a bad sample"),
+        ("exit", "sys.exit(5)"),
+        ("die", "exit code 3, without an exception"),
     ],
 )
 @in_clean_process
@@ -119,10 +133,37 @@ def test_the_first_failure_is_raised_and_the_others_are_ended(how: str, text: st
 
     with pytest.raises(RankFailedError) as caught:
         launch(run, nproc=3, timeout=60)
-    assert text in str(caught.value)
+    assert f"rank 1 on host {socket.gethostname()}\n      {text}" in str(caught.value)
     assert caught.value.rank == 1
     assert ("in fail_on_rank_1" in caught.value.remote_traceback) == (how != "die")
-    assert "rank_process.py" not in caught.value.remote_traceback
+    assert "src/lockstep" not in caught.value.remote_traceback
+    kept = re.search(r"traceback and logs: (.*)", str(caught.value))
+    assert kept is not None
+    assert {path.name for path in Path(kept[1]).glob("rank_*")} == {"rank_0", "rank_1", "rank_2"}
+    assert list(Path(kept[1]).rglob("result.pickle")) == []
+
+
+def all_reduce_against_barrier() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@in_clean_process
+def test_a_hang_is_judged_and_names_the_lines(copy: bool) -> None:
+    def run() -> None:
+        all_reduce_against_barrier()
+
+    with pytest.raises(RankFailedError) as caught:
+        launch(run if copy else all_reduce_against_barrier, nproc=2, timeout=60)
+    text = str(caught.value)
+    assert "deadlock: ranks 0-1 wait in collectives that do not match" in text
+    assert re.search(r"test_spawn.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", text)
+    assert re.search(r"test_spawn.py:\d+: dist.barrier\(\)", text)
+    assert caught.value.rank == 0
 
 
 @in_clean_process
@@ -138,14 +179,104 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_time_is_over() -> None:
 
 @in_clean_process
 def test_what_cannot_be_returned_is_said() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0 raised .*pickle"):
+    with pytest.raises(RankFailedError, match=r"rank 0 on host .*\n.*pickle"):
         launch(lambda: lambda: None, nproc=1)
 
 
 @in_clean_process
+def test_a_rank_that_ends_without_returning() -> None:
+    with pytest.raises(RankFailedError, match="ended with exit code 0, but without returning"):
+        launch(lambda: os._exit(0), nproc=1)
+
+
+@in_clean_process
+def test_from_another_thread_no_handler_is_set() -> None:
+    handlers: list[Any] = []
+    found: list[Any] = []
+
+    def look() -> None:
+        while not found:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=lambda: found.append(launch(lambda: [1], nproc=2)))
+    thread.start()
+    look()
+    thread.join()
+    assert found == [[[1], [1]]]
+    assert set(handlers) == {signal.default_int_handler}
+
+
+class Preempted(Exception):
+    """Raised by the handler of a user."""
+
+
+@in_clean_process
+def test_the_users_own_handler_is_left_in_place() -> None:
+    def preempted(number: int, frame: object) -> None:
+        raise Preempted
+
+    launcher = os.getpid()
+
+    def run() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(launcher, signal.SIGTERM)
+        signal.pause()
+
+    before = folders()
+    signal.signal(signal.SIGTERM, preempted)
+    assert launch(lambda: signal.getsignal(signal.SIGTERM), nproc=1) == [signal.SIG_DFL]
+    with pytest.raises(Preempted):
+        launch(run, nproc=2)
+    assert psutil.Process().children(recursive=True) == []
+    assert folders() == before
+
+
+@in_clean_process
+def test_copies_leave_alone_what_is_the_launching_processs() -> None:
+    reader, writer = os.pipe()
+    atexit.register(os.write, writer, b"a copy has run the exit handlers of its origin")
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    assert launch(multiprocessing_children, nproc=2) == [[], []]
+    assert launch(lambda: multiprocessing_children(), nproc=2) == [[], []]
+    assert child.is_alive()
+    child.kill()
+    child.join()
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 100)
+
+
+def multiprocessing_children() -> list[Any]:
+    return multiprocessing.active_children()
+
+
+@in_clean_process
+def test_nothing_stays_open() -> None:
+    launch(lambda: None, nproc=2)  # torch opens some files once and for all
+    before = os.listdir("/proc/self/fd"), threading.active_count()
+    launch(lambda: None, nproc=2)
+    launch(os.getpid, nproc=2)
+    assert (os.listdir("/proc/self/fd"), threading.active_count()) == before
+
+
+def say_hello() -> None:
+    sys.stdout.write("hello")
+    sys.stderr.write("a warning\n")
+
+
+def test_what_the_ranks_print_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(say_hello, nproc=2)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+    assert sorted(err.splitlines()) == ["[rank 0] a warning", "[rank 1] a warning"]
+
+
+@in_clean_process
 def test_launch_inside_a_rank_is_refused() -> None:
-    with pytest.raises(RankFailedError, match="this process is rank 0 of 1 already"):
+    with pytest.raises(RankFailedError, match=r"UsageError: launch\(\) inside a run") as caught:
         launch(lambda: launch(os.getpid, nproc=1), nproc=1)
+    assert "this process is rank 0 of 1 already" in str(caught.value)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, "many"])
@@ -183,6 +314,42 @@ def test_where_a_fresh_process_can_import_the_function(
     assert isinstance(spawn._callable_elsewhere(call, "launch(f)"), bytes) == fresh
 
 
+def test_a_log_folder_that_was_asked_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PET_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("PET_NNODES", "2")  # of another run
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    launch(say_hello, nproc=2)
+    [folder] = tmp_path.iterdir()
+    assert [p.read_text() for p in folder.glob("*/*/stdout.log")] == ["hello", "hello"]
+    assert list(folder.rglob("result.pickle")) == []
+
+
+AT_A_TERMINAL = """
+import os, sys
+from lockstep.launch.spawn import launch
+if __name__ == "__main__":
+    print("ranks at a terminal:", launch(lambda: sys.stdout.isatty(), nproc=1))
+    print("read here:", input())
+"""
+
+
+@in_clean_process
+def test_the_terminals_keys_stay_the_launching_processs() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL])
+    shown = b""
+    while b"terminal: [True]" not in shown:
+        shown += os.read(terminal, 1000)
+    os.write(terminal, b"keys\n")
+    while b"read here: keys" not in shown:
+        shown += os.read(terminal, 1000)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(terminal)
+
+
 SCRIPT = """
 import os, sys, time
 from lockstep.launch.spawn import launch
@@ -190,12 +357,12 @@ def main():
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(300)
 if GUARD:
-    launch(main, nproc=2)
+    launch(CALLED, nproc=2)
 """
 
 
 def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", "True"))
+    (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", "True").replace("CALLED", "main"))
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
@@ -205,9 +372,15 @@ def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
     assert "UsageError" in done.stderr.splitlines()[-4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", '__name__ == "__main__"'))
+@pytest.mark.parametrize("called", ["main", "lambda: main()"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_launching_process_ends_all(
+    tmp_path: Path, number: signal.Signals, code: int, called: str
+) -> None:
+    guarded = SCRIPT.replace("GUARD", '__name__ == "__main__"')
+    (tmp_path / "script.py").write_text(guarded.replace("CALLED", called))
     with subprocess.Popen(
         [sys.executable, "script.py"],
         cwd=tmp_path,
@@ -216,8 +389,11 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None
         text=True,
     ) as launcher:
         assert launcher.stdout is not None
-        started = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+        ranks = {int(launcher.stdout.readline().split("] ")[1]) for _ in range(2)}
+        started = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(started) == 3  # the zygote too
+        assert ranks < {process.pid for process in started}
         launcher.send_signal(number)
         launcher.wait(timeout=60)
-    assert launcher.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT)
-    assert psutil.wait_procs(started, timeout=5)[1] == []
+    assert launcher.returncode == code
+    assert psutil.wait_procs(started, timeout=20)[1] == []

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import psutil
 import pytest
 
-from lockstep.launch.zygote import Ended, Started, Zygote
+from lockstep.launch.zygote import Ended, FreshZygote, Started, Zygote
 
 
 def work() -> NoReturn:
@@ -35,9 +35,13 @@ def work() -> NoReturn:
 
 
 @contextmanager
-def started(*hows: str, command: tuple[str, ...] = ()) -> Iterator[tuple[Zygote, list[int], int]]:
+def started(
+    *hows: str,
+    command: tuple[str, ...] = (),
+    make: Callable[[], Zygote] = lambda: Zygote(work),
+) -> Iterator[tuple[Zygote, list[int], int]]:
     """A zygote with one rank a way of working; their processes, and what they write."""
-    zygote = Zygote(work)
+    zygote = make()
     reader, writer = os.pipe()
     try:
         for rank, how in enumerate(hows):
@@ -163,17 +167,19 @@ def test_closing_ends_ranks_that_ignore_sigterm() -> None:
 LAUNCHER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from test_zygote import started, read
-with started("wait", "stubborn") as (zygote, pids, reader):
+from test_zygote import work, fresh, started, read, Zygote
+make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work)
+with started("wait", "stubborn", make=make) as (zygote, pids, reader):
     read(reader, 2)
     print(zygote.pid, *pids, flush=True)
     sys.stdin.read()
 """
 
 
-def test_nothing_outlives_a_launcher_that_was_killed() -> None:
+@pytest.mark.parametrize("how", ["fresh", "copy"])
+def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, os.path.dirname(__file__)],
+        [sys.executable, "-c", LAUNCHER, os.path.dirname(__file__), how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -188,3 +194,45 @@ def test_nothing_outlives_a_launcher_that_was_killed() -> None:
         began = time.monotonic()
         assert all(gone(pid) for pid in pids)
         assert time.monotonic() - began < 20
+
+
+FRESH = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from lockstep.launch.zygote import serve
+from test_zygote import work
+serve(int(sys.argv[2]), work)
+"""
+
+
+def fresh() -> FreshZygote:
+    line = [sys.executable, "-c", FRESH, os.path.dirname(__file__)]
+    return FreshZygote(line, os.environ)
+
+
+def test_a_zygote_in_an_interpreter_of_its_own() -> None:
+    zygote = fresh()
+    reader, writer = os.pipe()
+    try:
+        zygote.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
+        assert ends(zygote, 1) == {3: 5}
+        assert read(reader, 3) == ["True", "tell", "True"]
+        zygote.start(4, {"HOW": "wait"}, (writer, writer, writer), own_session=True)
+        os.close(writer)
+        assert read(reader, 1) == ["ready"]
+        assert os.getpgid(zygote.pid) == zygote.pid
+        zygote.signal([4], signal.SIGTERM)
+        assert ends(zygote, 1) == {4: -signal.SIGTERM}
+    finally:
+        os.close(reader)
+        zygote.close()
+    assert gone(zygote.pid)
+
+
+def test_a_fresh_zygote_that_cannot_begin_is_told() -> None:
+    zygote = FreshZygote([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
+    try:
+        with pytest.raises(ChildProcessError, match="is gone"):
+            zygote.events(timeout=20)
+    finally:
+        zygote.close()

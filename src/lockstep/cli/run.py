@@ -27,7 +27,7 @@ class RunCommand(click.Command):
             flags, rest = split_arguments(args, own)
         except SettingError:
             # Asking torchrun's parser imports torch, so only where a flag is not ours.
-            from lockstep.launch.local import torchrun_flags
+            from lockstep.launch.flags import torchrun_flags
 
             flags, rest = split_arguments(args, {**torchrun_flags(), **own})
         ctx.meta[_TORCHRUN] = tuple(w for name, words in flags if name not in own for w in words)
@@ -38,9 +38,9 @@ class RunCommand(click.Command):
 @click.command(
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
-    epilog="Every flag of torchrun is accepted too, with torchrun's meaning (--nnodes, "
-    "--node-rank, --master-addr, --rdzv-endpoint, --max-restarts, ...; see torchrun --help). Flags "
-    "stand before the script; what follows the script is the script's own.",
+    epilog="Every flag of torchrun but --logs-specs is accepted too, with torchrun's meaning "
+    "(--nnodes, --node-rank, --master-addr, --rdzv-endpoint, --max-restarts, --log-dir, ...; see "
+    "torchrun --help). Flags stand before the script; what follows the script is the script's own.",
 )
 @click.option(
     "--nproc",

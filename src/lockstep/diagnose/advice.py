@@ -9,7 +9,7 @@ from lockstep.diagnose.matching import Parting, signature
 from lockstep.diagnose.stacks import IN_BUFFERS, Wait
 
 _GENERAL: dict[Verdict, str] = {
-    "stopped": "let it go on with `kill -CONT PID`, or find out who has stopped it",
+    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
     "left": "every rank must come to every collective: look why it returned early (fewer batches, "
     "a `return`, a condition on the rank)",
     "lost": "look at its own output first: the others wait for it as a consequence",

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from lockstep.launch import job_control
 from lockstep.launch.process import Attempt, Process
 from lockstep.launch.rank_main import FOLDER, Command
 from lockstep.launch.zygote import Ended, Zygote
@@ -60,8 +61,12 @@ class Ranks(Protocol):
         """No rank of the attempt runs any more."""
         ...
 
-    def wait_for_other_nodes(self, attempt: Attempt) -> None:
-        """All ranks of this machine have ended well; those of the others may still run."""
+    def ending(self, attempt: Attempt) -> None:
+        """What still runs of an attempt is about to be asked to end."""
+        ...
+
+    def others_are_done(self, attempt: Attempt) -> bool | None:
+        """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
         ...
 
 
@@ -77,8 +82,7 @@ class Agent(SimpleElasticAgent):
         ranks: streams and supervision.
         grace: seconds between asking the ranks to end and killing them.
         plain: the one process is not told that it is a rank: it starts the ranks itself.
-        keyboard: a rank that is alone gets the terminal's keys. The launcher does without them from
-            then on.
+        keyboard: a rank that is alone gets the terminal's keys while it runs.
     """
 
     def __init__(
@@ -97,13 +101,13 @@ class Agent(SimpleElasticAgent):
         self._zygote, self._command, self._environment = zygote, command, environment
         self._folder, self._ranks, self._grace = folder, ranks, grace
         self._plain, self._keyboard = plain, keyboard
+        self._alone: Process | None = None
+        """The rank that has the terminal's keys."""
         self.attempts: list[Attempt] = []
         self.in_a_hurry = False
         """Set when the user asks a second time: what still runs is killed at once."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.attempts:
-            self._ranks.again(self.attempts[-1], self._remaining_restarts)
         workers = worker_group.workers
         folder = self._folder / f"attempt_{len(self.attempts)}"
         attempt = Attempt(
@@ -119,29 +123,45 @@ class Agent(SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
-        foreground = self._keyboard and attempt.world_size == 1 and _in_foreground()
-        for worker, process in zip(workers, attempt.processes, strict=True):
-            process.folder.mkdir(parents=True)
-            variables = self._variables(worker_group, worker, attempt, process)
-            streams = self._ranks.streams(process, attempt.world_size == 1)
+        alone = self._keyboard and attempt.world_size == 1 and job_control.in_foreground()
+        self._alone = attempt.processes[0] if alone else None
+        for number, worker in enumerate(workers):
             try:
-                self._zygote.start(
-                    process.local_rank,
-                    variables,
-                    streams,
-                    own_session=not foreground,
-                    command=self._command.line if self._command else (),
-                )
-            finally:
-                for stream in streams:
-                    os.close(stream)
+                self._start(worker_group, worker, attempt, attempt.processes[number])
+            except BaseException:  # such as a full disk; what was never started has no end
+                del attempt.processes[number:]
+                raise
         while any(process.pid is None for process in attempt.processes):
             self._read_events(timeout=1.0)
         self._ranks.started(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
-    def _variables(
+    def _start(
         self, group: WorkerGroup, worker: Worker, attempt: Attempt, process: Process
+    ) -> None:
+        process.folder.mkdir(parents=True)
+        command = self._command and self._command.for_rank(process.local_rank)
+        variables = self._variables(group, worker, attempt, process, command)
+        streams = self._ranks.streams(process, attempt.world_size == 1)
+        try:
+            self._zygote.start(
+                process.local_rank,
+                variables,
+                streams,
+                own_session=process is not self._alone,
+                command=command.line if command else (),
+            )
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    def _variables(
+        self,
+        group: WorkerGroup,
+        worker: Worker,
+        attempt: Attempt,
+        process: Process,
+        command: Command | None,
     ) -> dict[str, str]:
         # Counted alike by all machines, where the meeting knows; our own count is of ours alone.
         counted = getattr(group.spec.rdzv_handler, "attempt", None)
@@ -150,24 +170,33 @@ class Agent(SimpleElasticAgent):
             **({} if self._plain else rank_environment(group, worker, restarts, os.environ)),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
-            **(self._command.environment if self._command else {}),
+            **(command.environment if command else {}),
             **self._environment,
         }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempts[-1]
         self._read_events()
+        if self._alone and self._alone.pid and self._alone.code is None:
+            job_control.follow(self._alone.pid, self.pass_on)
         if self._ranks.look(attempt) or self._failed(attempt):
             settled = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
             return RunResult(state=WorkerState.FAILED, failures=_failures(attempt))
-        if attempt.running:
+        # Those that have ended here are started again with the others when a rank elsewhere fails.
+        if attempt.running or self._ranks.others_are_done(attempt) is False:
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={process.rank: None for process in attempt.processes},
         )
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
+        # Before the other machines are waited for, which may take minutes.
+        self._ranks.again(self.attempts[-1], self._remaining_restarts)
+        super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._end(signal.SIGTERM, self._grace)
@@ -177,13 +206,15 @@ class Agent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         # torch's waits in C++ for up to 300 s, where Ctrl-C is not heard.
-        self._ranks.wait_for_other_nodes(self.attempts[-1])
+        if self._ranks.others_are_done(self.attempts[-1]) is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, grace: float) -> None:
         """Asks the ranks to end, waits, and kills those that have not."""
         if not self.attempts:
             return
         attempt = self.attempts[-1]
+        self._ranks.ending(attempt)
         # A rank that waits in C++ answers to Ctrl-C only when it comes back to Python; SIGTERM's
         # default ends it where it is.
         steps = [(number, grace)]
@@ -197,7 +228,19 @@ class Agent(SimpleElasticAgent):
         self._send(attempt, signal.SIGKILL)
         while attempt.running:
             self._read_events(timeout=1.0)
+        if self._alone and self._alone.pid:
+            job_control.take_keys(self._alone.pid)
         self._ranks.ended(attempt)
+
+    def pass_on(self, number: int) -> None:
+        """Sends the ranks a signal that says nothing about their end."""
+        if self.attempts:
+            self._zygote.signal([p.local_rank for p in self.attempts[-1].running], number)
+
+    def give_keys(self) -> None:
+        """Gives the terminal's keys to a rank that is alone, if the launcher has them."""
+        if self._alone and self._alone.pid and self._alone.code is None:
+            job_control.give_keys(self._alone.pid)
 
     def _send(self, attempt: Attempt, number: int) -> None:
         running = attempt.running
@@ -272,11 +315,3 @@ def _failures(attempt: Attempt) -> dict[int, ProcessFailure]:
         for process in attempt.processes
         if process.code not in (None, 0)
     }
-
-
-def _in_foreground() -> bool:
-    """Whether a terminal's keys reach this process."""
-    try:
-        return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 import math
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from lockstep.diagnose.endings import Ending, Interruption, LostNode, ending_from
+from lockstep.diagnose.endings import Interruption, LostNode
 from lockstep.diagnose.first_failure import FirstFailure, first_failure, render
-from lockstep.diagnose.snapshot import Snapshot, from_json, merge, shorten, to_json
-from lockstep.launch import deaths, exceptions
+from lockstep.diagnose.snapshot import Snapshot
+from lockstep.launch import deaths, evidence, exceptions
+from lockstep.launch.account import Account, account_from
 from lockstep.launch.logs import Console
 from lockstep.launch.meeting import Meeting
 from lockstep.launch.nodes import Node, departure
 from lockstep.launch.process import Attempt, Process
+from lockstep.launch.sharing import Sharing
 from lockstep.launch.spec import HangRules
 from lockstep.launch.supervise import Supervisor
 
 _STUCK_AT_EXIT_S = 10.0
 """A rank that has raised is given so long to end."""
-_OTHERS_S = 3.0
+_OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
 _LOOK_S = 0.1
+_ANSWER_S, _LINES_S = 1.0, 4.0
+"""A rank is waited for so long when another machine asks; the latter for lines of collectives."""
 _PEAKS_EVERY_S = 2.0
-_ENDINGS, _RANKS, _SNAPSHOT = "endings", "ranks", "snapshot"
+_ACCOUNT, _DONE, _RANKS = "account", "done", "ranks"
 """What the launchers of a run tell each other."""
 
 
@@ -55,9 +60,9 @@ class Watch:
         self._supervisor: Supervisor | None = None
         self._peaks: dict[int, int] = {}
         self._next_look = 0.0
-        self._times: dict[int, float] = {}
-        """Of the snapshots last heard, by node."""
+        self._sharing: Sharing | None = None
         self._seen: list[Attempt] = []
+        self._done: Attempt | None = None
         self.interrupted: Interruption | None = None
         """The signal that ended the run from outside."""
         self.late: tuple[int, ...] = ()
@@ -77,16 +82,14 @@ class Watch:
 
     def started(self, attempt: Attempt) -> None:
         """Begins to watch."""
-        nodes = attempt.nodes
         if self._timeout is not None:
             self._stop_at = time.monotonic() + self._timeout
         self._meeting.tell(_RANKS, [process.rank for process in attempt.processes])
+        self._sharing = Sharing(
+            self._meeting, attempt.node, attempt.nodes, lambda lines: _snapshot(attempt, lines)
+        )
         self._supervisor = Supervisor(
-            attempt.processes,
-            self._rules,
-            attempt.folder,
-            self._say,
-            (lambda own: self._share(own, nodes)) if nodes > 1 else lambda own: own,
+            attempt.processes, self._rules, attempt.folder, self._say, self._sharing.all_ranks
         )
 
     def look(self, attempt: Attempt) -> bool:
@@ -95,14 +98,18 @@ class Watch:
         if now >= self._stop_at and attempt.running:
             self.late = tuple(process.rank for process in attempt.running)
             return True
+        if self._meeting.lost_nodes() or self._failed_elsewhere(attempt):
+            return True
         if now >= self._next_look:
             self._next_look = now + _PEAKS_EVERY_S
             for process in attempt.running:
                 peak = deaths.peak_memory(process.pid) if process.pid else None
                 if peak is not None:
                     self._peaks[process.rank] = peak
-            if self._meeting.lost_nodes() or self._stuck(attempt):
+            if self._stuck(attempt):
                 return True
+        if self._sharing is not None:
+            self._sharing.answer()
         return self._supervisor is not None and self._supervisor.look()
 
     def _stuck(self, attempt: Attempt) -> bool:
@@ -117,51 +124,95 @@ class Watch:
             self._console.drain()
             attempt.failure = self._failure(attempt)
 
-    def wait_for_other_nodes(self, attempt: Attempt) -> None:
-        """Waits until the ranks of the other machines have ended as well, or a machine is lost."""
-        self._meeting.tell("done", True)
-        while len(self._meeting.heard("done")) < attempt.nodes and not self._meeting.lost_nodes():
-            time.sleep(_LOOK_S)
+    def others_are_done(self, attempt: Attempt) -> bool | None:
+        """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
+        if attempt.nodes == 1:
+            return True
+        if not self._meeting.hears:
+            return None
+        if self._done is not attempt:
+            self._done = attempt
+            self._meeting.tell(_DONE, True)
+        return len(self._meeting.heard(_DONE)) == attempt.nodes
 
-    def _failure(self, attempt: Attempt) -> FirstFailure | None:
-        own = [
-            deaths.ending(process, self._oom, peak_bytes=self._peaks.get(process.rank))
-            for process in attempt.processes
-            if process.code is not None
-        ]
-        failed = any(end.code != 0 and end.asked_to_end is None for end in own)
+    def ending(self, attempt: Attempt) -> None:
+        """Lets the other machines know why, before the ranks of this one are asked to end."""
+        if attempt not in self._seen and attempt.nodes > 1:
+            self._tell(self._account(attempt))
+
+    def _tell(self, account: Account) -> None:
+        self._meeting.tell(_ACCOUNT, account.to_values())
+
+    def _account(self, attempt: Attempt) -> Account:
         supervisor = self._supervisor
-        verdict = supervisor.verdict if supervisor else None
-        endings = self._with_others(own, attempt, wait=failed and self.interrupted is None)
-        return first_failure(
-            endings,
-            hang=verdict if self._rules.on_hang == "stop" else None,
+        stops = supervisor is not None and self._rules.on_hang == "stop"
+        return Account(
+            host=socket.gethostname(),
+            endings=tuple(
+                deaths.ending(process, self._oom, peak_bytes=self._peaks.get(process.rank))
+                for process in attempt.processes
+                if process.code is not None
+            ),
+            complete=not attempt.running,
+            hang=supervisor.verdict if supervisor and stops else None,
             judged_at=supervisor.judged_at if supervisor else 0.0,
             interrupted=self.interrupted or _ctrl_c(attempt),
-            lost_nodes=self._lost(endings),
+        )
+
+    def _others(self, attempt: Attempt) -> dict[int, Account]:
+        """What the other machines of the attempt have told, by node."""
+        if attempt.nodes == 1:
+            return {}
+        told = self._meeting.heard(_ACCOUNT)
+        return {node: account_from(v) for node, v in told.items() if node != attempt.node}
+
+    def _failed_elsewhere(self, attempt: Attempt) -> bool:
+        return any(account.failed for account in self._others(attempt).values())
+
+    def _failure(self, attempt: Attempt) -> FirstFailure | None:
+        own = self._account(attempt)
+        accounts = [own, *self._wait_for_accounts(attempt, own)]
+        hangs = [account for account in accounts if account.hang is not None]
+        judged = min(hangs, key=lambda account: account.judged_at, default=own)
+        signals = [account for account in accounts if account.interrupted is not None]
+        endings = [end for account in accounts for end in account.endings]
+        failure = first_failure(
+            endings,
+            hang=judged.hang,
+            judged_at=judged.judged_at,
+            interrupted=signals[0].interrupted if signals else None,
+            lost_nodes=self._lost({end.rank for end in endings}),
             folder=str(attempt.folder),
             read_line=linecache.getline,
         )
+        if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
+            host = signals[0].host
+            failure = replace(failure, headline=f"{failure.headline} on host {host}")
+        return failure
 
-    def _with_others(self, own: list[Ending], attempt: Attempt, wait: bool) -> list[Ending]:
-        """The endings of all machines' ranks, those that can be had in a few seconds."""
+    def _wait_for_accounts(self, attempt: Attempt, own: Account) -> Sequence[Account]:
+        """Those of the other machines that can be had in a few seconds."""
         if attempt.nodes == 1:
-            return own
-        self._meeting.tell(_ENDINGS, [end.to_values() for end in own])
-        limit = time.monotonic() + _OTHERS_S
-        while wait and time.monotonic() < limit:
-            gone = len(self._meeting.lost_nodes())
-            if len(self._meeting.heard(_ENDINGS)) + gone >= attempt.nodes:
+            return ()
+        self._tell(own)
+        limit = time.monotonic() + (_OTHERS_S if self._meeting.hears else 0.0)
+        while time.monotonic() < limit:
+            others = self._others(attempt)
+            accounts = [own, *others.values()]
+            told = {node for node, account in others.items() if account.complete}
+            gone = {_rank(node) for node in self._meeting.lost_nodes()}
+            if (
+                len(told | gone) >= attempt.nodes - 1
+                or any(account.interrupted for account in accounts)
+                or not any(account.failed for account in accounts)
+            ):
                 break
             time.sleep(_LOOK_S)
-        told = self._meeting.heard(_ENDINGS)
-        others = [ending_from(v) for node, vs in told.items() if node != attempt.node for v in vs]
-        return own + others
+        return tuple(self._others(attempt).values())
 
-    def _lost(self, endings: list[Ending]) -> list[LostNode]:
+    def _lost(self, explained: set[int]) -> list[LostNode]:
         """The machines that are gone without a word about their ranks."""
         ranks = self._meeting.heard(_RANKS)
-        explained = {end.rank for end in endings}
         return [
             LostNode(
                 host=node.host,
@@ -173,17 +224,11 @@ class Watch:
             if not explained & set(ranks.get(_rank(node), ()))
         ]
 
-    def _share(self, own: Snapshot, nodes: int) -> Snapshot | None:
-        """All ranks of the run; None while a machine has told nothing new."""
-        self._meeting.tell(_SNAPSHOT, json.loads(to_json(shorten(own))))
-        told = {
-            node: from_json(json.dumps(values))
-            for node, values in self._meeting.heard(_SNAPSHOT).items()
-        }
-        times = {node: snapshot.time for node, snapshot in told.items()}
-        fresh = all(times[node] != self._times.get(node) for node in times)
-        self._times = times
-        return merge(told.values()) if fresh and len(told) == nodes else None
+
+def _snapshot(attempt: Attempt, lines: bool) -> Snapshot:
+    """The ranks of this machine, for a launcher that waits for them."""
+    ranks = [evidence.Watched(p.rank, p.pid or 0, p.folder, p.code) for p in attempt.processes]
+    return evidence.take_snapshot(ranks, _LINES_S if lines else _ANSWER_S, lines=lines)
 
 
 def _rank(node: Node) -> int:

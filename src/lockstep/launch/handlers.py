@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Publish = Callable[[Mapping[str, Any]], None]
+Forget = Callable[[str], None]
+"""Has the node that serves call `forget_ranks` and then set a key."""
 
 _LOOK_S = 0.02
 _READY = "lockstep/ready"
@@ -101,7 +103,7 @@ class FixedNodes:
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         rank = self._board.own.rank or 0
         if rank == 0:
-            _forget_ranks(self._store)
+            forget_ranks(self._store)
             store.set(_READY, "")
         store.get(_READY)
         place = RendezvousStoreInfo(LOOPBACK, self._port)
@@ -180,6 +182,7 @@ class ChangingNodes:
         *,
         say: Say,
         publish: Publish,
+        forget: Forget,
     ) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -188,7 +191,7 @@ class ChangingNodes:
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
         self._board, self._store, self._port = board, store, port
-        self._say, self._publish = say, publish
+        self._say, self._publish, self._forget = say, publish, forget
         self.attempt: int | None = None
         parameters = RendezvousParameters(
             backend="c10d",
@@ -219,8 +222,10 @@ class ChangingNodes:
             info = torchs.next_rendezvous()
             # Each round has a store of its own, so that nothing of an earlier one is found here.
             if info.rank == 0:
-                _forget_ranks(self._store)
-                info.store.set("lockstep/attempt", str(self._store.add("lockstep/attempts", 1) - 1))
+                attempt = self._store.add("lockstep/attempts", 1) - 1
+                self._forget(f"lockstep/forgotten/{attempt}")
+                self._store.get(f"lockstep/forgotten/{attempt}")
+                info.store.set("lockstep/attempt", str(attempt))
             self.attempt = int(info.store.get("lockstep/attempt"))
         self._change({"rank": info.rank, "round": self.attempt + 1, "started": self.attempt + 1})
         place = RendezvousStoreInfo(LOOPBACK, self._port)
@@ -329,11 +334,13 @@ class ChangingNodes:
         self._torchs = None
 
 
-def _forget_ranks(store: TCPStore) -> None:
-    """Takes away what the ranks of an earlier start have left in the store.
+def forget_ranks(store: TCPStore) -> None:
+    """Takes away what the ranks of an earlier start have left in the store; where it is served.
 
     Since torch 2.13 ranks put no prefix of the attempt before their keys (`_create_c10d_store` in
     torch/distributed/rendezvous.py), and would connect to addresses of ranks that are gone.
+    `list_keys` holds the interpreter's lock while it waits for the answer, which elsewhere the
+    forwarder, in the same process, would have to carry.
     """
     for key in store.list_keys():
         if not key.startswith(_KEPT):

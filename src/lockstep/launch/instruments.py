@@ -13,6 +13,7 @@ Everything here works for any script, costs about a microsecond a step, and is r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -88,12 +89,20 @@ class Instruments:
 
     def close(self) -> None:
         """Takes everything out again; the files stay."""
+        self.stop_answering()
+        while self._undo:
+            self._undo.pop()()
+
+    def stop_answering(self) -> None:
+        """Ends the thread that answers.
+
+        Before the interpreter's own end: a thread that then comes back from torch for the
+        interpreter's lock takes the process down ("terminate called without an active exception").
+        """
         thread = self._thread
         if thread is not None and self._ask is not None:
             os.write(self._ask, b"0 stop\n")
             thread.join()
-        while self._undo:
-            self._undo.pop()()
 
     def forget(self) -> None:
         """In a forked child: it is not the rank, and has none of its threads."""
@@ -109,6 +118,10 @@ class Instruments:
         faulthandler.enable(crash)
         self._undo.append(faulthandler.enable if was_enabled else faulthandler.disable)
         stacks = self._open("stacks.txt")
+        # What faulthandler leaves behind at the interpreter's end: a late request kills nobody.
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+            self._undo.append(lambda: signal.signal(STACK_SIGNAL, before))
         # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
@@ -228,7 +241,7 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 
 _installed: Instruments | None = None
-_knows_of_forks = False
+_registered = False
 
 
 def install(folder: Path) -> None:
@@ -237,12 +250,13 @@ def install(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    global _installed, _knows_of_forks
+    global _installed, _registered
     uninstall()
     _installed = Instruments(folder)
-    if not _knows_of_forks:
+    if not _registered:
         os.register_at_fork(after_in_child=_forget)
-        _knows_of_forks = True
+        atexit.register(_fall_silent)
+        _registered = True
 
 
 def uninstall() -> None:
@@ -251,6 +265,11 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.close()
         _installed = None
+
+
+def _fall_silent() -> None:
+    if _installed is not None:
+        _installed.stop_answering()
 
 
 def _forget() -> None:

@@ -3,7 +3,8 @@
 Messages are JSON objects, each behind its length in four bytes. A visitor sends itself (a `Node`);
 the server answers with the visitor's number and all nodes, or with its objection. From then on both
 send changes of nodes (a visitor: of itself; the server: of itself and of all others), and a beat
-every second; who is not heard for seven beats is lost. A goodbye says why.
+every second; who is not heard for seven beats is lost. A goodbye says why. A visitor may also ask
+for the store to be freed of what earlier ranks have left there (`handlers.forget_ranks`).
 
 Everything here runs in the thread of `gate`'s event loop.
 """
@@ -89,8 +90,10 @@ class Link:
 class Hub:
     """The serving side: keeps every board equal to its own."""
 
-    def __init__(self, board: Board, say: Callable[[str], None]) -> None:
-        self._board, self._say = board, say
+    def __init__(
+        self, board: Board, say: Callable[[str], None], forget: Callable[[str], None]
+    ) -> None:
+        self._board, self._say, self._forget = board, say, forget
         self._links: dict[int, Link] = {}
         self._closing = False
 
@@ -131,6 +134,8 @@ class Hub:
             if "goodbye" in message:
                 self._depart(number, LEFT, str(message["goodbye"]))
                 return
+            if "forget" in message:
+                self._forget(str(message["forget"]))
             changes = message.get("changes", {})
             self._change(number, {k: v for k, v in changes.items() if k in _VISITORS_OWN})
 
@@ -193,6 +198,10 @@ class Visitor:
     def publish(self, changes: Mapping[str, Any]) -> None:
         """Sends changes of the own node, which are on the own board already."""
         self._link.send({"changes": changes})
+
+    def forget(self, key: str) -> None:
+        """Asks for `handlers.forget_ranks`, and for a key to be set after it."""
+        self._link.send({"forget": key})
 
     async def close(self, why: str) -> None:
         """Says goodbye."""

@@ -5,51 +5,51 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.diagnose.first_failure import render
 from lockstep.errors import SettingError
 from lockstep.launch import spec as pure
+from lockstep.launch.flags import check_flags, is_asked, max_nodes, parse_flags
 from lockstep.launch.machine import cores_allowed, read_machine
 from lockstep.launch.rank_main import (
+    MACRO,
     Command,
     Script,
+    folder_of,
     fresh_interpreter,
     import_for_ranks,
     run_and_exit,
 )
-from lockstep.launch.reading import Reading, read_script
+from lockstep.launch.reading import Reading, hidden_by, read_script
 from lockstep.launch.spec import LaunchSpec, Plan
 from lockstep.launch.variables import variables
 from lockstep.launch.zygote import Zygote
+
+if TYPE_CHECKING:
+    from lockstep.launch.running import Outcome
 
 _ASKED_WORDS = {"auto", "gpu", "cpu"}
 
 Say = Callable[[str], None]
 
 
-def torchrun_flags() -> dict[str, bool]:
-    """Every flag of torchrun, read from its own parser, and whether a value follows it."""
-    from torch.distributed.run import get_args_parser
-
-    return {
-        name: action.nargs != 0
-        for action in get_args_parser()._actions
-        for name in action.option_strings
-        if name not in ("-h", "--help")
-    }
-
-
 def plan(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
     """What `run` would start on this machine.
 
     Raises:
-        SettingError: a flag's value that torchrun refuses, or a number of processes that is none.
+        SettingError: as `run`.
     """
-    return _prepare(spec, environ)[0]
+    spec = _with_variables(spec, environ)
+    reading = _read(spec, environ)
+    made, _ = _prepare(spec, environ)
+    cold = _why_cold(spec, reading, environ) or _why_not_copied(spec)
+    return _with_notes(made, _script(spec, reading), reading, cold)
 
 
 def run(spec: LaunchSpec, say: Say | None = None) -> int:
@@ -63,37 +63,27 @@ def run(spec: LaunchSpec, say: Say | None = None) -> int:
         The exit code, see `lockstep.errors`: 0; the script's own; 70, 71; 128 + a signal's number.
 
     Raises:
-        SettingError: as `plan`.
+        SettingError: a script, flag or variable with which nothing can be started.
         JoinError: the machines of the run did not come together.
     """
     say = say or _to_stderr
-    _check_script(spec)
+    _open_closed_streams()
     environ = dict(os.environ)
-    reading = read_script(_source_of(spec))
+    spec = _with_variables(spec, environ)
+    reading = _read(spec, environ)
     script = _script(spec, reading)
     cold = _why_cold(spec, reading, environ)
     with variables(_threads_known_early(spec, environ)):
         if cold is None:
             import_for_ranks(reading.optimizes)
+            cold = _why_not_copied(spec)
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: run_and_exit(script))
         try:
             made, namespace = _prepare(spec, environ)
-            notes = [*made.notes, *([f"fresh interpreters ({cold})"] if cold else [])]
-            if reading.own_processes and made.nproc == 1 and made.one_node:
-                made = replace(made, own_processes=True)
-                notes.append("the script starts its own processes")
-            say(f"{made.nproc} x {spec.script}: " + "; ".join(notes))
-            from lockstep.launch.running import make_folder, run_to_the_end
-
-            outcome = run_to_the_end(
-                plan=made,
-                namespace=namespace,
-                zygote=zygote,
-                command=_command(script, namespace) if cold else None,
-                hang=spec.hang,
-                folder=make_folder(namespace.log_dir, Path(spec.script).stem),
-            )
+            made = _with_notes(made, script, reading, cold)
+            command = _command(script, namespace) if cold else None
+            outcome = _run(spec, made, namespace, zygote, command, say)
         finally:
             zygote.close()
     if outcome.failure is not None:
@@ -101,18 +91,113 @@ def run(spec: LaunchSpec, say: Say | None = None) -> int:
     return outcome.exit_code
 
 
-def _check_script(spec: LaunchSpec) -> None:
-    program = any(flag.replace("_", "-") == "--no-python" for flag in spec.torchrun)
-    if spec.module or program or Path(spec.script).exists():
-        return
-    folder = Path(spec.script).parent
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(Path(spec.script).name, names, n=1)
-    raise SettingError(
-        f"lockstep run {spec.script}",
-        "there is no such file",
-        f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module",
+def _run(
+    spec: LaunchSpec,
+    made: Plan,
+    namespace: argparse.Namespace,
+    zygote: Zygote,
+    command: Command | None,
+    say: Say,
+) -> Outcome:
+    from lockstep.launch.running import make_folder, run_to_the_end
+
+    if command is not None and command.numa is not None:
+        for rank in range(made.nproc):  # what stands against it is heard before anything starts
+            command.for_rank(rank)
+    folder = make_folder(namespace.log_dir, Path(spec.script).stem)
+    say(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
+    return run_to_the_end(
+        plan=made,
+        namespace=namespace,
+        zygote=zygote,
+        command=command,
+        hang=spec.hang,
+        folder=folder,
     )
+
+
+def _open_closed_streams() -> None:
+    """Where the launcher was started without a stream (`<&-`, `>&-`), /dev/null takes its place.
+
+    Else the next file or socket would get its number, and the ranks would take it for theirs.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def _with_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
+    """What must be known before torchrun's parser is at hand."""
+    return replace(spec, module=spec.module or is_asked("--module", spec.torchrun, environ))
+
+
+def _is_program(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+    """Whether what is to be started is no Python script."""
+    if is_asked("--run-path", spec.torchrun, environ):
+        return False
+    return is_asked("--no-python", spec.torchrun, environ)
+
+
+def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> Reading:
+    """Checks that there is something to start, and reads its source."""
+    if _is_program(spec, environ):
+        _check_program(spec.script)
+        return Reading()
+    (_check_module if spec.module else _check_script)(spec.script)
+    folder = Path(folder_of(spec.script, module=spec.module))
+    package = Path(__file__).parents[1]
+    for path in (folder / f"{package.name}.py", folder / package.name / "__init__.py"):
+        if path.is_file() and path.resolve() != package / "__init__.py":
+            raise SettingError(
+                f"lockstep run {spec.script}",
+                f"{path} has the name of this package, which each rank imports",
+                "rename it, or start the script with torchrun",
+            )
+    return read_script(_source_of(spec))
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is not None:
+        return
+    if not Path(name).is_file():
+        found, advice = "there is no such program", "check its name, and PATH"
+    elif "/" not in name:
+        found, advice = "there is no such program in PATH", f"write ./{name}"
+    else:
+        found, advice = "it is not executable", f"chmod +x {name}"
+    raise SettingError(f"lockstep run --no-python {name}", found, advice)
+
+
+def _check_module(name: str) -> None:
+    if name.endswith(".py") and Path(name).is_file():
+        raise SettingError(
+            f"lockstep run -m {name}",
+            "it is a file, not the name of a module",
+            f"lockstep run {name}, or lockstep run -m {name.removesuffix('.py')}",
+        )
+
+
+def _check_script(name: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        found, advice = "it is a folder without __main__.py", "name a script in it"
+    elif path.exists():
+        return
+    else:
+        folder = path.parent
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        near = [n for n in names if n == f"{path.name}.py"]
+        near = near or difflib.get_close_matches(path.name, names, n=1)
+        found = "there is no such file"
+        advice = f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module"
+    raise SettingError(f"lockstep run {name}", found, advice)
 
 
 def _source_of(spec: LaunchSpec) -> str:
@@ -134,14 +219,30 @@ def _script(spec: LaunchSpec, reading: Reading) -> Script:
     )
 
 
+def _with_notes(made: Plan, script: Script, reading: Reading, cold: str | None) -> Plan:
+    """The plan with what the script's source has decided."""
+    notes = list(made.notes)
+    if cold is not None:
+        notes.append(f"fresh interpreters ({cold})")
+    own = reading.own_processes and made.nproc == 1 and made.one_node
+    flag = None if own else script.local_rank_flag
+    if own:
+        notes.append("the script starts its own processes")
+    if flag is not None:
+        notes.append(f"the script is given {flag}")
+    return replace(made, notes=tuple(notes), own_processes=own, local_rank_flag=flag)
+
+
 def _why_cold(spec: LaunchSpec, reading: Reading, environ: Mapping[str, str]) -> str | None:
     """Why the ranks cannot be copies of a warm process; None: they can."""
     if not spec.warm:
         return "--no-warm"
-    flags = {flag.partition("=")[0].replace("_", "-") for flag in spec.torchrun}
-    for flag in ("--no-python", "--numa-binding"):
-        if flag in flags:
-            return flag
+    if _is_program(spec, environ):
+        return "--no-python"
+    if any(text.partition("=")[0].replace("_", "-") == "--numa-binding" for text in spec.torchrun):
+        return "--numa-binding"
+    if any(MACRO in text for text in spec.arguments):
+        return f"{MACRO} among the arguments"
     if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return "PYTHON_EXEC is set"
     if not hasattr(os, "fork") or sys.platform != "linux":
@@ -149,6 +250,12 @@ def _why_cold(spec: LaunchSpec, reading: Reading, environ: Mapping[str, str]) ->
     if reading.variables_for_import:
         return f"the script sets {reading.variables_for_import[0]} before it imports torch"
     return None
+
+
+def _why_not_copied(spec: LaunchSpec) -> str | None:
+    """Why a process that has imported what this one has is none that the script could start in."""
+    hidden = hidden_by(folder_of(spec.script, module=spec.module), sys.modules)
+    return f"{', '.join(hidden)} beside the script" if hidden else None
 
 
 def _threads_known_early(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -162,49 +269,30 @@ def _threads_known_early(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[s
 def _command(script: Script, namespace: argparse.Namespace) -> Command:
     """What a fresh process is to execute, and the variables it needs for that."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)
-    if namespace.no_python:
-        return Command((script.path, *script.arguments), {})
+    numa = getattr(namespace, "numa_binding", None)
+    if namespace.no_python and not namespace.run_path:
+        return Command((script.path, *script.arguments), {}, numa)
     if python != sys.executable:
         # Another interpreter may have neither Lockstep nor our version of Python.
         module = ("-m",) if script.module else ()
-        return Command((python, "-u", *module, script.path, *script.arguments), {})
-    return fresh_interpreter(script)
+        return Command((python, "-u", *module, script.path, *script.arguments), {}, numa)
+    return fresh_interpreter(script)._replace(numa=numa)
 
 
 def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
-    from lockstep.launch.running import parse_flags
-
     given = [f"--nproc-per-node={spec.nproc}"] if spec.nproc is not None else []
     asked = parse_flags([*spec.torchrun, *given, spec.script])
-    if asked.logs_specs is not None:
-        raise SettingError(
-            f"--logs-specs {asked.logs_specs}",
-            "the ranks' streams are read by Lockstep, which keeps a file for each",
-            "leave the flag out; --log-dir, --redirects and --tee say where the streams go",
-        )
-    if spec.module and asked.no_python:
-        raise SettingError("-m with --no-python", "a module needs Python", "leave one of them out")
     machine = read_machine()
     if asked.nproc_per_node in _ASKED_WORDS or asked.nproc_per_node.lstrip("-").isdigit():
         nproc = pure.choose_nproc(asked.nproc_per_node, machine.cores, machine.gpus)
     else:
         nproc = _nproc_by_torchrun(asked.nproc_per_node)
-    made = pure.plan(spec, machine, environ, nproc, one_node=_max_nodes(asked.nnodes) == 1)
+    check_flags(asked, nproc)
+    made = pure.plan(spec, machine, environ, nproc, one_node=max_nodes(asked.nnodes) == 1)
     namespace = parse_flags(made.arguments)
     # argparse swallows a `--` that belongs to the script.
     namespace.training_script_args = list(spec.arguments)
     return made, namespace
-
-
-def _max_nodes(asked: str) -> int:
-    from torch.distributed.run import parse_min_max_nnodes
-
-    try:
-        return int(parse_min_max_nnodes(asked)[1])
-    except (ValueError, RuntimeError):
-        raise SettingError(
-            f"--nnodes {asked}", "not a number of machines", "write a number, or MIN:MAX"
-        ) from None
 
 
 def _nproc_by_torchrun(asked: str) -> int:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 
 from lockstep.errors import SettingError
 from lockstep.launch.screen import Source
@@ -25,6 +26,7 @@ from lockstep.launch.streams import Reader, Sink, open_terminal, set_size
 
 STREAMS = ("stdout", "stderr")
 
+_PREFIX = "[rank ${rank}] "
 _MAX_WAITING = 4 << 20
 _TICK_S = 0.05
 _SIZE_EVERY_S = 1.0
@@ -44,7 +46,8 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     """
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
     filters = {name: getattr(flags, f"duplicate_{name}_filters", None) or () for name in STREAMS}
-    return Console(shown, filters)
+    prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _PREFIX
+    return Console(shown, filters, Template(prefix).safe_substitute(role_name=flags.role))
 
 
 def choose_streams(
@@ -111,6 +114,7 @@ class Console:
         shown: by local rank the streams that reach the console; None: all do.
         filters: for `stdout` and `stderr` texts; lines shown on the console that hold one of them
             are also written to `filtered_stdout.log` in the attempt's folder.
+        prefix: of each line, with `${rank}` and `${local_rank}` (torchrun's template).
         environ: looked at for NO_COLOR and TERM.
         stdout: where the ranks' standard output goes.
         stderr: where their standard error and the launcher's own lines go.
@@ -120,12 +124,14 @@ class Console:
         self,
         shown: Mapping[int, Collection[str]] | None = None,
         filters: Mapping[str, Collection[str]] | None = None,
+        prefix: str = _PREFIX,
         *,
         environ: Mapping[str, str] = os.environ,
         stdout: int = 1,
         stderr: int = 2,
     ) -> None:
         self._shown, self._filters = shown, filters or {}
+        self._prefix = Template(prefix)
         first, second = Sink(stdout, environ), Sink(stderr, environ)
         if first.identity == second.identity:
             second = first  # one cursor: what is drawn for the one would be in the way of the other
@@ -174,7 +180,8 @@ class Console:
             Descriptors for the rank: input, output, error. The caller closes them once the rank
             has them.
         """
-        source = Source(rank, "" if alone else f"[rank {rank}] ", alone)
+        prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
+        source = Source(rank, "" if alone else prefix, alone)
         shown = STREAMS if self._shown is None else self._shown.get(local_rank, ())
         first, second = self._sinks.values()
         if alone and first is second and first.terminal and len(shown) == len(STREAMS):

@@ -51,12 +51,15 @@ class Meeting:
         interface: str | None,
         publish: Publish = lambda changes: None,
         ends: Callable[[str], None] = lambda why: None,
+        hears: bool = True,
     ) -> None:
         self.handler = handler
         """torch's `RendezvousHandler` for the agent."""
         self.interface = interface
         """Name of the network interface that reaches the other nodes; loopback on one machine;
         None: unknown. For `network.socket_variables`."""
+        self.hears = hears
+        """Whether launchers hear what others tell; they do not by a rendezvous of torch's own."""
         self._board, self._publish, self._ends = board, publish, ends
         self._closed = False
 
@@ -194,6 +197,7 @@ def _by_torch(config: LaunchConfig, say: Say) -> Meeting:
     )
     say(
         f"--rdzv-backend {config.rdzv_backend}: torch's own rendezvous; its store asks for no "
-        "token and listens on all interfaces of the node of rank 0"
+        "token and listens on all interfaces of the node of rank 0, and ranks that hang on several "
+        "machines are not told"
     )
-    return Meeting(handler, Board(own_node(config)), interface=None)
+    return Meeting(handler, Board(own_node(config)), interface=None, hears=False)

@@ -49,13 +49,13 @@ class Node:
     def name(self) -> str:
         """The node in words."""
         if self.rank is None:
-            return f"process {self.pid} on {self.host}"
-        return f"node {self.rank} on {self.host}"
+            return f"process {self.pid} on host {self.host}"
+        return f"node {self.rank} on host {self.host}"
 
     @property
     def process(self) -> str:
         """The launcher in words."""
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on host {self.host}"
 
     @property
     def gone(self) -> bool:

@@ -1,7 +1,7 @@
 """What runs in a rank: the user's script as `__main__`, as `python script.py` would run it.
 
 Warm, the process is a copy of the zygote and `run_and_exit` ends it; cold, it is a fresh
-interpreter started with `python -u -m lockstep.launch.rank_main`.
+interpreter, started by `fresh_interpreter`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import io
 import json
@@ -27,6 +29,10 @@ from typing import Any, NamedTuple, NoReturn
 
 FOLDER = "LOCKSTEP_RANK_FOLDER"
 """Variable: where this rank's logs and evidence lie."""
+_PACKAGES = str(Path(__file__).parents[2])
+"""The folder that holds this package."""
+MACRO = "${local_rank}"
+"""Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
 _SCRIPT = "LOCKSTEP_SCRIPT"
 """Variable: what a fresh interpreter is to run, as JSON."""
 
@@ -44,8 +50,9 @@ class Script:
 
     def own_arguments(self) -> list[str]:
         """The arguments for this process, with the flag that names its rank first."""
-        flag = self.local_rank_flag
-        return ([f"{flag}={os.environ['LOCAL_RANK']}"] if flag else []) + list(self.arguments)
+        flag, rank = self.local_rank_flag, os.environ.get("LOCAL_RANK")
+        given = [] if flag is None or rank is None else [f"{flag}={rank}"]
+        return [*given, *self.arguments]
 
 
 class Command(NamedTuple):
@@ -53,6 +60,22 @@ class Command(NamedTuple):
 
     line: tuple[str, ...]
     environment: dict[str, str]
+    numa: str | None = None
+    """The value of --numa-binding: to which processors, near its GPU, the process is bound."""
+
+    def for_rank(self, local_rank: int) -> Command:
+        """With the local rank in the place of torchrun's macro, and bound to its processors.
+
+        Raises:
+            SettingError: it cannot be bound.
+        """
+        rank = str(local_rank)
+        line = tuple(word.replace(MACRO, rank) for word in self.line)
+        if self.numa is not None:
+            from lockstep.launch.torch_private import bound_to_processors
+
+            line = bound_to_processors(line, local_rank, self.numa)
+        return Command(line, {n: v.replace(MACRO, rank) for n, v in self.environment.items()})
 
 
 def run_and_exit(script: Script) -> NoReturn:
@@ -65,16 +88,18 @@ def run_and_exit(script: Script) -> NoReturn:
 
 def fresh_interpreter(script: Script) -> Command:
     """What runs the script as `run_and_exit` does, but in an interpreter of its own."""
-    line = (sys.executable, "-u", "-m", "lockstep.launch.rank_main")
-    return Command(line, {_SCRIPT: json.dumps(asdict(script))})
+    # Not by -m: a lockstep.py in the working folder would then be taken for this package.
+    code = f"import sys; sys.path.insert(0, {_PACKAGES!r}); import {__name__} as m; m.main()"
+    return Command((sys.executable, "-u", "-c", code), {_SCRIPT: json.dumps(asdict(script))})
 
 
 def main() -> NoReturn:
     """The entry of a fresh interpreter."""
+    sys.path.remove(_PACKAGES)
     values = json.loads(os.environ.pop(_SCRIPT))
     script = Script(**{**values, "arguments": tuple(values["arguments"])})
-    import torch  # noqa: F401  (the instruments watch it)
-
+    # Before torch is imported: as under plain Python, modules beside the script go first.
+    _set_path(folder_of(script.path, module=script.module))
     code = _run(script)
     if code == -signal.SIGINT:
         leave(code)
@@ -100,8 +125,8 @@ def run_recorded(
     folder = Path(os.environ[FOLDER])
     from lockstep.launch import exceptions, instruments
 
-    instruments.install(folder)
     try:
+        instruments.install(folder)
         body(folder)
     except BaseException as error:
         error.__traceback__ = _of_the_program(error.__traceback__)
@@ -129,7 +154,30 @@ def leave(code: int) -> NoReturn:
     with contextlib.suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    finish_files()
     end(code)
+
+
+def finish_files() -> None:
+    """Writes out what stands in the buffers of files that the program has left open.
+
+    The interpreter does it when it takes down the modules, which is not done here: their objects'
+    `__del__` may wait for threads of torch that wait for the interpreter.
+    """
+    files = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase | zipfile.ZipFile)
+    ]
+    texts = [thing for thing in files if isinstance(thing, io.TextIOWrapper)]
+    inner = (io.BufferedWriter, io.BufferedRandom, io.BufferedReader, io.RawIOBase)
+    others = [thing for thing in files if not isinstance(thing, (io.TextIOWrapper, *inner))]
+    buffers = [thing for thing in files if isinstance(thing, inner)]
+    # From the outside in; what packs files is not complete before it is closed.
+    steps = [*(x.flush for x in texts), *(x.close for x in others), *(x.flush for x in buffers)]
+    with contextlib.suppress(KeyboardInterrupt):
+        for step in steps:
+            with contextlib.suppress(Exception):  # closed already, or a disk that is full
+                step()
+    ctypes.CDLL(None).fflush(None)  # of the program's C libraries
 
 
 def end(code: int) -> NoReturn:
@@ -149,18 +197,16 @@ def _run_as_main(script: Script) -> None:
     sys.orig_argv = [sys.executable, *(["-m"] if script.module else []), *sys.argv]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    folder = folder_of(script.path, module=script.module)
+    _set_path(folder)
     if script.module:
-        _set_path(os.getcwd())
         code = _fill_in(main, _find_module(script.path), f"No module named {script.path}")
         sys.argv[0] = str(main.__file__)
-    elif os.path.isdir(script.path) or zipfile.is_zipfile(script.path):
-        path = os.path.abspath(script.path)
-        _set_path(path)
-        spec = PathFinder.find_spec("__main__", [path])
-        code = _fill_in(main, spec, f"can't find '__main__' module in {path!r}")
+    elif folder == os.path.abspath(script.path):
+        spec = PathFinder.find_spec("__main__", [folder])
+        code = _fill_in(main, spec, f"can't find '__main__' module in {folder!r}")
     else:
         path = os.path.abspath(script.path)
-        _set_path(os.path.dirname(os.path.realpath(path)))
         main.__dict__.update(__file__=path, __cached__=None, __package__=None)
         main.__loader__ = SourceFileLoader("__main__", path)
         code = _compile(path)
@@ -191,6 +237,20 @@ def _fill_in(main: types.ModuleType, spec: ModuleSpec | None, missing: str) -> C
     main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
     main.__dict__.update(__file__=spec.origin, __cached__=spec.cached)
     return code
+
+
+def folder_of(path: str, *, module: bool) -> str:
+    """Where Python first looks for what a script or module imports: its `sys.path[0]`.
+
+    Args:
+        path: of the script; the name of the module.
+        module: which of them it is.
+    """
+    if module:
+        return os.getcwd()
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        return os.path.abspath(path)
+    return os.path.dirname(os.path.realpath(path))
 
 
 def _set_path(first: str) -> None:
@@ -265,7 +325,3 @@ def _honour_threads() -> None:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
         torch.set_num_threads(int(asked))
-
-
-if __name__ == "__main__":
-    main()

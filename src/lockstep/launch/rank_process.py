@@ -1,22 +1,38 @@
-"""The other end of `launch`: what runs in each of its processes."""
+"""What runs in the processes of `launch`: a function, where `rank_main` has a script.
+
+A rank is a copy of the launching process itself, or it is forked from a fresh interpreter that has
+imported torch. It then imports the user's script as a process of multiprocessing does (start method
+"spawn"), and reads the call; so no rank is a copy of a process in which the user's code has run.
+"""
 
 from __future__ import annotations
 
+import json
+import mmap
+import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import signal
+import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-STARTING = "LOCKSTEP_LAUNCH_STARTING"
-"""Variable that is set while a new process imports the user's script, until our code begins."""
+from lockstep.launch import rank_main
+from lockstep.launch.zygote import FreshZygote, serve
 
-NO_MAIN_GUARD = 76
-"""Exit code of a process whose script called `launch` while it was being imported."""
+RESULT = "result.pickle"
+"""In a rank's folder: what the function returned."""
+
+_FRESH = """\
+import json, sys
+sys.path = json.loads(sys.argv[1])
+from lockstep.launch.rank_process import zygote_main
+zygote_main(*(int(text) for text in sys.argv[2:]))
+"""
 
 
 class Call(NamedTuple):
@@ -26,85 +42,116 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
 
 
-class Started(NamedTuple):
-    """First message: the process runs our code."""
+class NoMainGuard(SystemExit):
+    """The script that a rank imports called `launch` while it was being imported."""
 
 
-class Result(NamedTuple):
-    """Last message of a rank that returned: the value, pickled."""
-
-    pickled: bytes
-
-
-class Failure(NamedTuple):
-    """Last message of a rank that raised."""
-
-    time: float
-    """`time.monotonic()`, which all processes of a machine share."""
-    error: str
-    """The exception in one line."""
-    traceback: str
+def importing_the_script() -> bool:
+    """Whether this process is a rank that has not come to its function yet."""
+    process = multiprocessing.current_process()
+    return "RANK" in os.environ and getattr(process, "_inheriting", False)
 
 
-def rank_main(pipe: Connection, call: Call | bytes, inherited_fd: int | None) -> None:
-    """Runs the call and sends `Started`, then `Result` or `Failure`.
-
-    Args:
-        pipe: to the process that launched.
-        call: pickled for a fresh process; as it is for a copy of the launching one.
-        inherited_fd: in a copy, the listening socket, which is the launching process's alone.
-    """
-    os.environ.pop(STARTING, None)
-    if inherited_fd is not None:
-        os.close(inherited_fd)
-        _forget_the_parent()
-    # A group of its own, so that it is ended together with its DataLoader workers, and so that
-    # Ctrl-C reaches the launching process alone.
-    os.setsid()
-    pipe.send(Started())
-    try:
-        fn, args = pickle.loads(call) if isinstance(call, bytes) else call
-        last: Result | Failure = _call(fn, args)
-    except BaseException as error:
-        last = Failure(time.monotonic(), _one_line(error), _users_traceback(error))
-    pipe.send(last)
-    pipe.close()
-    if isinstance(last, Failure):
-        sys.exit(1)
-
-
-def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Result:
-    try:
-        value = fn(*args)
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-        value = None
-    # Exit handlers do not run in processes of multiprocessing: what `fn` left open is closed here.
-    world = sys.modules.get("lockstep.world")
-    if world is not None:
-        world.close_current()
-    # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
-    return Result(pickle.dumps(value))
-
-
-def _forget_the_parent() -> None:
-    """Undoes what a copy has from the launching process and must not keep."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def run_copy(call: Call) -> NoReturn:
+    """The life of a rank that is a copy of the launching process."""
+    rank_main.open_streams()
+    _forget_handlers()
     torch = sys.modules.get("torch")
     if torch is not None:
         # OpenMP's thread pool was not copied; a parallel region would wait for it for ever.
         torch.set_num_threads(1)
+    codes = []
+    # It forgets the children, finalizers and locks of the launching process, and ends by itself
+    # without what that one runs at its exit.
+    process: Any = multiprocessing.Process(
+        target=lambda: codes.append(rank_main.run_recorded(lambda folder: _run(call, folder))),
+        name=_name(),
+        daemon=False,
+    )
+    process._bootstrap()
+    rank_main.end(codes[0] if codes else 1)
 
 
-def _one_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+def _forget_handlers() -> None:
+    """The signals that end a process end this one, whatever the launching process does at them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if callable(signal.getsignal(number)):
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
 
 
-def _users_traceback(error: BaseException) -> str:
-    """The traceback without our own frames at its top."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+def start_fresh(call: bytes, environment: Mapping[str, str], optimizes: bool) -> FreshZygote:
+    """A zygote whose ranks run the pickled call.
+
+    Args:
+        call: a `Call`, pickled.
+        environment: variables in addition to ours.
+        optimizes: whether the ranks will probably make an optimizer.
+
+    Raises:
+        OSError: no process could be made.
+    """
+    preparation = multiprocessing.spawn.get_preparation_data("")
+    # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
+    preparation["authkey"] = bytes(preparation["authkey"])
+    path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
+    with tempfile.TemporaryFile() as file:
+        pickle.dump(preparation, file)
+        file.write(call)
+        file.flush()
+        python = os.fsdecode(multiprocessing.spawn.get_executable())
+        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        numbers = (int(optimizes), file.fileno())
+        line = [python, *options, "-c", _FRESH, json.dumps(path), *map(str, numbers)]
+        return FreshZygote(line, {**os.environ, **environment}, [file.fileno()])
+
+
+def zygote_main(optimizes: int, file: int, control: int) -> NoReturn:
+    """The life of a fresh zygote; see `start_fresh`."""
+    os.set_inheritable(file, False)
+    rank_main.import_for_ranks(bool(optimizes))
+    serve(control, lambda: _run_fresh(file))
+
+
+def _run_fresh(file: int) -> NoReturn:
+    rank_main.open_streams()
+    rank_main.settle()
+    rank_main.leave(rank_main.run_recorded(lambda folder: _run(_read_call(file), folder)))
+
+
+def _read_call(file: int) -> Call:
+    """Imports the user's script and reads what to call."""
+    process = multiprocessing.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # by it `launch` in the script is known
+    try:
+        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
+            os.close(file)
+            preparation: dict[str, Any] = pickle.load(mapped)
+            multiprocessing.spawn.prepare({**preparation, "name": _name()})
+            call: Call = pickle.load(mapped)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    return call
+
+
+def _name() -> str:
+    return f"lockstep-rank-{os.environ['RANK']}"
+
+
+def _run(call: Call, folder: Path) -> None:
+    """Calls the function and writes what it returns."""
+    try:
+        value = call.fn(*call.args)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        value = None
+    # In copies nothing runs at exit: what the function left open is closed here.
+    world = sys.modules.get("lockstep.world")
+    if world is not None:
+        world.close_current()
+    temporary = folder / f"{RESULT}.new"
+    with open(temporary, "wb") as file:
+        # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
+        pickle.dump(value, file)
+    temporary.replace(folder / RESULT)

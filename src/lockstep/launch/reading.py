@@ -1,11 +1,12 @@
-"""What a script's source says about how it wants to be started; pure but for `read_script`."""
+"""What a script's source says about how it wants to be started, and what lies beside it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
@@ -88,3 +89,35 @@ def _last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
+    """Modules which have been imported, where a script in `folder` would import its own instead.
+
+    Args:
+        folder: the script's, which Python searches first.
+        loaded: as `sys.modules`.
+
+    Returns:
+        The names of what is in the folder (`random.py`, `numpy`), sorted.
+    """
+    try:
+        paths = list(Path(folder).iterdir())
+    except OSError:  # a zip file
+        return []
+    return sorted(
+        path.name
+        for path in paths
+        if (path.suffix in (".py", ".so") or (path / "__init__.py").is_file())
+        and _is_another(loaded.get(path.name.partition(".")[0]), path.parent.resolve())
+    )
+
+
+def _is_another(module: ModuleType | None, folder: Path) -> bool:
+    """Whether a module comes from a file, and from another folder."""
+    file = getattr(module, "__file__", None)
+    frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
+    if file is None or frozen:  # Python looks for these elsewhere first
+        return False
+    path = Path(file).resolve()
+    return (path.parents[1] if path.name == "__init__.py" else path.parent) != folder

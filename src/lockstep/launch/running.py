@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.run import config_from_args, get_args_parser
+from torch.distributed.run import config_from_args
 
 from lockstep.diagnose.endings import Interruption
 from lockstep.diagnose.first_failure import FirstFailure
-from lockstep.errors import SettingError
+from lockstep.errors import JoinError, SettingError
 from lockstep.launch.agent import Agent
 from lockstep.launch.attempt import Watch
+from lockstep.launch.flags import max_nodes
 from lockstep.launch.instruments import FLIGHT_RECORDER
+from lockstep.launch.job_control import stops_with
 from lockstep.launch.logs import console_for
 from lockstep.launch.meeting import open_meeting
 from lockstep.launch.network import socket_variables
@@ -43,6 +47,12 @@ _NOBODYS = (signal.SIG_DFL, signal.default_int_handler)
 
 _GRACE_S = 10.0
 """Between asking a rank to end and killing it, where --shutdown-timeout does not say."""
+
+
+LAUNCHER = "LOCKSTEP_LAUNCHER"
+"""Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
+_MASTER_PORT = 29500
+"""Torchrun's, where --master-port does not say."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ def run_to_the_end(
     folder: Path,
     timeout: float | None = None,
     keyboard: bool = True,
+    launcher: str = "lockstep run",
 ) -> Outcome:
     """Meets the other machines, starts the ranks of this one and watches them to their end.
 
@@ -87,6 +98,7 @@ def run_to_the_end(
         folder: of the run; each attempt gets a folder in it.
         timeout: seconds from the start of the ranks after which they are ended; None: no limit.
         keyboard: a rank that is alone gets the terminal's keys, see `Agent`.
+        launcher: what the ranks are told of who gave them their ranks.
 
     Raises:
         SettingError: a flag's value that cannot be honoured.
@@ -104,59 +116,70 @@ def run_to_the_end(
             zygote,
             command,
             {
-                **FLIGHT_RECORDER,
+                **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
                 **socket_variables(os.environ, meeting.interface),
                 **plan.environment,
+                **({} if plan.own_processes else {LAUNCHER: launcher}),
             },
             folder,
             watch,
-            grace=float(namespace.shutdown_timeout or _GRACE_S),
+            grace=_grace(namespace),
             plain=plan.own_processes,
             keyboard=keyboard,
         )
         try:
-            with _signals(agent, watch, config.signals_to_handle):
+            with (
+                _signals(agent, watch, config.signals_to_handle),
+                stops_with(agent.pass_on, agent.give_keys),
+                _torch_logs_errors_alone(),
+            ):
                 agent.run()
-        except SignalException:
-            pass  # `watch.interrupted` has it
+        except SignalException:  # `watch.interrupted` has it
+            events.record(agent.get_event_failed(), config.event_log_handler)
+        except JoinError as error:
+            # For another start, that is; what made it necessary is the first failure.
+            if not agent.attempts or agent.attempts[-1].failure is None:
+                raise
+            console.say(f"the ranks cannot be started again: {error}")
         else:
+            events.record(agent.get_event_succeeded(), config.event_log_handler)
             meeting.handler.shutdown()
         attempt = agent.attempts[-1] if agent.attempts else None
         failure = attempt.failure if attempt else None
         if failure is not None:
             meeting.close(failure.headline)
+        elif watch.interrupted is not None:
+            meeting.close(f"it was sent {signal.Signals(watch.interrupted.signal).name}")
     return Outcome(failure, watch.interrupted, attempt, watch.late)
-
-
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Torchrun's flags, read by its own parser.
-
-    Args:
-        arguments: the flags, the script and what follows it.
-
-    Raises:
-        SettingError: torchrun refuses them.
-    """
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    try:
-        return parser.parse_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise SettingError(
-            f"{error.argument_name}", error.message, "torchrun --help says what it takes"
-        ) from None
 
 
 def _config(namespace: argparse.Namespace) -> LaunchConfig:
     """What torchrun makes of its flags; what its `run` does with them first is done here."""
-    if namespace.standalone:
+    open_port = namespace.rdzv_backend == "static" and not namespace.rdzv_endpoint
+    open_port = open_port and namespace.master_port is None
+    if namespace.standalone or (open_port and max_nodes(namespace.nnodes) == 1):
         namespace.rdzv_backend = "c10d"
         namespace.rdzv_endpoint = "localhost:0"
         namespace.rdzv_id = str(uuid.uuid4())
+    if namespace.master_port is None:
+        namespace.master_port = _MASTER_PORT
     # The plan says how many threads: torch would set and announce its own choice.
     with variables({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
-        config, _, _ = config_from_args(namespace)
+        try:
+            config, _, _ = config_from_args(namespace)
+        except (ValueError, AssertionError) as error:
+            raise SettingError(
+                "torchrun's flags", str(error), "torchrun --help says what they take"
+            ) from None
     return config
+
+
+def _grace(namespace: argparse.Namespace) -> float:
+    """Seconds between asking a rank to end and killing it."""
+    asked: float | None = getattr(namespace, "shutdown_timeout", None)
+    if asked is None:
+        asked = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
+    return asked
 
 
 def _worker_spec(config: LaunchConfig, handler: Any, name: str) -> WorkerSpec:
@@ -181,14 +204,37 @@ def make_folder(asked: str | None, name: str) -> Path:
     Args:
         asked: the flag's value.
         name: of the script.
+
+    Raises:
+        SettingError: nothing can be written there.
     """
-    # The ranks may change their own working folder.
-    root = Path(asked or Path(tempfile.gettempdir()) / f"lockstep-logs-{os.getuid()}").absolute()
-    root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
-    if not asked and root.stat().st_uid != os.getuid():  # somebody has made it to read or swap ours
-        root = root.parent
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(tempfile.mkdtemp(prefix=f"{name}-{stamp}-", dir=root))
+    try:
+        # The ranks may change their own working folder.
+        root = Path(asked or Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")).absolute()
+        root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
+        if not asked and root.stat().st_uid != os.getuid():  # made by somebody to read or swap ours
+            root = root.parent
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return Path(tempfile.mkdtemp(prefix=f"{name}-{stamp}-", dir=root))
+    except OSError as error:
+        raise SettingError(
+            f"--log-dir {asked}" if asked else "the temporary folder, as there is no --log-dir",
+            str(error),
+            "name a folder in which you may write: --log-dir FOLDER",
+        ) from None
+
+
+@contextlib.contextmanager
+def _torch_logs_errors_alone() -> Iterator[None]:
+    """Within it torch's agent logs no warnings, which are said better here; LOGLEVEL still wins."""
+    logger = logging.getLogger(SimpleElasticAgent.__module__)
+    before = logger.level
+    if "LOGLEVEL" not in os.environ:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

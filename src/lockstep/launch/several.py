@@ -30,7 +30,7 @@ from lockstep.launch.endpoint import (
     serve_store,
     store_timeout,
 )
-from lockstep.launch.handlers import ChangingNodes, FixedNodes, Say
+from lockstep.launch.handlers import ChangingNodes, FixedNodes, Forget, Say, forget_ranks
 from lockstep.launch.links import Hub, Link, Visitor, introduce
 from lockstep.launch.meeting import Meeting
 from lockstep.launch.nodes import HERE, Board, announcer, objection_as_error
@@ -125,7 +125,13 @@ def _serve(
     address = str(listener.getsockname()[0])
     store = serve_store(0, store_timeout(config))
     board = Board(own_node(config))
-    hub = Hub(board, say)
+    inside = _client(store.port, store_timeout(config), endpoint)
+
+    def forget(key: str) -> None:
+        forget_ranks(inside)
+        inside.set(key, "")
+
+    hub = Hub(board, say, forget)
     thread = gate.Thread()
     door = gate.Gate(token, store.port, hub.attend, say)
 
@@ -144,7 +150,7 @@ def _serve(
         if token.open:
             where = Endpoint(address, endpoint.port).text
             say(f"{VARIABLE}=none: whoever reaches {where} may join this run")
-        return _meeting(config, board, (store, store.port), address, say, thread, hub, ends)
+        return _meeting(config, board, (store, store.port), address, say, thread, hub, ends, forget)
     except BaseException:
         thread.wait(door.close())
         thread.close()
@@ -186,7 +192,10 @@ def _visit(
                 thread.wait(forwarder.close())
                 thread.close()
 
-        return _meeting(config, board, (store, port), own, say, thread, visitor, ends)
+        def forget(key: str) -> None:
+            thread.soon(lambda: visitor.forget(key))
+
+        return _meeting(config, board, (store, port), own, say, thread, visitor, ends, forget)
     except BaseException:
         if forwarder is not None:
             thread.wait(forwarder.close())
@@ -253,6 +262,7 @@ def _meeting(
     thread: gate.Thread,
     side: Hub | Visitor,
     ends: Callable[[str], None],
+    forget: Forget,
 ) -> Meeting:
     def publish(changes: Mapping[str, object]) -> None:
         thread.soon(lambda: side.publish(changes))
@@ -270,7 +280,7 @@ def _meeting(
             publish=publish,
         )
     else:
-        handler = ChangingNodes(board, config, store, port, say=say, publish=publish)
+        handler = ChangingNodes(board, config, store, port, say=say, publish=publish, forget=forget)
     asked = network.resolve(config.local_addr) if config.local_addr else []
     shown = next(filter(network.is_here, asked), address)
 

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import pickle
-import socket
+import shutil
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UsageError
-from lockstep.launch.machine import Machine, read_machine
-from lockstep.launch.rank_process import NO_MAIN_GUARD, STARTING, Call, rank_main
-from lockstep.launch.signals import sigterm_raises
-from lockstep.launch.spec import choose_nproc, threads_per_process
-from lockstep.launch.watch import Rank, end, watch
+from lockstep.diagnose.first_failure import FirstFailure, render
+from lockstep.errors import RankFailedError, UsageError
+from lockstep.launch.exceptions import read_record
+from lockstep.launch.machine import read_machine
+from lockstep.launch.process import Attempt
+from lockstep.launch.rank_process import (
+    RESULT,
+    Call,
+    NoMainGuard,
+    importing_the_script,
+    run_copy,
+    start_fresh,
+)
+from lockstep.launch.reading import read_script
+from lockstep.launch.spec import HangRules, LaunchSpec, Plan, choose_nproc, plan
+from lockstep.launch.zygote import Zygote
+
+if TYPE_CHECKING:
+    from lockstep.launch.running import Outcome
+
+_GRACE_S = 3.0
+"""Between the request to end and the killing."""
+
+# What torchrun's `PET_` variables may say otherwise.
+_ONE_START = ("--standalone", "--nnodes=1", "--max-restarts=0")
 
 
 def launch(
@@ -32,12 +53,16 @@ def launch(
 
     Each process finds its place as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...), so
     `lockstep.init()` and `torch.distributed.init_process_group()` in `fn` join the run. All
-    sockets are on loopback.
+    sockets are on loopback. The processes are watched as under `lockstep run`: one that fails, and
+    a run that cannot go on, ends all of them within seconds. What they print is passed on with
+    their rank before each line. Ctrl-C, and SIGTERM where the caller has no handler of its own,
+    end the processes and then raise here; when this process is killed they are ended as well.
 
-    A function of an importable module runs in fresh processes (start method "spawn"). What cannot
-    be sent to those, such as a function of a notebook, a lambda or a closure, runs in copies of
-    this process ("fork"), with one torch thread each: OpenMP's other threads do not survive a
-    fork, and waiting for them would hang.
+    A function of an importable module runs in fresh processes, which import this process's script
+    as those of multiprocessing do (start method "spawn"). What cannot be sent to those, such as a
+    function of a notebook, a lambda or a closure, runs in copies of this process ("fork"), with
+    one torch thread each: OpenMP's other threads do not survive a fork, and waiting for them would
+    hang.
 
     Args:
         fn: called on every process with the same arguments. What it returns must be picklable,
@@ -51,7 +76,8 @@ def launch(
         The returned values, by rank.
 
     Raises:
-        RankFailedError: a process failed. The others have been ended.
+        RankFailedError: a process failed, all wait for each other, or the time is over. The others
+            have been ended. Logs and evidence are kept in a folder, which the message names.
         SettingError: `nproc` is not a number of processes.
         UsageError: called inside a rank; from a script without the `__main__` guard; or CUDA is in
             use in this process and `fn` can only be run by fork.
@@ -62,26 +88,33 @@ def launch(
     name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {size} process{'' if size == 1 else 'es'}"
     call = _callable_elsewhere(Call(fn, tuple(args)), was_set)
-    ranks: list[Rank] = []
-    with sigterm_raises(), socket.create_server(("127.0.0.1", 0), backlog=max(128, size)) as server:
+    short = name.rpartition(".")[2]
+    spec = LaunchSpec(script=short if short.isidentifier() else "launch", torchrun=_ONE_START)
+    made = plan(spec, machine, os.environ, size, one_node=True)
+    if isinstance(call, Call):
+        made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
+    zygote = _start_zygote(call, made, fn)
+    try:
+        outcome, folder, temporary = _run(made, spec.script, zygote, timeout)
+    finally:
+        zygote.close()
+    keep = not temporary
+    try:
+        _raise_if_interrupted(outcome)
         try:
-            for rank in range(size):
-                environment = _environment(machine, rank, size, server, isinstance(call, Call))
-                ranks.append(_start(rank, call, environment, server))
-            # After the copies are made: the store runs a thread, and its locks would be copied.
-            store = _serve(server)
-            results = watch(ranks, was_set, timeout)
-            del store
-        finally:
-            end(ranks)
-    return results
+            return _values(outcome, was_set, timeout)
+        except RankFailedError:
+            keep = True
+            raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_inside_a_rank() -> None:
-    if os.environ.get(STARTING):
-        # The new process is importing the script, which called us again: the caller of the first
-        # launch explains it, once.
-        raise SystemExit(NO_MAIN_GUARD)
+    if importing_the_script():
+        # The process that launched us explains it, once.
+        raise NoMainGuard(1)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UsageError(
             "launch() inside a run",
@@ -120,77 +153,123 @@ def _callable_elsewhere(call: Call, was_set: str) -> Call | bytes:
     return call
 
 
-def _environment(
-    machine: Machine, rank: int, size: int, server: socket.socket, copy: bool
-) -> dict[str, str]:
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.getsockname()[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": f"launch-{os.getpid()}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        STARTING: "1",
-    }
-    if copy:
-        variables["OMP_NUM_THREADS"] = "1"
-    elif "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(threads_per_process(machine.cores, size))
-    if machine.loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = machine.loopback
-    return variables
-
-
-def _start(
-    rank: int, call: Call | bytes, environment: dict[str, str], server: socket.socket
-) -> Rank:
-    copy = isinstance(call, Call)
-    context: Any = multiprocessing.get_context("fork" if copy else "spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    # Not a daemon: those may have no children, and so no DataLoader workers.
-    process = context.Process(
-        target=rank_main,
-        args=(theirs, call, server.fileno() if copy else None),
-        name=f"lockstep-rank-{rank}",
-    )
-    # A fresh process imports the script, and with it torch, before it comes to our code: its
-    # variables must be there from the first instruction.
-    with _variables(environment), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
-        process.start()
-    theirs.close()
-    return Rank(rank, process, ours)
-
-
-def _serve(server: socket.socket) -> Any:
-    """The store at which the ranks meet, on our loopback socket; torch's own listens on all."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    port = server.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
-
-
-@contextmanager
-def _variables(added: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
+def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zygote:
+    if isinstance(call, Call):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+            return Zygote(lambda: run_copy(call))
     try:
-        yield
+        source = inspect.getsourcefile(inspect.unwrap(fn)) or ""
+    except (TypeError, OSError):  # not a function of Python's
+        source = ""
+    optimizes = "torch._dynamo" in sys.modules or read_script(source).optimizes
+    return start_fresh(call, made.environment, optimizes)
+
+
+def _run(
+    made: Plan, name: str, zygote: Zygote, timeout: float | None
+) -> tuple[Outcome, Path, bool]:
+    """How it ended, the folder of the run, and whether that is one of ours alone."""
+    # Only now: it imports much, and the zygote has begun already.
+    from lockstep.launch.flags import parse_flags
+    from lockstep.launch.running import make_folder, run_to_the_end
+
+    flags = parse_flags(made.arguments)
+    flags.shutdown_timeout = _GRACE_S
+    temporary = flags.log_dir is None
+    folder = make_folder(flags.log_dir, name)
+    try:
+        outcome = run_to_the_end(
+            plan=made,
+            namespace=flags,
+            zygote=zygote,
+            command=None,
+            hang=HangRules(),
+            folder=folder,
+            timeout=timeout,
+            keyboard=False,
+            launcher="lockstep.launch",
+        )
+    except BaseException:
+        if temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return outcome, folder, temporary
+
+
+def _raise_if_interrupted(outcome: Outcome) -> None:
+    """Goes on with what a signal began; a rank that is alone may have had Ctrl-C for us."""
+    number = outcome.interrupted.signal if outcome.interrupted else 0
+    if outcome.failure is not None and outcome.failure.kind == "interrupted":
+        number = outcome.failure.exit_code - 128
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number:
+        raise SystemExit(128 + number)
+
+
+def _values(outcome: Outcome, was_set: str, timeout: float | None) -> list[Any]:
+    if outcome.attempt is None:
+        raise TypeError("a run that was not interrupted has been started")
+    try:
+        if outcome.failure is not None:
+            raise _failed(outcome.failure, outcome.attempt, was_set)
+        if outcome.late:
+            raise _late(outcome.late, outcome.attempt, f"{was_set}, timeout={timeout}")
+        return [
+            _read(process.folder, process.rank, was_set) for process in outcome.attempt.processes
+        ]
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for process in outcome.attempt.processes:
+            (process.folder / RESULT).unlink(missing_ok=True)
+
+
+def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+    folders = {process.rank: process.folder for process in attempt.processes}
+    records = {rank: read_record(folders[rank]) for rank in first.ranks}
+    if any(record and record.type == NoMainGuard.__name__ for record in records.values()):
+        return UsageError(
+            was_set,
+            "each new process imports the script, and the script launches again when imported",
+            'put the call of launch() under `if __name__ == "__main__":`',
+        )
+    rank = next((rank for rank, record in records.items() if record), min(first.ranks, default=0))
+    record = records.get(rank)
+    text = render(replace(first, advice=())).removeprefix("FIRST FAILURE: ")
+    default = "mend what its traceback shows" if record else "look at what the process printed last"
+    return RankFailedError(
+        was_set,
+        text.replace("\n", "\n    "),
+        "; ".join(first.advice) or default,
+        rank,
+        record.traceback if record else "",
+    )
+
+
+def _late(ranks: tuple[int, ...], attempt: Attempt, was_set: str) -> RankFailedError:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return RankFailedError(
+        was_set,
+        f"rank{'s' if len(ranks) > 1 else ''} {numbers} had not ended in time\n"
+        f"    logs: {attempt.folder}",
+        "allow more time, or see what those ranks wait for",
+        ranks[0],
+    )
+
+
+def _read(folder: Path, rank: int, was_set: str) -> Any:
+    try:
+        with open(folder / RESULT, "rb") as file:
+            return pickle.load(file)  # written by our own process, in a folder of this user alone
+    except FileNotFoundError:
+        found, do = "without returning (os._exit?)", "let the function return"
+        raise RankFailedError(
+            was_set, f"rank {rank} ended with exit code 0, but {found}", do, rank
+        ) from None
+    except Exception as error:
+        raise RankFailedError(
+            was_set,
+            f"what rank {rank} returned cannot be read here: {error}",
+            "return plain values, tensors, or objects of importable classes",
+            rank,
+        ) from error

@@ -71,21 +71,40 @@ class Plan:
     """Variables that every process gets in addition to the launcher's own."""
     notes: tuple[str, ...]
     """The choices made automatically, each with its reason."""
-    arguments: tuple[str, ...]
-    """Arguments of torch's elastic launcher."""
+    flags: tuple[str, ...]
+    """For torch's elastic launcher."""
+    script: tuple[str, ...]
+    """The script or module, and its own arguments."""
     own_processes: bool = False
     """The one process started here starts the ranks itself; it is not told that it is one."""
+    local_rank_flag: str | None = None
+    """The argument in which the script wants its local rank."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What would follow `torchrun`."""
+        return (*self.flags, *self.script)
 
     def describe(self) -> str:
         """The plan as text, for `--dry-run`."""
         where = "on this machine" if self.one_node else "on this machine, one of several"
         lines = [f"{_count(self.nproc, 'process', 'processes')} {where}"]
         lines += [f"  {note}" for note in self.notes]
-        lines.append("variables for every process:")
-        lines += [f"  {name}={value}" for name, value in sorted(self.environment.items())]
-        lines.append("the same with torchrun:")
-        lines.append(f"  torchrun {shlex.join(self.arguments)}")
+        if self.environment:
+            lines.append("variables for every process:")
+            lines += [f"  {name}={value}" for name, value in sorted(self.environment.items())]
+        command = self._plainly()
+        lines += [f"the same with {command.partition(' ')[0]}:", f"  {command}"]
         return "\n".join(lines)
+
+    def _plainly(self) -> str:
+        name, *arguments = self.script
+        if self.own_processes:
+            module = ["-m"] if "--module" in self.flags else []
+            return shlex.join(["python", *module, *self.script])
+        if self.local_rank_flag:
+            arguments.insert(0, f"{self.local_rank_flag}=${{local_rank}}")  # torchrun fills it in
+        return shlex.join(["torchrun", *self.flags, name, *arguments])
 
 
 def settings_environment(settings: Settings) -> dict[str, str]:
@@ -212,14 +231,13 @@ def plan(
         one_node=one_node,
         environment=environment,
         notes=tuple(notes),
-        arguments=(
+        flags=(
             *(["--standalone"] if one_node and not _rendezvous_given(spec, environ) else []),
             *spec.torchrun,
             f"--nproc-per-node={nproc}",
             *(["--module"] if spec.module else []),
-            spec.script,
-            *spec.arguments,
         ),
+        script=(spec.script, *spec.arguments),
     )
 
 

@@ -6,10 +6,13 @@ Written for torch 2.11 to 2.13. What is missing in another version is left out o
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from lockstep.errors import SettingError
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 """Functions of `torch._C._distributed_c10d`: the Flight Recorder of Gloo and others, that of NCCL.
@@ -54,3 +57,35 @@ def process_groups() -> list[dict[str, Any]]:
         }
         for group, name in list(c10d._world.pg_names.items())
     ]
+
+
+def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
+    """A command that runs on the processors near a GPU: torchrun's --numa-binding.
+
+    Args:
+        line: the command.
+        gpu: index of the GPU.
+        mode: a value of the flag, see `torch.numa.binding.AffinityMode`.
+
+    Raises:
+        SettingError: there is no such GPU, no numactl, or the kernel does not tell what is near.
+    """
+    from torch.numa import binding
+
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    logger = logging.getLogger(binding.__name__)
+    before, logger.disabled = logger.disabled, True  # it would print the traceback
+    try:
+        return tuple(
+            binding._maybe_wrap_command_args_with_numa_binding(
+                line, gpu_index=gpu, numa_options=options
+            )
+        )
+    except Exception as error:  # of CUDA, of the file system, of torch's own checks
+        raise SettingError(
+            f"--numa-binding {mode}",
+            f"local rank {gpu} cannot be bound: {error}",
+            "leave the flag out; it needs one GPU a process, and the command numactl",
+        ) from None
+    finally:
+        logger.disabled = before

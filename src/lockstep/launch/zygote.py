@@ -1,7 +1,7 @@
 """The zygote: a process that has imported torch once and forks the ranks.
 
-It is forked from the launcher before any thread exists, or, where the launcher is a program of the
-user's, it is an interpreter of its own (`FreshZygote`). It keeps one thread itself, and does nothing
+It is forked from the launcher before any thread exists, or is an interpreter of its own where the
+launcher is a program of the user's (`FreshZygote`). It keeps one thread itself, and does nothing
 but fork, reap and signal: a fork from it is safe, and eight ranks start about as fast as one. As
 the ranks' parent it alone signals them, so a number that the system has given to another process
 meanwhile is never hit.
@@ -217,8 +217,9 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
         os.setpgid(0, 0)
+        watched: list[Any] = [self.control, self.wake]
         while True:
-            readable = select.select([self.control, self.wake], [], [])[0]
+            readable = select.select(watched, [], [])[0]
             if self.wake in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake, 4096)
@@ -275,8 +276,8 @@ class _Server:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)  # dup2 makes them inheritable
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)  # dup2 makes them inheritable
             os.close(stream)
         for descriptor in (self.wake, self.waker):
             os.close(descriptor)

@@ -3,6 +3,7 @@
 | started by                          | known by                                              |
 |-------------------------------------|-------------------------------------------------------|
 | `lockstep run`, torchrun            | RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK |
+|                                     | (LOCKSTEP_LAUNCHER says that it was not torchrun)     |
 | older launchers, by hand            | RANK WORLD_SIZE, `--local_rank` among the arguments   |
 | `mpirun` of Open MPI                | OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE |
 | `mpirun` of MPICH and Intel MPI     | PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS     |
@@ -77,7 +78,8 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         master_addr=master_addr,
         master_port=_port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        source="torchrun" if elastic else "RANK and WORLD_SIZE",
+        source=environ.get("LOCKSTEP_LAUNCHER")
+        or ("torchrun" if elastic else "RANK and WORLD_SIZE"),
     )
     if local_size > size:
         raise SettingError(
