@@ -38,9 +38,11 @@ def stops_with(
     def stop(number: int, frame: FrameType | None) -> None:
         # Not SIGTSTP: the kernel does not stop groups by it that no shell could let go on.
         signal_ranks(signal.SIGSTOP)
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        # Not by its name: a function that refers to itself keeps the run's sockets open until a
+        # garbage collection.
+        this = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, stop)
+        signal.signal(signal.SIGTSTP, this)
         before_going_on()
         signal_ranks(signal.SIGCONT)
 
@@ -49,7 +51,6 @@ def stops_with(
         yield
     finally:
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        del stop  # it refers to itself, and would keep the run's sockets open until a collection
 
 
 def in_foreground() -> bool:
