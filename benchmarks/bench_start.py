@@ -75,13 +75,13 @@ def seconds(command: list[str], ranks: int, kind: str, folder: Path) -> float:
     return reached[1] - reached[0] if kind == "restart" else reached[0] - began
 
 
-def measure(rounds: int, sizes: list[int]) -> dict[str, dict[str, list[float]]]:
+def measure(rounds: int, sizes: list[int], kinds: list[str]) -> dict[str, dict[str, list[float]]]:
     """Seconds by `kind, ranks` and contestant."""
     found: dict[str, dict[str, list[float]]] = {}
     names = list(CONTESTANTS)
     with tempfile.TemporaryDirectory() as folder:
         for at in range(rounds + 1):
-            for kind in KINDS:
+            for kind in kinds:
                 for size in sizes:
                     into = found.setdefault(f"{kind}, {size} ranks", {name: [] for name in names})
                     for name in names[at % 3 :] + names[: at % 3]:
@@ -109,8 +109,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/start.json")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     given = parser.parse_args()
-    found = measure(given.rounds, given.ranks)
+    found = measure(given.rounds, given.ranks, given.kinds)
     show(found)
     facts = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

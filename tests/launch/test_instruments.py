@@ -265,6 +265,16 @@ def test_installing_twice_watches_once(tmp_path: Path) -> None:
         assert [beacon and beacon.steps for beacon in beacons] == [0, 1]
 
 
+@in_clean_process
+def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> None:
+    with installed(tmp_path), group_of_one():
+        ask(tmp_path, "1")
+        instruments._fall_silent()  # at exit, before the interpreter's own end
+        assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
+        faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
+        os.kill(os.getpid(), STACK_SIGNAL)
+
+
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
 def test_what_is_no_beacon(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "beacon").write_bytes(content)

@@ -31,7 +31,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._ours, theirs = pty.openpty()
-        self._said, self._read_to = "", 0
+        self.said, self._read_to = "", 0
 
         def take_terminal() -> None:
             os.setsid()
@@ -54,10 +54,10 @@ class Shell:
     def until(self, text: str) -> None:
         """Reads on until it shows a text."""
         limit = time.monotonic() + _ANSWER_S
-        while (found := self._said.find(text, self._read_to)) < 0:
-            assert time.monotonic() < limit, f"no {text!r} in {self._said!r}"
+        while (found := self.said.find(text, self._read_to)) < 0:
+            assert time.monotonic() < limit, f"no {text!r} in {self.said!r}"
             if select.select([self._ours], [], [], 0.1)[0]:
-                self._said += os.read(self._ours, 65536).decode(errors="replace")
+                self.said += os.read(self._ours, 65536).decode(errors="replace")
         self._read_to = found + len(text)
 
     def end(self) -> None:
@@ -141,6 +141,7 @@ def test_stopping_going_on_and_ending_by_keys(tmp_path: Path, shell: Shell, npro
     shell.until("ready> ")
     shell.types("echo code $?\n")
     shell.until("code 130")
+    assert "death signal" not in shell.said  # of torch's log
 
 
 def test_a_handler_of_the_users_is_left_in_place() -> None:

@@ -416,6 +416,17 @@ def test_filters_and_choice(tmp_path: Path) -> None:
     assert logged(tmp_path, 2, "stderr") == b"err\n"
 
 
+def test_torchruns_template_for_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${role_name} ${rank} ${local_rank} ${other}>"
+    )
+    flags = argparse.Namespace(role="tr", redirects="0", tee="0", local_ranks_filter="")
+    with console_for(flags, 1) as console:
+        for descriptor in console.open(3, 0, tmp_path):
+            os.close(descriptor)
+        assert console._prefix.safe_substitute(rank=3, local_rank=0) == "<tr 3 0 ${other}>"
+
+
 ALL, NONE = {"stdout", "stderr"}, set[str]()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.rank_main import Script, fresh_interpreter
+from lockstep.errors import SettingError
+from lockstep.launch.rank_main import Command, Script, fresh_interpreter
 
 RUN = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
@@ -177,3 +178,32 @@ def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
         module=True,
         local_rank_flag="--r",
     )
+
+
+def test_each_rank_of_a_command_has_its_number() -> None:
+    script = Script(path="s.py", arguments=("--k=${local_rank}", "$x", "$$"))
+    command = fresh_interpreter(script).for_rank(3)
+    assert json.loads(command.environment["LOCKSTEP_SCRIPT"])["arguments"] == ["--k=3", "$x", "$$"]
+    assert Command(("./a.sh", "x${local_rank}"), {}).for_rank(0) == Command(("./a.sh", "x0"), {})
+
+
+def test_a_process_is_bound_to_processors_by_torchs_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where a new torch has changed what `torch_private` uses."""
+    from torch.numa import binding
+
+    (tmp_path / "numactl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bound = Command(("python", "s.py"), {}, "node")
+    with pytest.raises(SettingError, match="--numa-binding node"):  # there is no GPU here
+        bound.for_rank(99)
+    cpus = {0: {0, 1, 2}, 1: {3}}
+    monkeypatch.setattr(
+        binding, "_get_logical_cpus_to_bind_to", lambda gpu_index, numa_options: cpus[gpu_index]
+    )
+    assert bound.for_rank(0).line == ("numactl", "--physcpubind=0-2", "python", "s.py")
+    assert bound.for_rank(1).line == ("numactl", "--physcpubind=3", "python", "s.py")
+    (tmp_path / "numactl").unlink()
+    with pytest.raises(SettingError, match="numactl"):
+        bound.for_rank(0)

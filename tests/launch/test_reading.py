@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from lockstep.launch.reading import Reading, read_script, read_source
+from lockstep.launch.reading import Reading, hidden_by, read_script, read_source
 
 
 @pytest.mark.parametrize(
@@ -61,3 +63,33 @@ def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "script").write_bytes(text)
     assert read_script(str(tmp_path / "script")) == Reading()
     assert read_script(str(tmp_path / "missing.py")) == Reading()
+
+
+def test_what_a_script_would_import_in_the_place_of_what_is_loaded(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for path in (there / "a.py", there / "b" / "__init__.py", here / "own.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    loaded = {
+        "a": module(there / "a.py"),
+        "b": module(there / "b" / "__init__.py"),
+        "own": module(here / "own.py"),
+        "built_in": ModuleType("built_in"),
+        "os": os,
+        "c": module(there / "c.so"),
+        "d": module(there / "d.py"),
+    }
+    assert hidden_by(str(here), loaded) == []
+    for name in ("a.py", "built_in.py", "os.py", "c.cpython-311-x.so", "e.py", "d.txt"):
+        (here / name).touch()
+    (here / "b").mkdir()
+    (here / "d").mkdir()  # without __init__.py it is found last
+    (here / "b" / "__init__.py").touch()
+    assert hidden_by(str(here), loaded) == ["a.py", "b", "c.cpython-311-x.so"]
+    assert hidden_by(str(here / "nowhere.zip"), loaded) == []
+
+
+def module(file: Path) -> ModuleType:
+    made = ModuleType(file.stem)
+    made.__file__ = str(file)
+    return made

@@ -72,6 +72,11 @@ M = ("10.0.0.1", 29501)
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1", "PATH": "/bin"}, ["--lr", "1"], None),
         (TORCHRUN, [], topology((5, 8), (1, 4), 1, M, "torchrun", agent_store=True)),
         (
+            {**TORCHRUN, "LOCKSTEP_LAUNCHER": "lockstep run"},
+            [],
+            topology((5, 8), (1, 4), 1, M, "lockstep run", agent_store=True),
+        ),
+        (
             # torchrun as one task per node of a Slurm step: its own numbers count
             {**TORCHRUN, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
             [],
