@@ -127,13 +127,12 @@ def test_odd_names_and_places(tmp_path: Path) -> None:
 
 
 def test_modules_beside_the_script_go_first(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import torch, tempfile; print(tempfile.__file__)")
-    (tmp_path / "tempfile.py").touch()  # torch can live with an empty one
-    plain = start(tmp_path, [sys.executable, "script.py"])
-    assert plain.stdout == f"{tmp_path / 'tempfile.py'}\n"
-    ours = run(tmp_path, "script.py")
-    assert ours.stdout == plain.stdout
-    assert "fresh interpreters (tempfile.py beside the script)" in ours.stderr
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text("import click, torch; print(click.mine)")
+    (tmp_path / "sub" / "click.py").write_text("mine = 1")  # the launcher has the other one
+    done = run(tmp_path, "sub/script.py")
+    assert done.stdout == "1\n"
+    assert "fresh interpreters (click.py beside the script)" in done.stderr
 
 
 # --- streams -------------------------------------------------------------------------------------
