@@ -66,9 +66,10 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         chosen.check(run)
         if run.topology.size > 1:
             reason = f"{reason}; ranks given by {run.topology.source}"
+        run.collectives.part = chosen.part(run.topology)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
-        return World(run, chosen, settings, choices)
+        return World(run, chosen, choices)
     except BaseException:
         leave(run, failed=True)
         raise

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from lockstep.errors import SettingError
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which part of every global batch a process computes.
+
+    Where several processes compute one part together (the stages of a pipeline), the first `count`
+    ranks are those that hold the results: they alone count in sums and means over ranks.
+    """
+
+    index: int
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """One process's place among the others.

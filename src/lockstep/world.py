@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,7 +28,6 @@ from lockstep.report.progress import progress
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run, leave, main_first
 from lockstep.runtime.seeding import diverge
-from lockstep.runtime.settings import Settings
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.prepare import Preparer, agree, describe_loader
 
@@ -57,9 +55,7 @@ class World:
         strategy: the name of the strategy.
     """
 
-    def __init__(
-        self, run: Run, strategy: Strategy, settings: Settings, choices: list[Choice]
-    ) -> None:
+    def __init__(self, run: Run, strategy: Strategy, choices: list[Choice]) -> None:
         self.topology = run.topology
         self.rank = run.topology.rank
         self.size = run.topology.size
@@ -70,10 +66,10 @@ class World:
         self.device = run.device
         self.collectives = run.collectives
         self.strategy = strategy.name
-        self.settings = settings
+        self.settings = settings = run.settings
         self.means = self._outside = RunningMeans(run.topology, run.device, 0)
         self.precision = Precision(settings.precision, run.device)
-        self.shares = parse_shares(settings.shares, run.topology.size)
+        self.shares = strategy.shares(run)
         self._run = run
         self._check_loss = LossCheck(run.step)
         self._choices = choices
@@ -82,9 +78,9 @@ class World:
             run,
             strategy,
             self.precision,
-            sync_batchnorm=settings.sync_batchnorm,
             make_loader=lambda loader: self._make_loader(from_loader(loader)),
         )
+        self._evaluates_together = strategy.evaluates_together
         self._diverged = False
         self._turns = 0
         self._folders: list[str] = []
@@ -208,15 +204,16 @@ class World:
             UsageError: the loss is not a scalar tensor with a gradient, or is NaN; or gradients of
                 earlier micro-batches are gone, or would be mixed with another optimizer's.
         """
-        self._check_loss(loss)
+        if self.collectives.counts:  # elsewhere it is made of nothing, and not used
+            self._check_loss(loss)
         running = self._run.step.running
         present = running.micro_batch
         if not (present.first and present.last):
             self._preparer.check_accumulation(running)
         scale = present.scale
-        self.precision.backward(loss if scale == 1.0 else loss * scale, **options)
+        self._preparer.backward(loss if scale == 1.0 else loss * scale, **options)
         running.backwards += 1
-        if scale == 0.0:
+        if scale == 0.0 and self.collectives.counts:
             self._check_loss.after_backward(loss, self._preparer.parameters())
 
     def clip_grad_norm(
@@ -229,8 +226,7 @@ class World:
         """
         if not self._run.step.current.last:
             return None
-        self.precision.unscale(self._preparer.owning(model))
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        return self._preparer.clip(model, max_norm, norm_type)
 
     def sum(self, value: Any) -> Any:
         """The sum over all ranks of tensors, numbers and nests of them, on every rank."""
@@ -349,11 +345,12 @@ class World:
         own = options.pop("micro_batch", None)
         made = Loader(
             source,
-            shares=self.shares if shares is None else parse_shares(shares, self.size),
+            shares=self.shares if shares is None else parse_shares(shares, len(self.shares)),
             micro_batch=self.settings.micro_batch if own is None else own,
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
+            together=self._evaluates_together,
             **options,
         )
         self._preparer.choices.append(made.choice)
@@ -366,7 +363,8 @@ class World:
                 "exactly one of them says how large the global batch is",
                 "give batch_size: the samples of one optimizer step over all devices",
             )
-        return per_device * self.size if per_device is not None else batch_size
+        parts = self.collectives.part.count
+        return per_device * parts if per_device is not None else batch_size
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""

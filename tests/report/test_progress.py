@@ -23,6 +23,7 @@ from lockstep.report import progress as progress_module
 from lockstep.report.console import Choice, print_choices, say
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import progress, reduce_every
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.step import MicroBatch
 from lockstep.topology import Topology
 
@@ -53,6 +54,7 @@ class PlainWorld:
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology()
         self.device = torch.device("cpu")
+        self.collectives = Collectives(self.topology, self.device)
         self.means = RunningMeans(self.topology, self.device)
 
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 import lockstep
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.runtime.collectives import Collectives
-from lockstep.topology import Topology
+from lockstep.topology import Part, Topology
 
 ALONE = Collectives(Topology(), torch.device("cpu"))
 Pair = namedtuple("Pair", "a b")
@@ -429,3 +429,37 @@ def test_in_an_evaluation_loop(name):
     collectives.blocked = "some ranks have no batch"
     with pytest.raises(UsageError, match="some ranks have no batch"):
         getattr(collectives, name)(1)
+
+
+def only_the_first_two_count() -> Any:
+    """As in a pipeline, where further ranks compute the same part and hold none of the results."""
+    with lockstep.init() as world:
+        world.collectives.part = Part(index=world.rank % 2, count=2)
+        r, nothing = world.rank, [float("nan")] * 2
+        counts = r < 2
+        assert world.collectives.counts is counts
+        values = [1.0 + r, -5.0] if counts else nothing
+        found = {
+            "sum": world.sum(torch.tensor(values)),
+            "max": world.max(torch.tensor(values)),
+            "integers": world.max(torch.tensor([-5, -7]) + 100 * (not counts)),
+            "mean": world.mean(torch.tensor(values)),
+            "numbers": [world.sum(10**r), world.mean(r), world.max(r), world.gather(r)],
+            "gather": world.gather(torch.full((r + 1, 2), float(r))),
+            "broadcast": world.broadcast(r, world.size - 1),
+        }
+        return {n: x.tolist() if isinstance(x, torch.Tensor) else x for n, x in found.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_without_results_do_not_count(size):
+    found = same_on_all_ranks(only_the_first_two_count, size)
+    assert found == {
+        "sum": [3.0, -10.0],
+        "max": [2.0, -5.0],
+        "integers": [-5, -7],
+        "mean": [1.5, -5.0],
+        "numbers": [11, 0.5, 1, [0, 1]],
+        "gather": [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
+        "broadcast": size - 1,
+    }

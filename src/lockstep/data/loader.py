@@ -33,7 +33,8 @@ class Loader:
 
     With gradients enabled every rank gets every micro-batch, one without samples being a batch of
     shape `(0, *)`: the other ranks need its backward pass. Under `torch.no_grad()` or
-    `torch.inference_mode()` nothing is exchanged, so a rank skips a batch it has no samples of.
+    `torch.inference_mode()` nothing is exchanged (unless `together`), so a rank skips a batch it
+    has no samples of.
 
     Args:
         source: the data and its order.
@@ -44,6 +45,8 @@ class Loader:
         seed: of the run.
         collectives: of the run.
         step: the present optimizer step, kept up to date while iterating.
+        together: forward passes without gradients, too, involve other ranks, so every rank gets
+            every micro-batch of an evaluation, one without samples as well.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Loader:
         seed: int,
         collectives: Collectives,
         step: Step,
+        together: bool = False,
     ) -> None:
         self.source = source
         self.shares = shares
@@ -67,6 +71,7 @@ class Loader:
         self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
+        self._together = together
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self.trained = 0
         """Training passes begun."""
@@ -142,7 +147,7 @@ class Loader:
             piece for step in range(start, len(plan)) for piece in self._pieces(step, plan[step])
         ]
         some_skip = False
-        if not training:
+        if not training and not self._together:
             some_skip = not all(all_have for _, _, _, all_have in pieces)
             pieces = [piece for piece in pieces if piece[1].local]
         return self._run(epoch, pieces, training, some_skip)
@@ -191,7 +196,7 @@ class Loader:
         parts = split_batch(len(batch), self.shares, micro_batches)
         counts = parts[..., 1] - parts[..., 0]
         plain = len(parts) == 1 and bool((counts == counts[0, 0]).all()) and len(batch) > 0
-        ranks, rank = len(self.shares), self._collectives.topology.rank
+        ranks, rank = len(self.shares), self._collectives.part.index
         found = []
         for j in range(len(parts)):
             begin, end = parts[j, rank]
@@ -220,7 +225,7 @@ class Loader:
         batches = self._read([(epoch, indices) for _, _, indices, _ in pieces])
         pairs: Iterator[Pair] = zip(micros, batches, strict=True)
         if self.weight is not None and training:
-            pairs = weighted(pairs, self.weight, len(self.shares))
+            pairs = weighted(pairs, self.weight, self._collectives)
         running = Pass()
         try:
             if training:

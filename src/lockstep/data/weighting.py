@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.step import MicroBatch
 
 Weight = Callable[[Any], float | Tensor]
@@ -37,35 +38,36 @@ class _Group:
     work: dist.Work | None
 
 
-def weighted(pairs: Iterator[Pair], weight: Weight, size: int) -> Iterator[Pair]:
+def weighted(pairs: Iterator[Pair], weight: Weight, collectives: Collectives) -> Iterator[Pair]:
     """The same micro-batches with the exact scale of `weight` instead of that of samples."""
     ahead: deque[_Group] = deque()
     group: list[Pair] = []
     for pair in pairs:
         group.append(pair)
         if pair[0].last:
-            ahead.append(_start(group, weight, size))
+            ahead.append(_start(group, weight, collectives))
             group = []
         if len(ahead) == 2:
-            yield from _finish(ahead.popleft(), size)
+            yield from _finish(ahead.popleft(), collectives.part.count)
     for waiting in ahead:
-        yield from _finish(waiting, size)
+        yield from _finish(waiting, collectives.part.count)
 
 
-def _start(pairs: list[Pair], weight: Weight, size: int) -> _Group:
+def _start(pairs: list[Pair], weight: Weight, collectives: Collectives) -> _Group:
     weights = [_weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
-    total = torch.tensor([sum(weights)], dtype=torch.float64)
-    work = dist.all_reduce(total, async_op=True) if size > 1 else None
+    own = sum(weights) if collectives.counts else 0.0
+    total = torch.tensor([own], dtype=torch.float64)
+    work = None if collectives.alone else dist.all_reduce(total, async_op=True)
     return _Group(pairs, weights, total, work)
 
 
-def _finish(group: _Group, size: int) -> Iterator[Pair]:
+def _finish(group: _Group, ranks: int) -> Iterator[Pair]:
     if group.work is not None:
         group.work.wait()
     total = float(group.total)
-    plain = size == 1 and len(group.pairs) == 1
+    plain = ranks == 1 and len(group.pairs) == 1
     for (micro, batch), own in zip(group.pairs, group.weights, strict=True):
-        scale = own * size / total if total else 0.0
+        scale = own * ranks / total if total else 0.0
         yield replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch
 
 

@@ -48,9 +48,12 @@ class RunningMeans:
         topology: the ranks that take part; on one process the reduction is the identity.
         device: where sums are kept: tensors that are there already cost one kernel each.
         every: global batches between two reductions; 0: only the final one.
+        counts: False where another rank has the same values, and gives them.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, every: int = 10) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, every: int = 10, *, counts: bool = True
+    ) -> None:
         self.latest = Means()
         """The last reduction that has been read."""
         self.samples = 0
@@ -58,6 +61,7 @@ class RunningMeans:
         self._topology = topology
         self._device = device
         self._every = every
+        self._counts = counts
         self._sums: dict[str, _Sum] = {}
         self._steps = 0
         self._pending: deque[_Reduction] = deque()
@@ -75,6 +79,8 @@ class RunningMeans:
         Raises:
             UsageError: a value is not one real number, or there are more than 32 names.
         """
+        if not self._counts:
+            weight = 0.0
         if isinstance(weight, Tensor):
             weight = weight.detach().to(self._device, torch.float64, non_blocking=self._on_cuda)
         for name, value in values.items():
@@ -154,7 +160,8 @@ class RunningMeans:
         # Up to 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
         code = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1 if takes_part else 0
         entries = [self._sums[name] for name in names]
-        host = [float(takes_part), float(code), float(code * code), float(self.samples)]
+        host = [float(takes_part), float(code), float(code * code)]
+        host.append(float(self.samples if self._counts else 0))
         host += [0.0 if isinstance(e.weight, Tensor) else float(e.weight) for e in entries]
         host += [0.0] * (_HEADER + 2 * _MAX_NAMES - len(host))
         packed = torch.tensor(host, dtype=torch.float64, pin_memory=self._on_cuda)

@@ -18,6 +18,7 @@ from lockstep.report.bar import Bar
 from lockstep.report.console import on_terminal, say
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.text import Snapshot, plain_line, summary_line
+from lockstep.runtime.collectives import Collectives
 from lockstep.topology import Topology
 
 Item = TypeVar("Item")
@@ -71,6 +72,10 @@ class World(Protocol):
     def device(self) -> torch.device:
         """Where the means are kept."""
 
+    @property
+    def collectives(self) -> Collectives:
+        """Tells whether this rank's values count."""
+
 
 class Lines:
     """Stands in for the bar where there is no terminal: now and then a plain line."""
@@ -116,7 +121,12 @@ def progress(
     topology = Topology() if alone else world.topology
     if every is None:
         every = reduce_every(loader.steps)
-    means = RunningMeans(topology, world.device, every if torch.is_grad_enabled() else 0)
+    means = RunningMeans(
+        topology,
+        world.device,
+        every if torch.is_grad_enabled() else 0,
+        counts=alone or world.collectives.counts,
+    )
     screen = _Screen(description, done, loader.steps, means) if world.topology.is_main else None
     outer, world.means = world.means, means
     try:

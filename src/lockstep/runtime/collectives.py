@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.runtime import payload
 from lockstep.runtime.payload import Call, Leaf
-from lockstep.topology import Topology
+from lockstep.topology import Part, Topology
 
 Number = bool | int | float
 
@@ -44,6 +44,8 @@ class Collectives:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.topology = topology
         self.device = device
+        self.part = Part(topology.rank, topology.size)
+        """What this rank computes of a global batch; the strategy may say otherwise."""
         self.blocked: str | None = None
         """Why a collective would hang just now (set by an evaluation loop), or None."""
 
@@ -51,6 +53,11 @@ class Collectives:
     def alone(self) -> bool:
         """True on one process."""
         return self.topology.size == 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's values count in reductions and gathers: see `Part`."""
+        return self.topology.rank < self.part.count
 
     def exchange(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; the texts may differ."""
@@ -72,11 +79,11 @@ class Collectives:
     def mean(self, value: Any) -> Any:
         """The mean over ranks of every leaf; integer leaves become floating point."""
         total = self._reduce("mean", pytree.tree_map(payload.real, value), lambda rows: sum(rows))
-        size = self.topology.size
-        return pytree.tree_map(lambda x: payload.divided(x, size), total)
+        count = self.part.count
+        return pytree.tree_map(lambda x: payload.divided(x, count), total)
 
     def gather(self, value: Any) -> Any:
-        """Every rank's leaves, on all ranks.
+        """The leaves of every rank that counts, on all ranks.
 
         Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
         0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
@@ -91,7 +98,8 @@ class Collectives:
                 lengths = [row[place].shape[:1] for row in described]
                 gathered.append(self._gather_tensor(leaf, lengths))
             else:
-                gathered.append([json.loads(text) for text in self._exchange(json.dumps(leaf))])
+                texts = self._exchange(json.dumps(leaf))[: self.part.count]
+                gathered.append([json.loads(text) for text in texts])
         return pytree.tree_unflatten(gathered, spec)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -138,20 +146,24 @@ class Collectives:
         columns = list(zip(*described, strict=True))
         places = [p for p, column in enumerate(columns) if all(leaf.is_number for leaf in column)]
         mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
-        rows = [json.loads(row) for row in self._exchange(json.dumps(mine))] if places else []
+        texts = self._exchange(json.dumps(mine))[: self.part.count] if places else []
+        rows = [json.loads(text) for text in texts]
         numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
         for place, number in numbers.items():
             problem = payload.problem_with_result(name, number, columns[place])
             if problem is not None:
                 raise UsageError(*problem)
-        operation = dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.SUM
         reduced = [
             payload.number_like(leaf, numbers[place], columns[place])
             if place in numbers
-            else payload.all_reduced(leaf, operation)
+            else self._all_reduce(name, leaf)
             for place, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(reduced, spec)
+
+    def _all_reduce(self, name: str, leaf: Tensor) -> Tensor:
+        operation = dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.SUM
+        return payload.all_reduced(leaf if self.counts else payload.neutral(leaf, name), operation)
 
     def _open(
         self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
@@ -212,6 +224,8 @@ class Collectives:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if self.alone:
             return tensor if tensor.dim() else rows
+        lengths = lengths[: self.part.count] + [(0,)] * (len(lengths) - self.part.count)
+        rows = rows if self.counts else rows[:0]
         counts = [length[0] if length else 1 for length in lengths]
         width = rows.shape[1:].numel() * rows.element_size()
         data = payload.to_bytes(rows)

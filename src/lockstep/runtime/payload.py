@@ -109,6 +109,16 @@ def call_on(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Call:
     return Call(name, "", str(spec), tuple(_describe(leaf) for leaf in leaves), problem)
 
 
+def neutral(leaf: Tensor, name: str) -> Tensor:
+    """What changes nothing in the reduction `name`, like `leaf` in shape and dtype."""
+    if name != "max" or leaf.dtype == torch.bool:
+        return torch.zeros_like(leaf)
+    if not leaf.is_floating_point():
+        return torch.full_like(leaf, torch.iinfo(leaf.dtype).min)
+    # Some dtypes of 8 bits have no infinity.
+    return torch.full_like(leaf, -torch.inf if leaf.itemsize > 1 else torch.finfo(leaf.dtype).min)
+
+
 def same_or_numbers(column: Sequence[Leaf]) -> bool:
     """Whether a reduction can make one value of what the ranks brought at one place."""
     return len(set(column)) == 1 or all(leaf.is_number for leaf in column)

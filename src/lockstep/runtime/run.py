@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -38,8 +38,11 @@ class Run:
     """Empty where there is no process group: on one process."""
     collectives: Collectives
     step: Step
+    settings: Settings
     joined: Joined | None
     """The store that the ranks met at; None on one process."""
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    """What the strategy has opened beside the group of all ranks; closed with it."""
 
 
 _BY_SCRIPT = "the script"
@@ -141,6 +144,7 @@ def _open(
         backend=backend,
         collectives=Collectives(topology, device),
         step=Step(),
+        settings=settings,
         joined=joined,
     )
     return run, choices

@@ -1,28 +1,38 @@
 """The interface of a strategy: how a module is spread over the ranks.
 
-A strategy is a frozen set of options. `World` calls, in this order and on every rank:
+A strategy is a frozen set of options. `World` calls, on every rank:
 
-1. `check(run)`: once, when the run is joined.
+1. `check(run)`: once, when the run is joined; then `part` and `shares`, which say how the global
+   batch is divided.
 2. `wrap(module, run)`: once for every module given to `prepare`; returns what the user calls, with
    the reasons of what was chosen.
-3. `before_step(module, optimizer)`: before each real step of an optimizer that holds parameters of
+3. `backward(modules, loss, precision)`: for every micro-batch.
+4. `total_norm(parameters, norm_type)`: where gradients are clipped.
+5. `before_step(module, optimizer)`: before each real step of an optimizer that holds parameters of
    the module, which is the one that `wrap` returned.
-4. `after_step(module)`: after it.
-5. `release(module)`: when the run is left.
+6. `after_step(module)`: after it.
+7. `release(module)`: when the run is left.
 
-3 and 4 may communicate: every rank takes the same steps.
+3 to 6 may communicate: every rank takes the same steps. The methods that are not abstract do what
+is right where every rank holds the whole module and computes a part of the batch of its own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.data.global_batch import parse_shares
+from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
+from lockstep.topology import Part, Topology
 
 
 class Wrapped(NamedTuple):
@@ -30,6 +40,9 @@ class Wrapped(NamedTuple):
 
     module: nn.Module
     choices: list[Choice]
+    replaced: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
+    """Parameters of the user's module that an optimizer must not hold any more, each with what it
+    holds instead; None: it lives on other ranks."""
 
 
 class Strategy(ABC):
@@ -37,13 +50,53 @@ class Strategy(ABC):
 
     name: ClassVar[str]
 
+    evaluates_together: ClassVar[bool] = False
+    """A forward pass without gradients, too, involves other ranks: all ranks need to make it."""
+
     @abstractmethod
     def check(self, run: Run) -> None:
         """Raises SettingError where the run cannot use this strategy."""
 
+    def part(self, topology: Topology) -> Part:
+        """Which part of every global batch this rank computes."""
+        return Part(topology.rank, topology.size)
+
+    def shares(self, run: Run) -> tuple[int, ...]:
+        """How a global batch is divided over its parts: one whole number each.
+
+        Raises:
+            SettingError: the shares that were set do not fit the run.
+        """
+        return parse_shares(run.settings.shares, run.collectives.part.count)
+
+    def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
+        """The ranks over which BatchNorm takes its statistics, where the batch has several parts.
+
+        None: all ranks.
+        """
+        return None
+
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module, on its device, as the user calls it."""
+
+    def backward(
+        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
+    ) -> None:
+        """The backward pass of a loss that is weighted already.
+
+        Args:
+            modules: all that `wrap` has returned.
+            loss: one element.
+            precision: makes the pass, scaling the loss where it must.
+            **options: of `torch.autograd.backward`.
+        """
+        precision.backward(loss, **options)
+
+    def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+        """The norm of the whole gradient over all ranks, a plain tensor on every rank."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
 
     @abstractmethod
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:

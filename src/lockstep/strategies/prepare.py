@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,7 +38,6 @@ class Preparer:
         strategy: Strategy,
         precision: Precision,
         *,
-        sync_batchnorm: bool,
         make_loader: Callable[[DataLoader[Any]], Loader],
     ) -> None:
         self.choices: list[Choice] = []
@@ -44,10 +45,11 @@ class Preparer:
         self._run = run
         self._strategy = strategy
         self._precision = precision
-        self._sync_batchnorm = sync_batchnorm
         self._make_loader = make_loader
         self._modules: list[nn.Module] = []
         self._owners: dict[int, nn.Module] = {}
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
+        """What an optimizer holds in the place of a parameter that is gone, by its id."""
         self._optimizers: list[PreparedOptimizer] = []
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -77,11 +79,6 @@ class Preparer:
         self.loaders += [x for x in prepared.values() if isinstance(x, Loader)]
         return [prepared[id(thing)] for thing in objects]
 
-    def owning(self, module: nn.Module) -> list[Optimizer]:
-        """The inner optimizers that hold parameters of the module."""
-        mine = {id(p) for p in module.parameters()}
-        return [o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))]
-
     def release(self) -> None:
         """Lets go of the process group."""
         for module in self._modules:
@@ -92,6 +89,21 @@ class Preparer:
     def parameters(self) -> Iterator[Tensor]:
         """Of all prepared modules."""
         return (p for module in self._modules for p in module.parameters())
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The backward pass of a loss that is weighted already."""
+        self._strategy.backward(self._modules, loss, self._precision, **options)
+
+    def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
+        """Clips the gradients of a module by the norm of all of them; returns that norm."""
+        parameters = list(module.parameters())
+        mine = {id(parameter) for parameter in parameters}
+        self._precision.unscale(
+            o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))
+        )
+        norm = self._strategy.total_norm(parameters, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def check_accumulation(self, running: Pass) -> None:
         """To be called before the backward pass of one of several micro-batches.
@@ -135,15 +147,17 @@ class Preparer:
 
     def _module(self, module: nn.Module) -> nn.Module:
         run = self._run
-        if run.topology.size > 1:
+        if run.collectives.part.count > 1:
             module = self._convert(module)
         handles = self._precision.attach(module)
         if handles:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
-        wrapped, choices = self._strategy.wrap(module, run)
+        wrapped, choices, replaced = self._strategy.wrap(module, run)
         self.choices += choices
         self._modules.append(wrapped)
+        self._replaced |= {id(old): (weakref.ref(old), new) for old, new in replaced}
+        own += [new for _, new in replaced if new is not None]
         self._owners |= {id(parameter): wrapped for parameter in own}
         return wrapped
 
@@ -151,10 +165,11 @@ class Preparer:
         has = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         if not has:
             return module
-        if not self._sync_batchnorm:
+        if not self._run.settings.sync_batchnorm:
             self._choose("batchnorm", "per rank", "sync_batchnorm=False; differs from one device")
             return module
-        conversion = sync_batchnorm.convert(module)
+        group = self._strategy.statistics_group(self._run)
+        conversion = sync_batchnorm.convert(module, group)
         if conversion.converted:
             self._choose(
                 "batchnorm",
@@ -169,6 +184,7 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)
+        self._replace_parameters(optimizer)
         reason = choose_foreach(optimizer, self._run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
@@ -204,6 +220,25 @@ class Preparer:
                 "give both to world.prepare(model, optimizer)",
             )
         return found
+
+    def _replace_parameters(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer what the strategy has put in the place of its parameters."""
+        for group in optimizer.param_groups:
+            now = []
+            for parameter in group["params"]:
+                old, new = self._replaced.get(id(parameter), (None, parameter))
+                if old is not None and old() is not parameter:  # an id that was used again
+                    new = parameter
+                if new is not parameter and optimizer.state.get(parameter):
+                    raise UsageError(
+                        f"world.prepare of {type(optimizer).__name__} after it has stepped",
+                        f"strategy {self._strategy.name!r} spreads the parameters over the ranks, "
+                        "and the state of the optimizer belongs to whole ones",
+                        "prepare a new optimizer; world.checkpoint takes up a training",
+                    )
+                if new is not None:
+                    now.append(new)
+            group["params"] = now
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         prepared = PreparedScheduler(scheduler, self._run.step, self._run.collectives)
