@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step bench-start bench-supervision bench-false-alarms clean
+.PHONY: train test lint types unit bench-step bench-strategies bench-start bench-supervision bench-false-alarms clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -22,6 +22,9 @@ unit: .venv/.installed
 
 bench-step: .venv/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py
+
+bench-strategies: .venv/.installed
+	$(BIN)/python benchmarks/bench_strategies.py --out benchmarks/results/strategies.json
 
 bench-start: .venv/.installed
 	$(BIN)/python benchmarks/bench_start.py

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
+    from lockstep.optim.large_batch import LAMB as LAMB
+    from lockstep.optim.large_batch import LARS as LARS
     from lockstep.optim.learning_rate import scale_learning_rate as scale_learning_rate
     from lockstep.optim.learning_rate import warmup as warmup
     from lockstep.start import init as init
+    from lockstep.strategies.replicas import BalancedDataParallel as BalancedDataParallel
     from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.world import World as World
 
@@ -24,6 +27,9 @@ __version__ = "0.1.0"
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {
+    "BalancedDataParallel": "lockstep.strategies.replicas",
+    "LAMB": "lockstep.optim.large_batch",
+    "LARS": "lockstep.optim.large_batch",
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
     "World": "lockstep.world",
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",

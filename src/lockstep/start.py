@@ -25,7 +25,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     rank: int | None = None,
     world_size: int | None = None,
     shares: Any = None,
-    micro_batch: int | None = None,
+    micro_batch: int | str | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
     timeout: float | timedelta | None = None,
@@ -45,8 +45,10 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         init_method: `env://`, `tcp://host:port` or `file:///path`.
         rank: with `world_size`, where no launcher tells.
         world_size: likewise.
-        shares: how a global batch is divided, `"1:2"` or `(1, 2)`; left out, equally.
-        micro_batch: the most samples a rank computes at a time; left out, its whole part.
+        shares: how a global batch is divided, `"1:2"` or `(1, 2)`; `"auto"`: by how fast the ranks
+            are, which is measured in the first batch; left out, equally.
+        micro_batch: the most samples a rank computes at a time; `"auto"`: as many as fit into its
+            memory; left out, its whole part.
         device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         timeout: seconds that the ranks wait for each other here (left out: 30).

@@ -6,6 +6,7 @@ import atexit
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
+from lockstep.data.automatic import first_shares
 from lockstep.data.epochs import Epochs
-from lockstep.data.global_batch import parse_shares
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source, from_dataset, from_loader
 from lockstep.data.weighting import Weight
@@ -23,9 +24,11 @@ from lockstep.optim.loss_check import LossCheck
 from lockstep.optim.precision import Precision
 from lockstep.report.closing import closing_lines
 from lockstep.report.console import print_choices, say
+from lockstep.report.memory import measure
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import progress
 from lockstep.runtime.choice import Choice
+from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run, leave, main_first
 from lockstep.runtime.seeding import diverge
 from lockstep.strategies.base import Strategy
@@ -79,8 +82,12 @@ class World:
             strategy,
             self.precision,
             make_loader=lambda loader: self._make_loader(from_loader(loader)),
+            say=self.print,
         )
         self._evaluates_together = strategy.evaluates_together
+        self._pieces = strategy.pieces(run)
+        self._devices = strategy.devices(run)
+        self._of_process = partial(strategy.micro_batch, run)
         self._diverged = False
         self._turns = 0
         self._folders: list[str] = []
@@ -100,7 +107,8 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        advise(error, self._run.step.latest.local)
         self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:
@@ -137,7 +145,7 @@ class World:
         batch_size_per_device: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        micro_batch: int | None = None,
+        micro_batch: int | str | None = None,
         shares: Any = None,
         weight: Weight | None = None,
         sample_rng: bool = True,
@@ -153,8 +161,8 @@ class World:
             batch_size_per_device: samples a device; the global batch is that times the world size.
             shuffle: a new order every epoch, the same on any number of devices.
             drop_last: leave a last batch that is not full out.
-            micro_batch: the most samples a rank computes at a time; the rest is accumulated.
-            shares: how the batch is divided, `"1:2"`; None: as `init` was told.
+            micro_batch: the most samples a rank computes at a time, or `"auto"`; the rest follows.
+            shares: how the batch is divided, `"1:2"` or `"auto"`; None: as `init` was told.
             weight: gives a batch's weight in the mean, such as its number of tokens; the loss is
                 then the mean over that. Called on the CPU batch.
             sample_rng: give every sample random streams of its own; False for datasets that draw
@@ -214,7 +222,7 @@ class World:
         self._preparer.backward(loss if scale == 1.0 else loss * scale, **options)
         running.backwards += 1
         if scale == 0.0 and self.collectives.counts:
-            self._check_loss.after_backward(loss, self._preparer.parameters())
+            self._check_loss.after_backward(loss, self._preparer.gradients())
 
     def clip_grad_norm(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
@@ -287,6 +295,8 @@ class World:
         text = f"epoch {self.epoch}" if description is None else description
         return progress(loader, self, text, done=loader.start)
 
+    memory = measure
+
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
         return self._epochs.run(total)
@@ -341,16 +351,17 @@ class World:
             self._close_with_words()
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
-        shares = options.pop("shares", None)
-        own = options.pop("micro_batch", None)
+        shares, own = options.pop("shares", None), options.pop("micro_batch", None)
         made = Loader(
             source,
-            shares=self.shares if shares is None else parse_shares(shares, len(self.shares)),
-            micro_batch=self.settings.micro_batch if own is None else own,
+            shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
+            micro_batch=self._of_process(self.settings.micro_batch if own is None else own),
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
             together=self._evaluates_together,
+            wish=self._preparer.settling.wish(shares, own),
+            pieces=self._pieces,
             **options,
         )
         self._preparer.choices.append(made.choice)
@@ -363,8 +374,7 @@ class World:
                 "exactly one of them says how large the global batch is",
                 "give batch_size: the samples of one optimizer step over all devices",
             )
-        parts = self.collectives.part.count
-        return per_device * parts if per_device is not None else batch_size
+        return per_device * self._devices if per_device is not None else batch_size
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
@@ -379,8 +389,7 @@ class World:
             print_choices(title, choices)
 
     def _close_with_words(self) -> None:
-        step = self._run.step
-        folder = self._folders[-1] if self._folders else None
+        step, folder = self._run.step, next(reversed(self._folders), None)
         for line in closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds):
             say(line)
 

@@ -2,17 +2,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 import torch.distributed as dist
+from problems import CLASSES, FEATURES, difference, mean_loss, tensors, weights
 from ranks import in_gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.errors import SettingError
+import lockstep
+from lockstep.errors import SettingError, UsageError
+from lockstep.optim import activation_checkpointing
+from lockstep.optim.activation_bytes import Activations, measure
 from lockstep.optim.activation_checkpointing import checkpoint_activations
 
 
@@ -96,6 +104,29 @@ def test_choices(choice: Any, count: int) -> None:
     assert list(checkpointed.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ({}, "0 1 2"),
+        ({"every": 1}, "0 1 2"),
+        ({"every": 2}, "0 2"),
+        ({"every": 9}, "0"),
+        ({"submodules": "blocks.[12]", "every": 2}, "1"),
+    ],
+)
+def test_some_of_the_repeated_blocks(policy: dict[str, Any], names: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    net = copy.deepcopy(plain)
+    assert checkpoint_activations(net, **policy) == len(names.split())
+    assert recomputing(net) == [int(name) for name in names.split()]
+    assert all(map(torch.equal, train(plain), train(net)))
+
+
+def recomputing(net: nn.Module) -> list[int]:
+    return [i for i, block in enumerate(net.blocks) if "forward" in vars(block)]
+
+
 def saved_bytes(net: nn.Module) -> int:
     kept = 0
 
@@ -163,10 +194,218 @@ def test_nothing_to_wrap() -> None:
         checkpoint_activations(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "layers.*")
 
 
-@pytest.mark.parametrize("choice", [None, 3, (), (Block, int), int, nn.Linear(1, 1)])
+@pytest.mark.parametrize("choice", [3, (), (Block, int), int, nn.Linear(1, 1)])
 def test_what_does_not_choose(choice: Any) -> None:
     with pytest.raises(SettingError, match="does not choose submodules"):
         checkpoint_activations(Net(), choice)
+
+
+EXAMPLE = ((torch.randn(4, 2, 16, 16),), {})
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of all tensors alive that operations have made: the naive way to measure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: WeakSet[torch.UntypedStorage] = WeakSet()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.storages.add(tensor.untyped_storage())
+        self.most = max(self.most, self.bytes())
+        return made
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
+
+
+def alive_after_forward(net: nn.Module) -> int:
+    """What a forward pass leaves, without parameters, buffers and the example."""
+    with Alive() as alive:
+        out = net(*EXAMPLE[0], **EXAMPLE[1])
+    own = [*net.parameters(), *net.buffers(), *EXAMPLE[0], out]
+    for tensor in own:
+        alive.storages.discard(tensor.untyped_storage())
+    return alive.bytes()
+
+
+class Uneven(Net):
+    """Blocks that keep different amounts; the middle one the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for width, block in zip((3, 24, 9), self.blocks, strict=True):
+            block.body = nn.Sequential(
+                nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.Conv2d(width, 3, 1)
+            )
+
+
+@pytest.mark.parametrize("make", [Net, Uneven])
+@pytest.mark.parametrize("count", range(4))
+def test_what_is_counted_is_what_is_alive(make: Callable[[], Net], count: int) -> None:
+    for chosen in itertools.combinations(range(3), count):
+        net = make()
+        measured = measure(net, list(net.blocks), *EXAMPLE)
+        assert measured.order == [0, 1, 2]
+        held = dict(measured.outside)
+        for i in range(3):
+            held |= measured.inputs[i] if i in chosen else measured.inside[i]
+        held.pop(next(iter(measured.outside)))  # the example, which the first layer keeps
+        for i in chosen:
+            checkpoint_activations(net, f"blocks.{i}")
+        counted, alive = sum(held.values()), alive_after_forward(net)
+        # What dropout and the norm keep that is small, and the random states, are in one alone.
+        assert counted == pytest.approx(alive, rel=0.02, abs=20_000 * bool(chosen))
+        assert counted <= measured.peak(set(chosen))
+
+
+def naive_peak(kept: Activations, recomputed: set[int]) -> int:
+    """The sizes of all sets that are held at one time."""
+    moments = [kept.outside | {}]
+    for i in range(3):
+        moments[-1] |= kept.inputs[i] if i in recomputed else kept.inside[i]
+    for i in recomputed:
+        now = kept.outside | kept.inputs[i] | kept.inside[i]
+        for j in range(i):
+            now |= kept.inputs[j] if j in recomputed else kept.inside[j]
+        moments.append(now)
+    return max(sum(moment.values()) for moment in moments)
+
+
+def budgets(make: Callable[[], Net]) -> tuple[Activations, dict[int, int]]:
+    """What is kept, and the least peak that any choice of so many blocks has."""
+    net = make()
+    measured = measure(net, list(net.blocks), *EXAMPLE)
+    best = {
+        count: min(naive_peak(measured, set(c)) for c in itertools.combinations(range(3), count))
+        for count in range(4)
+    }
+    return measured, best
+
+
+@pytest.mark.parametrize("make", [Net, Uneven])
+def test_a_budget_takes_the_fewest_blocks_that_fit(make: Callable[[], Net]) -> None:
+    _, best = budgets(make)
+    for count in range(4):
+        net = make()
+        needed = min(c for c in best if best[c] <= best[count])
+        assert checkpoint_activations(net, budget=best[count], example=EXAMPLE) == needed
+        assert len(recomputing(net)) == needed
+    assert best[0] > best[1] > best[2]
+    least = min(best.values())
+    with pytest.raises(SettingError, match=f"the least that any choice keeps is {least:,}"):
+        checkpoint_activations(net := make(), budget=least - 1, example=EXAMPLE)
+    assert recomputing(net) == []
+
+
+def test_the_block_that_keeps_most_comes_first() -> None:
+    measured, best = budgets(Uneven)
+    net = Uneven()
+    checkpoint_activations(net, budget=best[1], example=EXAMPLE)
+    assert recomputing(net) == [1]
+    assert measured.by_saving()[0] == 1
+
+
+def test_of_equal_blocks_the_first_come_first() -> None:
+    """They are recomputed when what the later ones keep is gone already."""
+    measured, best = budgets(Net)
+    net = Net()
+    checkpoint_activations(net, budget=best[1], example=EXAMPLE)
+    assert recomputing(net) == [0]
+    assert measured.peak({0}) < measured.peak({2})
+
+
+def test_a_budget_counts_what_recomputes_already() -> None:
+    _, best = budgets(Net)
+    net = Net()
+    checkpoint_activations(net, "blocks.0")
+    assert checkpoint_activations(net, budget=best[2], example=EXAMPLE) == 2
+    assert recomputing(net) == [0, 1]
+
+
+def test_measuring_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    net = copy.deepcopy(plain)
+    state = torch.get_rng_state()
+    checkpoint_activations(net, budget="1GiB", example=EXAMPLE)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert all(map(torch.equal, train(plain), train(net)))
+
+
+def test_measuring_keeps_nothing() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
+    x = torch.randn(4096, 64)
+    with Alive() as alive:
+        kept = measure(net, list(net), (x,), {})
+    assert kept.peak(set()) > 19 * x.nbytes
+    assert alive.most < 5 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5kib", 1536), (7, 7), ("7", 7), ("1T", 10**12)],
+)
+def test_amounts_of_memory(text: int | str, wanted: int) -> None:
+    assert activation_checkpointing._in_bytes(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": True}, "every=True"),
+        ({"every": 1.5}, r"every=1\.5"),
+        ({"budget": "1GiB"}, "give both"),
+        ({"example": EXAMPLE}, "give both"),
+        ({"budget": "1GiB", "every": 2, "example": EXAMPLE}, "give one of the two"),
+        ({"budget": "1GiB", "example": (torch.ones(1), {})}, "no pair of a tuple and a dict"),
+        ({"budget": "1GiB", "example": torch.ones(2)}, "no pair of a tuple and a dict"),
+        ({"budget": "a lot", "example": EXAMPLE}, "budget='a lot'"),
+        ({"budget": 1.5, "example": EXAMPLE}, r"budget=1\.5"),
+        ({"budget": -1, "example": EXAMPLE}, "budget=-1"),
+        ({"budget": "auto", "example": EXAMPLE}, "the model is on cpu"),
+    ],
+)
+def test_policies_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    net = Net()
+    with pytest.raises(SettingError, match=message):
+        checkpoint_activations(net, **arguments)
+    assert recomputing(net) == []
+
+
+def test_a_model_in_which_nothing_repeats() -> None:
+    with pytest.raises(SettingError, match="no block repeats in it"):
+        checkpoint_activations(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+
+
+class Penalised(Net):
+    """Computes a gradient in its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = super().forward(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().mean()
+
+
+def test_a_forward_pass_with_a_backward_pass_in_it() -> None:
+    with pytest.raises(UsageError, match="choose submodules= or every= by hand"):
+        checkpoint_activations(Penalised(), budget="1GiB", example=EXAMPLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_free_memory_of_a_gpu() -> None:
+    net = Net().cuda()
+    example = ((EXAMPLE[0][0].cuda(),), {})
+    assert checkpoint_activations(net, budget="auto", example=example) == 0
+    assert torch.cuda.mem_get_info()[1] > activation_checkpointing._free_bytes(net) > 0
 
 
 @in_gloo_group
@@ -194,3 +433,60 @@ def test_with_synchronised_batch_norm_under_ddp() -> None:
     checkpointed = run_ranks(train_with_ddp, 2, True)
     for rank in range(2):
         assert all((a == b).all() for a, b in zip(plain[rank], checkpointed[rank], strict=True))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.stem = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def train_prepared(strategy: str | None, when: str) -> dict[str, Tensor]:
+    """Two epochs with LARS, uneven parts; the weights of the whole model."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = Layers().double()
+        if when == "before":
+            assert checkpoint_activations(model) == 3
+        optimizer = lockstep.LARS(model.parameters(), lr=5.0, weight_decay=0.01)
+        model, optimizer = world.prepare(model, optimizer)
+        if when == "after":
+            assert checkpoint_activations(model, every=2) == 2
+        loader = world.loader(tensors(), 9, shuffle=True, micro_batch=6 if world.size == 1 else 3)
+        assert loader.micro_batches == 2
+        for _ in world.epochs(2):
+            for batch in loader:
+                world.backward(mean_loss(model, batch))
+                world.clip_grad_norm(model, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        state = getattr(model, "module", model).state_dict()
+        whole = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
+        return {name: value.detach().clone() for name, value in whole.items()}
+
+
+def train_all_ways() -> dict[str, dict[str, Tensor]]:
+    return {
+        f"{strategy} {when}": train_prepared(strategy, when)
+        for strategy in ("ddp", "fsdp")
+        for when in ("never", "before", "after")
+    }
+
+
+def test_with_every_strategy_before_and_after_prepare() -> None:
+    [expected] = run_ranks(train_prepared, 1, None, "never")
+    assert difference(expected, weights(Layers().double())) > 1e-2
+    for found in run_ranks(train_all_ways, 2):
+        assert len(found) == 6
+        for case, state in found.items():
+            assert difference(expected, state) < 1e-9, case

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from lockstep.errors import DataError, UsageError
+from lockstep.runtime.process_group import carrier_device
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert, revert
 
@@ -219,9 +220,9 @@ def edges() -> list[str]:
         errors.append(refusal(UsageError, lambda: bn(torch.ones(2, CHANNELS))))
     # CUDA tensors over Gloo go through the CPU's memory; NCCL takes them as they are.
     cuda = torch.device("cuda", 0)
-    assert sync_batchnorm._carrier(cuda, None) == torch.device("cpu")
+    assert carrier_device(cuda) == torch.device("cpu")
     dist.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
-    assert sync_batchnorm._carrier(cuda, None) == cuda
+    assert carrier_device(cuda) == cuda
     assert size == 3
     return errors
 

@@ -74,7 +74,9 @@ MESSAGES: dict[str, str] = {
         "  do:    give the number of samples one device computes at a time, or leave it out"
     ),
     "unknown strategy": (
-        "strategy='dpd'\n  found: strategies are single, ddp\n  do:    did you mean 'ddp'?"
+        "strategy='pipelin'\n"
+        "  found: strategies are single, dp, ddp, fsdp, hsdp, pipeline\n"
+        "  do:    did you mean 'pipeline'?"
     ),
     "unknown precision": (
         "precision='bf61'\n"
@@ -184,7 +186,7 @@ MESSAGES: dict[str, str] = {
         "  do:    set it in one place"
     ),
     "variable that does not parse": (
-        "LOCKSTEP_MICRO_BATCH=few\n  found: it is not a valid int\n  do:    correct or unset it"
+        "LOCKSTEP_MICRO_BATCH=few\n  found: it is not a valid whole number or auto\n  do:    correct or unset it"
     ),
     "forward through .module": (
         "a training forward pass through .module\n"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.matching import Shape
+from lockstep.checkpoint.whole import spread
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -33,13 +34,16 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """The inverse of `plain_state_dict`: copies values in, where the module has its tensors."""
+    """The inverse of `plain_state_dict`: copies values in, where the module has its tensors.
+
+    The values are whole; a sharded module takes its part of them.
+    """
     wrappers = _wrappers(module)
+    own = module.state_dict()
     named: OrderedDict[str, Any] = OrderedDict(
-        (name, state[plain])
-        for name in module.state_dict()
-        if (plain := _plain(name, wrappers)) in state
+        (name, state[plain]) for name in own if (plain := _plain(name, wrappers)) in state
     )
+    named.update(spread(named, own))
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         named._metadata = OrderedDict(  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """`world.checkpoint(folder, **state)`: the whole state of a training, saved and taken up again.
 
 Communication: `save` is two small exchanges of text, `resume` three; each carries errors too, so
-that what goes wrong on one rank is raised on all of them. Rank 0 alone writes; every rank reads.
+that what goes wrong on one rank is raised on all of them. Between those of `save`, sharded tensors
+are gathered. Rank 0 alone writes; every rank reads.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any, Protocol, TypeVar
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint import layout, random_state
 from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
 from lockstep.checkpoint.reading import read_module
 from lockstep.checkpoint.save import write_checkpoint
+from lockstep.checkpoint.whole import gathered, spread_optimizer
 from lockstep.errors import CheckpointError, LockstepError, SettingError, UsageError
 from lockstep.runtime.collectives import Collectives
 
@@ -86,6 +89,10 @@ class Checkpoint:
         """
         doing = f"saving a checkpoint in {self.folder}"
         states, streams = self._everywhere(doing, self._collect)
+        # Not before all ranks have their states: one that failed would be waited for.
+        for name, value in self._state.items():
+            if isinstance(value, nn.Module | Optimizer):
+                states[name] = gathered(states[name], keep=self._collectives.topology.is_main)
 
         def write() -> tuple[Path | None, str]:
             if not self._collectives.topology.is_main:
@@ -158,7 +165,7 @@ class Checkpoint:
         return result, [heard["text"] for heard in answers]
 
     def _collect(self) -> tuple[dict[str, Any], str]:
-        # On every rank, since the state of a sharded module can only be had from all together.
+        # On every rank, since what is sharded can only be had from all together.
         states = {
             name: plain_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
             for name, value in self._state.items()
@@ -252,6 +259,8 @@ class Checkpoint:
             try:
                 if isinstance(target, nn.Module):
                     load_plain(target, loaded[name])
+                elif isinstance(target, Optimizer):
+                    target.load_state_dict(spread_optimizer(loaded[name], target))
                 else:
                     target.load_state_dict(loaded[name])
             except Exception as error:

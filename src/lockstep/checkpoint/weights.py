@@ -25,6 +25,7 @@ from lockstep.checkpoint.modules import (
 )
 from lockstep.checkpoint.reading import Found, read_states
 from lockstep.checkpoint.save import flush, write_tensors
+from lockstep.checkpoint.whole import address
 from lockstep.errors import CheckpointError
 
 __all__ = ["WeightsReport", "load_weights", "save_weights", "unwrap"]
@@ -161,7 +162,7 @@ def _tied(own: Mapping[str, Any]) -> list[list[str]]:
     groups: dict[object, list[str]] = {}
     for name, value in own.items():
         if isinstance(value, Tensor) and shape_of(value) is not None and value.numel():
-            view = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            view = (value.device, address(value), value.shape, value.stride(), value.dtype)
             groups.setdefault(view, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 

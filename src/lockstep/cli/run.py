@@ -35,6 +35,13 @@ class RunCommand(click.Command):
         return super().parse_args(ctx, [*ours, "--", *rest])
 
 
+def samples_or_auto(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | str | None:
+    """A whole number, or `auto` as it is."""
+    return value if value in (None, "auto") else int(click.INT(value, param, ctx))
+
+
 @click.command(
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
@@ -79,8 +86,15 @@ class RunCommand(click.Command):
 )
 @click.option("--strategy", metavar="NAME", help="How the model is distributed, such as ddp.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16 or fp16.")
-@click.option("--shares", metavar="A:B:...", help="How a global batch is divided over the ranks.")
-@click.option("--micro-batch", type=int, metavar="SAMPLES", help="Most samples computed at a time.")
+@click.option(
+    "--shares", metavar="A:B:...|auto", help="How a global batch is divided over the ranks."
+)
+@click.option(
+    "--micro-batch",
+    callback=samples_or_auto,
+    metavar="SAMPLES|auto",
+    help="Most samples computed at a time; auto: as many as fit.",
+)
 @click.option("--backend", metavar="NAME", help="nccl, gloo or mpi.")
 @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:0.")
 @click.option(

@@ -6,8 +6,9 @@ the same on all ranks and mean the same on any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.data.automatic import Wish, parts
+from lockstep.data.division import Division, Portion
 from lockstep.data.fetch import Fetch, Key
-from lockstep.data.global_batch import Indices, micro_batches_needed, split_batch
+from lockstep.data.global_batch import Indices
 from lockstep.data.nest import emptied, map_tensors
 from lockstep.data.prefetch import to_device
 from lockstep.data.source import Source
-from lockstep.data.weighting import Pair, Weight, weighted
+from lockstep.data.weighting import Pair, Weight, weigh, weighted
 from lockstep.errors import CheckpointError, DataError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
@@ -39,7 +42,8 @@ class Loader:
     Args:
         source: the data and its order.
         shares: one whole number a rank.
-        micro_batch: the most samples this rank computes at a time; None: its whole part.
+        micro_batch: the most samples this rank computes at a time; None: its whole part. `"auto"`
+            is None until it is found.
         weight: a batch's weight in the mean, instead of its number of samples.
         sample_rng: give every sample random streams of its own.
         seed: of the run.
@@ -47,6 +51,8 @@ class Loader:
         step: the present optimizer step, kept up to date while iterating.
         together: forward passes without gradients, too, involve other ranks, so every rank gets
             every micro-batch of an evaluation, one without samples as well.
+        pieces: micro-batches of a global batch, at least.
+        wish: what of shares and micro_batch is found in the first pass that trains.
     """
 
     def __init__(
@@ -54,20 +60,27 @@ class Loader:
         source: Source,
         *,
         shares: tuple[int, ...],
-        micro_batch: int | None = None,
+        micro_batch: int | str | None = None,
         weight: Weight | None = None,
         sample_rng: bool = True,
         seed: int,
         collectives: Collectives,
         step: Step,
         together: bool = False,
+        pieces: int = 1,
+        wish: Wish | None = None,
     ) -> None:
         self.source = source
-        self.shares = shares
         self.weight = weight
         self.seed = seed
-        self._micro_batch = micro_batch
-        self.micro_batches = micro_batches_needed(source.batch_size, shares, micro_batch)
+        self._division = Division(
+            source.batch_size,
+            varying=source.batch_sampler is not None,
+            shares=shares,
+            micro_batch=micro_batch,
+            least_pieces=pieces,
+            wish=wish,
+        )
         self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
@@ -94,6 +107,18 @@ class Loader:
         return self.source.batch_size
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """How a global batch is divided over the ranks: one whole number each."""
+        self._division.follow()
+        return self._division.shares
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a global batch."""
+        self._division.follow()
+        return self._division.micro_batches
+
+    @property
     def steps(self) -> int:
         """Global batches, and so optimizer steps, of an epoch."""
         return self.source.steps
@@ -116,11 +141,10 @@ class Loader:
     @property
     def choice(self) -> Choice:
         """How the global batch is computed, in words."""
-        parts = split_batch(self.batch_size, self.shares, self.micro_batches)
-        of_rank = (parts[..., 1] - parts[..., 0]).sum(axis=0).tolist()
+        of_rank = parts(self.batch_size, self.shares)
         value = f"{self.batch_size:,} of {self.source.length:,}".replace(",", " ")
         if len(of_rank) == 1:
-            reason = "samples: the global batch, on one device"
+            reason = "samples: the global batch, in one process"
         elif len(set(of_rank)) == 1:
             reason = f"samples: the global batch, {of_rank[0]} on each of {len(of_rank)} ranks"
         else:
@@ -128,14 +152,19 @@ class Loader:
             reason = f"samples: the global batch, {shown} on ranks 0 to {len(of_rank) - 1}"
         if self.micro_batches > 1:
             reason += f", in {self.micro_batches} micro-batches"
+        if self._division.open:
+            reason += "; how to divide it is measured in the first that is trained on"
         return Choice("batch", value, reason)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch, which is the number of turns of a training loop."""
+        """Micro-batches of an epoch, which is the number of turns of a training loop.
+
+        While `micro_batch="auto"` is not found, one for each global batch is counted.
+        """
         if self.micro_batches == 1 and self.source.batch_sampler is None:
             return self.steps
         plan = self.source.plan(self.seed, self.epoch)
-        return sum(len(self._pieces(step, plan[step])) for step in range(len(plan)))
+        return len(self._division.pieces(plan, self._collectives.part, 0))
 
     def __iter__(self) -> Iterator[Any]:
         training = torch.is_grad_enabled()
@@ -143,14 +172,19 @@ class Loader:
         self._epoch, self._start = epoch + 1, 0
         self.trained += int(training)
         plan = self.source.plan(self.seed, epoch)
-        pieces = [
-            piece for step in range(start, len(plan)) for piece in self._pieces(step, plan[step])
-        ]
+        part = self._collectives.part
+        if training:
+            portions = self._division.portions(plan, part, start, weighed=self.weight is not None)
+            return self._run(epoch, portions, start, training, False)
+        self._division.follow()
+        pieces = self._division.pieces(plan, part, start)
         some_skip = False
-        if not training and not self._together:
+        if not self._together:
             some_skip = not all(all_have for _, _, _, all_have in pieces)
             pieces = [piece for piece in pieces if piece[1].local]
-        return self._run(epoch, pieces, training, some_skip)
+        return self._run(
+            epoch, (portion for portion in [Portion(pieces)]), start, training, some_skip
+        )
 
     def state_dict(self) -> dict[str, int]:
         """The position: the same on every rank, and meaningful on any number of them."""
@@ -176,6 +210,12 @@ class Loader:
                 )
         self._epoch, self._start, self._running = state["epoch"], state["step"], None
 
+    def example(self) -> Any:
+        """A batch of one micro-batch's size, of the first samples, on the CPU."""
+        count = min(self.source.length, -(-self.batch_size // self.micro_batches))
+        with kept_random_state():
+            return self._fetch[0, np.arange(count, dtype=np.int64)]
+
     def release(self) -> None:
         """Ends persistent workers."""
         self._persistent = None
@@ -188,64 +228,53 @@ class Loader:
             "shuffle": int(self.source.shuffle),
         }
 
-    def _pieces(self, step: int, batch: Indices) -> list[tuple[int, MicroBatch, Indices, bool]]:
-        """This rank's micro-batches: (step, what it is, sample indices, all ranks have some)."""
-        micro_batches = self.micro_batches
-        if self.source.batch_sampler is not None:  # whose batches may be of any size
-            micro_batches = micro_batches_needed(len(batch), self.shares, self._micro_batch)
-        parts = split_batch(len(batch), self.shares, micro_batches)
-        counts = parts[..., 1] - parts[..., 0]
-        plain = len(parts) == 1 and bool((counts == counts[0, 0]).all()) and len(batch) > 0
-        ranks, rank = len(self.shares), self._collectives.part.index
-        found = []
-        for j in range(len(parts)):
-            begin, end = parts[j, rank]
-            local = int(end - begin)
-            micro = MicroBatch(
-                count=len(batch),
-                local=local,
-                first=j == 0,
-                last=j == len(parts) - 1,
-                scale=1.0 if plain else local * ranks / max(1, len(batch)),
-                plain=plain,
-            )
-            found.append((step, micro, batch[begin:end], bool(counts[j].all())))
-        return found
-
     def _run(
         self,
         epoch: int,
-        pieces: list[tuple[int, MicroBatch, Indices, bool]],
+        portions: Generator[Portion, None, None],
+        start: int,
         training: bool,
         some_skip: bool,
     ) -> Iterator[Any]:
         """Hands out the pieces; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
-        micros = (micro for _, micro, _, _ in pieces)
-        batches = self._read([(epoch, indices) for _, _, indices, _ in pieces])
-        pairs: Iterator[Pair] = zip(micros, batches, strict=True)
-        if self.weight is not None and training:
-            pairs = weighted(pairs, self.weight, self._collectives)
         running = Pass()
         try:
             if training:
-                self._running, self._position = running, pieces[0][0] if pieces else 0
+                self._running, self._position = running, start
             elif some_skip:
                 self._collectives.blocked = _SOME_SKIP
-            placed = self._place(pairs)
-            for (position, _, _, _), (micro, batch) in zip(pieces, placed, strict=True):
-                self.current = step.seen = micro
-                if training:
-                    step.begin(running, micro)
-                    if self._running is running:
-                        self._position = position
-                yield batch
+            for portion in portions:
+                placed = self._place(self._pairs(epoch, portion, training))
+                for (position, _, _, _), (micro, batch) in zip(portion.pieces, placed, strict=True):
+                    self.current = step.seen = step.latest = micro
+                    if training:
+                        step.begin(running, micro)
+                        if self._running is running:
+                            self._position = position
+                    yield batch
         finally:
+            portions.close()
             self._collectives.blocked = blocked
             if self._running is running:
                 self._running = None
             step.end(running)
             step.seen = seen
+
+    def _pairs(self, epoch: int, portion: Portion, training: bool) -> Iterator[Pair]:
+        """The pieces of a portion, weighted, each with its batch on the CPU."""
+        wanted = [*portion.pieces, *portion.ahead]
+        batches = self._read([(epoch, indices) for _, _, indices, _ in wanted])
+        pairs: Iterator[Pair] = zip((piece[1] for piece in wanted), batches, strict=True)
+        if self.weight is None or not training:
+            return pairs
+        begun = portion.begun
+        if portion.ahead:
+            read = list(pairs)
+            micro, batch = read[0]
+            portion.begun = weigh(self.weight, batch) if micro.local else 0.0
+            pairs = iter(read)
+        return islice(weighted(pairs, self.weight, self._collectives, begun), len(portion.pieces))
 
     def _place(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         """Moves batches to the device while keeping what they are beside them."""

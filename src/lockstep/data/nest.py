@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -85,6 +85,47 @@ def emptied(batch: Any) -> Any:
     return _rebuilt(batch, emptied) if _is_container(batch) else batch
 
 
+def joined(nests: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """The first nest with `join(leaves)` in each place, of what all nests have there.
+
+    Args:
+        nests: at least one; alike in their containers.
+        join: is given one leaf of each nest, in their order.
+
+    Raises:
+        DataError: the nests are not alike.
+    """
+    first = nests[0]
+    if _is_opaque(first) or not _is_container(first):
+        return join(list(nests))
+    children = [_children(nest) for nest in nests]
+    if any(found.keys() != children[0].keys() for found in children):
+        sizes = ", ".join(
+            f"a {type(nest).__name__} of {len(c)}" for nest, c in zip(nests, children, strict=True)
+        )
+        raise DataError(
+            "results of several devices, to be joined",
+            f"they are not alike: {sizes}",
+            "return containers of the same length and keys whatever the samples are; what differs "
+            "from sample to sample belongs into tensors with one row a sample",
+        )
+    values = iter([joined([found[key] for found in children], join) for key in children[0]])
+    return _rebuilt(first, lambda _: next(values))
+
+
+def _children(nest: Any) -> dict[Any, Any]:
+    """What a container holds, by key, position or field, in the order of `_rebuilt`."""
+    if not _is_container(nest):
+        return {}
+    if isinstance(nest, Mapping):
+        return dict(nest)
+    if isinstance(nest, list | tuple):
+        return dict(enumerate(nest))
+    return {
+        each.name: getattr(nest, each.name) for each in fields(nest) if hasattr(nest, each.name)
+    }
+
+
 def _no_rows(tensor: Tensor) -> Tensor:
     if _is_dense(tensor):
         return (tensor[:0] if tensor.dim() else tensor).clone()
@@ -134,13 +175,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Tensor) or _is_opaque(batch) or not _is_container(batch):
         yield batch
         return
-    if isinstance(batch, Mapping):
-        children = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        children = list(batch)
-    else:
-        children = [getattr(batch, each.name, None) for each in fields(batch)]
-    for child in children:
+    for child in _children(batch).values():
         yield from _leaves(child)
 
 

@@ -20,8 +20,8 @@ class Settings:
     strategy: str | None = None
     precision: str | None = None
     shares: str | None = None
-    micro_batch: int | None = None
-    """Samples per device and micro-batch."""
+    micro_batch: int | str | None = None
+    """Samples per device and micro-batch, or `auto`."""
     backend: str | None = None
     device: str | None = None
     timeout: float | None = None

@@ -10,54 +10,212 @@ would update BatchNorm's running statistics twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
+from lockstep.optim.activation_bytes import Activations, measure
+from lockstep.optim.blocks import repeated_blocks
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 MAX_CANDIDATES = 10
+MAX_COMPARED = 8
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_OF_FREE = 0.9
+"""What `budget="auto"` takes of the free memory: some is lost between tensors and to kernels."""
+_PER_PARAMETER = 3
+"""Tensors of a parameter's size that a training adds: its gradient and what Adam remembers."""
 
 
-def checkpoint_activations(module: nn.Module, submodules: Choice) -> int:
+def checkpoint_activations(
+    module: nn.Module,
+    submodules: Choice | None = None,
+    *,
+    every: int = 1,
+    budget: int | str | None = None,
+    example: Example | None = None,
+) -> int:
     """Makes the chosen submodules recompute their activations in backward instead of keeping them.
 
-    Choose the blocks that the model repeats: `checkpoint_activations(model, Block)`. Of nested
-    matches the outermost is taken. Call it before or after `world.prepare`; a second call wraps
-    nothing twice. Random numbers of torch (dropout) are the same in both runs. A SyncBatchNorm
-    inside communicates in both, at the same points on all ranks.
+    `checkpoint_activations(model)` takes the blocks that the model repeats. Call it before or after
+    `world.prepare`, with `budget` before it; a second call wraps nothing twice. Random numbers of
+    torch (dropout) are the same in both runs. A SyncBatchNorm inside communicates in both, at the
+    same points on all ranks, so all ranks choose the same.
 
     Args:
         module: the model, changed in place; the model as a whole is never wrapped.
         submodules: a class or tuple of classes, a pattern of names as in `named_modules()`
-            (`"encoder.layers.*"`), or a function that says yes or no to each module.
+            (`"encoder.layers.*"`), or a function that says yes or no to each module; of nested
+            matches the outermost is taken. None: `lockstep.optim.blocks.repeated_blocks`.
+        every: of these the first and every k-th after it.
+        budget: of these as few as are needed so that what the model keeps for backward fits into
+            so many bytes (`"2GiB"`; a number), also while one of them is recomputed. They are
+            chosen one by one, those that save most first. It is measured by calling the model
+            once, in its present mode, with `example`; nothing is kept meanwhile, and random
+            streams and buffers stay as they are.
+            `"auto"`: 9/10 of the free memory of the model's GPU, on the rank that has the least,
+            less the gradients and the state of Adam; every rank of the run then needs to call it.
+        example: `(args, kwargs)` of one call of the model, as large as those of the training, on
+            the model's device.
 
     Returns:
-        How many submodules match and now recompute.
+        How many submodules are chosen and now recompute.
 
     Raises:
-        SettingError: nothing matches, or `submodules` is none of the above.
+        SettingError: nothing matches, an argument has no meaning, or no choice fits the budget.
+        UsageError: `budget` with a model that is prepared, or that computes gradients itself in
+            its forward pass.
     """
-    matches = _matcher(submodules)
-    chosen = dict(_outermost(module, "", matches))
-    if not chosen:
-        raise SettingError(
-            f"checkpoint_activations(..., {_in_words(submodules)})",
-            "no submodule matches",
-            f"choose among: {_candidates(module)}",
-        )
+    _check_policy(every, budget, example)
+    found = _found(module, submodules)
+    chosen = found[::every]
+    if budget is not None and example is not None:
+        chosen = _fitting(module, found, budget, example)
     for submodule in chosen:
-        if not isinstance(vars(submodule).get("forward"), _Recomputed):
+        if not _recomputes(submodule):
             submodule.forward = _Recomputed(submodule)
     return len(chosen)
+
+
+def _check_policy(every: int, budget: int | str | None, example: Example | None) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise SettingError(
+            f"checkpoint_activations(..., every={every!r})",
+            "it counts blocks",
+            "every=2 takes half of them; a whole number from 1 up",
+        )
+    if budget is None and example is None:
+        return
+    if budget is None or example is None:
+        raise SettingError(
+            "checkpoint_activations(..., " + ("budget=...)" if example is None else "example=...)"),
+            "the budget is met by measuring an example, so the two go together",
+            "give both: budget='2GiB', example=((images,), {})",
+        )
+    if every != 1:
+        raise SettingError(
+            f"checkpoint_activations(..., every={every}, budget={budget!r})",
+            "each of them says how many blocks recompute",
+            "give one of the two",
+        )
+    pair = isinstance(example, tuple) and len(example) == 2
+    if not pair or not isinstance(example[0], tuple) or not isinstance(example[1], Mapping):
+        raise SettingError(
+            "checkpoint_activations(..., example=...)",
+            "it is no pair of a tuple and a dict",
+            "for model(images, scale=2) give example=((images,), {'scale': 2})",
+        )
+
+
+def _found(module: nn.Module, submodules: Choice | None) -> list[nn.Module]:
+    if submodules is None:
+        found = [block for _, block in repeated_blocks(module)]
+    else:
+        found = list(dict(_outermost(module, "", _matcher(submodules))))
+    if found:
+        return found
+    raise SettingError(
+        "checkpoint_activations(model)"
+        if submodules is None
+        else f"checkpoint_activations(..., {_in_words(submodules)})",
+        "no block repeats in it" if submodules is None else "no submodule matches",
+        f"choose among: {_candidates(module)}",
+    )
+
+
+def _fitting(
+    module: nn.Module, found: list[nn.Module], budget: int | str, example: Example
+) -> list[nn.Module]:
+    """Those that recompute already, and the fewest others that make the rest fit."""
+    # By its method: the import of DTensor takes long, and where there is one it has been made.
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    if isinstance(module, DistributedDataParallel) or sharded:
+        raise UsageError(
+            "checkpoint_activations(..., budget=...) of a prepared model",
+            "it is measured by a forward pass, and this one would involve the other ranks",
+            "call it before world.prepare",
+        )
+    size = _free_bytes(module) if budget == "auto" else _in_bytes(budget)
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices), _BuffersAsBefore(module):
+        kept = measure(module, found, *example)
+    wrapped = {i for i, of_found in enumerate(kept.order) if _recomputes(found[of_found])}
+    peaks = []
+    for recomputed in _more_and_more(kept, wrapped):
+        peaks.append(kept.peak(recomputed))
+        if peaks[-1] <= size:
+            return [found[kept.order[i]] for i in sorted(recomputed)]
+    raise SettingError(
+        f"checkpoint_activations(..., budget={budget!r})",
+        f"{size:,} bytes; the least that any choice keeps is {min(peaks):,}, and {peaks[0]:,} "
+        "are kept as it is",
+        "make the example (and micro_batch) smaller, or choose other submodules",
+    )
+
+
+def _more_and_more(kept: Activations, recomputed: set[int]) -> Iterator[set[int]]:
+    """The blocks to recompute, each time one more: of those that save most the best one.
+
+    That is the one after which the peak is lowest. (The later a block runs, the more is held while
+    it is recomputed.)
+    """
+    yield recomputed
+    rest = [i for i in kept.by_saving() if i not in recomputed]
+    while rest:
+        best = min(rest[:MAX_COMPARED], key=lambda i: kept.peak(recomputed | {i}))
+        rest.remove(best)
+        recomputed = recomputed | {best}
+        yield recomputed
+
+
+def _in_bytes(budget: int | str) -> int:
+    text = str(budget).strip().lower()
+    parts = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?", text)
+    if isinstance(budget, int | str) and parts is not None and parts[2] in _UNITS:
+        return int(float(parts[1]) * _UNITS[parts[2]])
+    raise SettingError(
+        f"checkpoint_activations(..., budget={budget!r})",
+        "it is no amount of memory",
+        "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
+    )
+
+
+def _free_bytes(module: nn.Module) -> int:
+    """What a training leaves free for activations on the GPU, the least over all ranks."""
+    parameters = list(module.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        raise SettingError(
+            "checkpoint_activations(..., budget='auto')",
+            f"the model is on {device.type}, whose free memory says little",
+            "move it to the GPU first (model.to(world.device)), or give bytes",
+        )
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    trained = [p for p in parameters if p.requires_grad]
+    coming = sum(p.nbytes * (_PER_PARAMETER - (p.grad is not None)) for p in trained)
+    left = torch.tensor([int(_OF_FREE * free) - coming], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(left, dist.ReduceOp.MIN)
+    return int(left)
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), _Recomputed)
 
 
 class _Recomputed:

@@ -72,7 +72,7 @@ def scale_learning_rate(
         base_batch_size: the same, where the learning rate was found.
         rule: `linear` (times batch_size / base_batch_size: Goyal et al., "Accurate, Large Minibatch
             SGD", arXiv 1706.02677) or `sqrt` (times its square root: Krizhevsky, "One weird trick
-            for parallelizing convolutional neural networks", arXiv 1404.5997, section 3.2).
+            for parallelizing convolutional neural networks", arXiv 1404.5997).
 
     Raises:
         SettingError: a batch size that is no whole number above 0, a learning rate that is no

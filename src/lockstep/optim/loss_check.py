@@ -50,11 +50,11 @@ class LossCheck:
         if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
             self._complain(self._step.number + 1)
 
-    def after_backward(self, loss: Tensor, parameters: Iterable[Tensor]) -> None:
+    def after_backward(self, loss: Tensor, gradients: Iterable[Tensor]) -> None:
         """Raises UsageError where a loss of weight 0 has made gradients NaN."""
         if not self._step.current.local or not loss.isnan().item():
             return
-        if any(p.grad is not None and bool(p.grad.isnan().any()) for p in parameters):
+        if any(bool(gradient.isnan().any()) for gradient in gradients):
             raise UsageError(
                 "world.backward(loss) of a micro-batch whose weight is 0",
                 "the loss is NaN, a division by that 0, and so are its gradients",

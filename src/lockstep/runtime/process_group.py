@@ -110,6 +110,14 @@ def open_group(
     return interface or "by host name", reason
 
 
+def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where what is sent must lie: NCCL takes CUDA tensors, every other backend the CPU's."""
+    if device.type == "cpu":
+        return device
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return device if backends.get(device.type) == "nccl" else torch.device("cpu")
+
+
 def close_group() -> None:
     """Closes the process group, where there is one."""
     if dist.is_initialized():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -41,6 +42,8 @@ class Run:
     settings: Settings
     joined: Joined | None
     """The store that the ranks met at; None on one process."""
+    examples: list[Callable[[], Any]] = field(default_factory=list)
+    """Each gives a batch of a loader that is being prepared, for strategies that measure."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """What the strategy has opened beside the group of all ranks; closed with it."""
 
@@ -175,6 +178,7 @@ def leave(run: Run, *, failed: bool) -> None:
     if _current is not run:
         return
     _current = None
+    run.groups.clear()
     if run.joined is not None:
         # NCCL waits for outstanding work of ranks that may never do theirs.
         if not (failed and run.device.type == "cuda"):

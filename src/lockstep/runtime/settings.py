@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from lockstep.errors import SettingError
 
 JOIN_TIMEOUT_S = 30.0
+AUTO = "auto"
+"""What is measured instead of given: shares, micro_batch."""
 T = TypeVar("T")
 
 
@@ -29,7 +31,9 @@ class Settings:
     device: str | None = None
     init_method: str | None = None
     shares: Any = None
-    micro_batch: int | None = None
+    """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
+    micro_batch: int | str | None = None
+    """Samples, `"auto"`, or None: the whole part."""
     timeout_s: float = JOIN_TIMEOUT_S
     """Seconds that ranks wait for each other in `init`."""
     collective_timeout_s: float | None = None
@@ -51,7 +55,7 @@ def settle(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
         "device": str,
         "init_method": str,
         "shares": str,
-        "micro_batch": int,
+        "micro_batch": _whole_number_or_auto,
         "timeout": float,
     }
     values = {name: value for name, value in given.items() if value is not None}
@@ -82,8 +86,14 @@ def _parse(variable: str, text: str, read: Callable[[str], T]) -> T:
         return read(text)
     except ValueError:
         raise SettingError(
-            f"{variable}={text}", f"it is not a valid {read.__name__}", "correct or unset it"
+            f"{variable}={text}",
+            f"it is not a valid {read.__name__.strip('_').replace('_', ' ')}",
+            "correct or unset it",
         ) from None
+
+
+def _whole_number_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def _written(value: Any) -> str:

@@ -8,7 +8,8 @@ those who read it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
@@ -25,6 +26,8 @@ class MicroBatch:
     first: bool = True
     last: bool = True
     """Whether this micro-batch opens and closes its global batch."""
+    pieces: int = 1
+    """Micro-batches of the global batch."""
     scale: float = 1.0
     """What the loss is multiplied by, so that the average over ranks of the accumulated gradients
     is the gradient of the mean over the global batch."""
@@ -51,8 +54,9 @@ class Step:
     """The state of the present optimizer step."""
 
     def __init__(self) -> None:
-        self.seen = MicroBatch()
-        """The micro-batch last handed out by any loader, evaluation included; for averages."""
+        self.seen = self.latest = MicroBatch()
+        """The micro-batch last handed out by any loader, evaluation included; for averages. When a
+        pass is over, `seen` is again what it was before, `latest` is not."""
         self.number = 0
         """Global batches finished by an optimizer step since the start of the training."""
         self.samples = 0
@@ -127,6 +131,15 @@ class Step:
             self.samples += running.micro_batch.count
             self._until = time.perf_counter()
         running.stepped = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Steps that are taken inside do not count: they are put back."""
+        before = self.number, self.samples, self._since, self._until
+        try:
+            yield
+        finally:
+            self.number, self.samples, self._since, self._until = before
 
     @property
     def seconds(self) -> float:

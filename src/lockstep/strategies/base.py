@@ -2,8 +2,8 @@
 
 A strategy is a frozen set of options. `World` calls, on every rank:
 
-1. `check(run)`: once, when the run is joined; then `part` and `shares`, which say how the global
-   batch is divided.
+1. `check(run)`: once, when the run is joined; then `part`, `shares`, `devices` and `micro_batch`,
+   which say how the global batch is divided.
 2. `wrap(module, run)`: once for every module given to `prepare`; returns what the user calls, with
    the reasons of what was chosen.
 3. `backward(modules, loss, precision)`: for every micro-batch.
@@ -20,7 +20,8 @@ is right where every rank holds the whole module and computes a part of the batc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.global_batch import parse_shares
+from lockstep.data.automatic import first_shares
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
@@ -50,6 +51,9 @@ class Strategy(ABC):
 
     name: ClassVar[str]
 
+    settles: ClassVar[bool] = False
+    """`shares="auto"` and `micro_batch="auto"` can be found, because `alone` keeps its word."""
+
     evaluates_together: ClassVar[bool] = False
     """A forward pass without gradients, too, involves other ranks: all ranks need to make it."""
 
@@ -67,7 +71,24 @@ class Strategy(ABC):
         Raises:
             SettingError: the shares that were set do not fit the run.
         """
-        return parse_shares(run.settings.shares, run.collectives.part.count)
+        return first_shares(run.settings.shares, run.collectives.part.count)
+
+    def devices(self, run: Run) -> int:
+        """Devices that divide a global batch, whether or not each has a process."""
+        return run.collectives.part.count
+
+    def micro_batch(self, run: Run, largest: int | str | None) -> int | str | None:
+        """The most samples this process computes at a time.
+
+        Args:
+            run: the run.
+            largest: for one device, as the user has set it.
+        """
+        return largest
+
+    def pieces(self, run: Run) -> int:
+        """Into how many micro-batches a global batch is cut at least, where it has the samples."""
+        return 1
 
     def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
         """The ranks over which BatchNorm takes its statistics, where the batch has several parts.
@@ -75,6 +96,25 @@ class Strategy(ABC):
         None: all ranks.
         """
         return None
+
+    def computes_on(self, run: Run) -> Sequence[int]:
+        """Which of the devices that divide a global batch are this process's."""
+        return (run.collectives.part.index,)
+
+    def alone(
+        self, module: nn.Module, device: int | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """What computes, meanwhile, as the wrapped module does on this rank, but without others.
+
+        Args:
+            module: as `wrap` returned it.
+            device: of those that `computes_on` gives, the one to compute on; None: on all.
+        """
+        return nullcontext(module)
+
+    def divide(self, modules: Sequence[nn.Module], shares: tuple[int, ...]) -> tuple[int, ...]:
+        """From now on the devices have these shares; returns those of the loader's parts."""
+        return shares
 
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
@@ -92,6 +132,14 @@ class Strategy(ABC):
             **options: of `torch.autograd.backward`.
         """
         precision.backward(loss, **options)
+
+    def gradients(self, module: nn.Module) -> Iterator[Tensor]:
+        """What backward passes have left on this rank, in whatever form."""
+        return (p.grad for p in module.parameters() if p.grad is not None)
+
+    def keeps_gradients(self, module: nn.Module) -> bool:
+        """Whether those of micro-batches add up where no `zero_grad` reaches them."""
+        return False
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the whole gradient over all ranks, a plain tensor on every rank."""

@@ -16,10 +16,14 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
 class MovingBuffers:
-    """Keeps the buffers of a module equal on all ranks."""
+    """Keeps the buffers of a module equal on all ranks, or on those of a group.
 
-    def __init__(self, module: nn.Module) -> None:
+    Buffers that are on other ranks, and here on the meta device, are left out.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._module = module
+        self._group = group
         synchronised = {
             id(buffer)
             for child in module.modules()
@@ -29,7 +33,7 @@ class MovingBuffers:
         self._watched = [
             name
             for name, buffer in module.named_buffers()
-            if buffer.numel() and id(buffer) not in synchronised
+            if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
         ]
         self._before = self._bits(self._watched)
         self.moving: list[str] = []
@@ -43,7 +47,7 @@ class MovingBuffers:
             return
         now = self._bits(self._watched)
         changed = (now != self._before).to(torch.uint8)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
         self.moving = [
             name
             for name, flag in zip(self._watched, changed.tolist(), strict=True)
@@ -55,7 +59,7 @@ class MovingBuffers:
         return fingerprint(now[name] for name in names) if names else torch.empty(0)
 
     def share(self) -> None:
-        """Gives every rank rank 0's values: one broadcast for each dtype."""
+        """Gives every rank the first rank's values: one broadcast for each dtype."""
         if not self.moving:
             return
         now = dict(self._module.named_buffers())
@@ -65,7 +69,7 @@ class MovingBuffers:
         with torch.no_grad():
             for buffers in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                dist.broadcast(flat, 0)
+                dist.broadcast(flat, group=self._group, group_src=0)
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))

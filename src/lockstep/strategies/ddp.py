@@ -9,6 +9,8 @@ alone. Buffers that move are taken from rank 0 after each step (`buffers`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from lockstep.errors import SettingError, UsageError
 from lockstep.runtime import profiling
 from lockstep.runtime.choice import Choice
+from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.buffers import MovingBuffers
@@ -43,6 +46,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    settles: ClassVar[bool] = True
 
     bucket_mib: float | None = None
     """Size of a gradient bucket in MiB; None: torch's default."""
@@ -108,6 +112,12 @@ class DDP(Strategy):
                 self._bucket_choice(size),
             ],
         )
+
+    def alone(
+        self, module: nn.Module, device: int | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """The user's module, whose gradients nobody averages."""
+        return module.unwatched() if isinstance(module, ExactDDP) else nullcontext(module)
 
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Raises UsageError: gradients that were not averaged, or parameters without any."""
@@ -226,6 +236,7 @@ class ExactDDP(DistributedDataParallel):
                 return self._short_forward(*inputs, **kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
+            advise(error, present.local)
             if present.count and not present.local:
                 error.add_note(
                     f"lockstep: this rank has none of the {present.count} samples of this batch "
@@ -242,6 +253,17 @@ class ExactDDP(DistributedDataParallel):
         """What torch's forward does, without its marks (`profiling`)."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self._post_forward(self.module(*inputs, **kwargs))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[nn.Module]:
+        """The module itself, which may now be called around this wrapper."""
+        way = self._way
+        watch = way.hooks.pop(way.hook, None)
+        try:
+            yield self.module
+        finally:
+            if watch is not None:
+                way.hooks[way.hook] = watch
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.

@@ -23,10 +23,12 @@ from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
+from lockstep.runtime.out_of_memory import advise, advise_at_end
 from lockstep.runtime.run import Run
 from lockstep.runtime.step import Pass
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.settling import Settling
 
 
 class Preparer:
@@ -39,6 +41,7 @@ class Preparer:
         precision: Precision,
         *,
         make_loader: Callable[[DataLoader[Any]], Loader],
+        say: Callable[[str], None],
     ) -> None:
         self.choices: list[Choice] = []
         self.loaders: list[Loader] = []
@@ -51,6 +54,8 @@ class Preparer:
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
         """What an optimizer holds in the place of a parameter that is gone, by its id."""
         self._optimizers: list[PreparedOptimizer] = []
+        self.settling = Settling(run, strategy, self._modules, self._optimizers, say)
+        self._end_advice = advise_at_end(run.step)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
         """The prepared objects in the order given.
@@ -66,6 +71,7 @@ class Preparer:
             id(thing): self._make_loader(thing) if isinstance(thing, DataLoader) else thing
             for thing in objects
         }
+        self._run.examples[:] = [x.example for x in prepared.values() if isinstance(x, Loader)]
         agree(self._run, "world.prepare", "; ".join(map(_describe, prepared.values())))
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self._module),
@@ -81,18 +87,25 @@ class Preparer:
 
     def release(self) -> None:
         """Lets go of the process group."""
+        self._end_advice()
         for module in self._modules:
             self._strategy.release(module)
         for loader in self.loaders:
             loader.release()
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Of all prepared modules."""
-        return (p for module in self._modules for p in module.parameters())
+    def gradients(self) -> Iterator[Tensor]:
+        """What is on this rank of those of all prepared modules."""
+        return (g for module in self._modules for g in self._strategy.gradients(module))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of a loss that is weighted already."""
-        self._strategy.backward(self._modules, loss, self._precision, **options)
+        try:
+            self._strategy.backward(self._modules, loss, self._precision, **options)
+        except Exception as error:
+            advise(error, self._run.step.current.local)
+            raise
+        if self.settling.watching:
+            self.settling.settle()
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
         """Clips the gradients of a module by the norm of all of them; returns that norm."""
@@ -120,7 +133,8 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch out, or add the losses up and call world.backward once",
             )
-        if not present.first and not running.backwards:
+        kept = any(map(self._strategy.keeps_gradients, self._modules))
+        if not present.first and not running.backwards and not kept:
             for optimizer in self._optimizers:
                 optimizer.check_kept()
 
@@ -157,7 +171,7 @@ class Preparer:
         self.choices += choices
         self._modules.append(wrapped)
         self._replaced |= {id(old): (weakref.ref(old), new) for old, new in replaced}
-        own += [new for _, new in replaced if new is not None]
+        own += [p for pair in replaced for p in pair if p is not None]
         self._owners |= {id(parameter): wrapped for parameter in own}
         return wrapped
 

@@ -10,7 +10,11 @@ from lockstep.strategies.base import Strategy
 
 _STRATEGIES = {
     "single": ("lockstep.strategies.single", "Single"),
+    "dp": ("lockstep.strategies.data_parallel", "DP"),
     "ddp": ("lockstep.strategies.ddp", "DDP"),
+    "fsdp": ("lockstep.strategies.fsdp", "FSDP"),
+    "hsdp": ("lockstep.strategies.fsdp", "HSDP"),
+    "pipeline": ("lockstep.strategies.pipeline", "Pipeline"),
 }
 
 

@@ -33,19 +33,23 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(sums)
 
 
-def check_replicas(module: nn.Module, when: str) -> None:
-    """Compares the parameters and buffers of a module over all ranks.
+def check_replicas(module: nn.Module, when: str, group: dist.ProcessGroup | None = None) -> None:
+    """Compares the parameters and buffers of a module over all ranks, or those of a group.
+
+    What is on the meta device is on other ranks, and is left out.
 
     Raises:
         RanksDifferError: on every rank, naming the tensors.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    named: dict[str, Tensor] = {name: tensor for name, tensor in tensors if tensor.numel()}
+    named: dict[str, Tensor] = {
+        name: tensor for name, tensor in tensors if tensor.numel() and not tensor.is_meta
+    }
     if not named:
         return
     mine = fingerprint(named.values())
     extremes = torch.cat([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, smallest = extremes.chunk(2)
     differ = [
         name for name, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import DataError, UsageError
+from lockstep.runtime.process_group import carrier_device
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -175,7 +176,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
         own = torch.cat([count, mean, squares])
     else:
         own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
-    own = own.to(_carrier(x.device, group))
+    own = own.to(carrier_device(x.device, group))
     everyone = own.new_empty(dist.get_world_size(group), own.numel())
     dist.all_gather(list(everyone.unbind()), own, group)
     everyone = everyone.to(x.device)
@@ -257,7 +258,8 @@ class _Normalize(torch.autograd.Function):
             sum_dy = sum_dy_xhat = torch.zeros_like(mean)
         dx = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([sum_dy, sum_dy_xhat]).double().to(_carrier(x.device, ctx.group))
+            sums = torch.stack([sum_dy, sum_dy_xhat]).double()
+            sums = sums.to(carrier_device(x.device, ctx.group))
             dist.all_reduce(sums, group=ctx.group)
             scale = invstd if weight is None else invstd * weight
             means = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
@@ -276,14 +278,6 @@ def _input_gradient(
         return torch.zeros_like(x)
     dx = F.batch_norm(x, mean, variance, means[1], means[0], training=False, eps=eps)
     return dx.addcmul_(dy, _per_channel(scale, x))
-
-
-def _carrier(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Where a collective's vector lives: NCCL takes CUDA tensors, every other backend the CPU's."""
-    if device.type == "cpu":
-        return device
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return device if backends.get(device.type) == "nccl" else torch.device("cpu")
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,102 @@
+"""Sharded tensors in a state become whole ones before it is saved, and shards when it is loaded.
+
+So a checkpoint holds plain tensors under plain names, whatever strategy wrote it, and any strategy
+on any number of ranks can read it.
+
+Communication: `gathered` is one all-gather for each sharded tensor, so all ranks call it with the
+same state; `spread` communicates nothing, since every rank has the whole tensors that it cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def gathered(state: Any, *, keep: bool = True) -> Any:
+    """The same nest with every DTensor in whole, on the CPU.
+
+    Args:
+        state: a nest of dictionaries, lists and tuples, the same on all ranks.
+        keep: whether this rank wants the result; where not, it takes part and keeps its shards.
+    """
+    done: dict[object, Tensor] = {}
+
+    def whole(leaf: Any) -> Any:
+        if not _is_sharded(leaf):
+            return leaf
+        place = address(leaf), leaf.shape
+        if place in done:  # tied to it: gathered once, and one tensor again
+            return done[place]
+        full = leaf.detach().full_tensor()
+        kept: Tensor = full.cpu() if keep else leaf
+        if place[0]:
+            done[place] = kept
+        return kept
+
+    return _map(whole, state)
+
+
+def spread(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a state by name, cut as those of the same name in `like` are."""
+    return {name: _cut(value, like.get(name)) for name, value in state.items()}
+
+
+def spread_optimizer(state: Any, optimizer: Optimizer) -> Any:
+    """An optimizer's state, cut as its parameters are.
+
+    What has another shape than its parameter, such as a count of steps, stays whole.
+    """
+    parameters = {
+        index: parameter
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False)
+        for index, parameter in zip(saved["params"], group["params"], strict=False)
+    }
+
+    def cut(index: Any, of_one: Any) -> Any:
+        return _map(lambda leaf: _cut(leaf, parameters.get(index)), of_one)
+
+    return {
+        **state,
+        "state": {index: cut(index, of_one) for index, of_one in state["state"].items()},
+    }
+
+
+def _cut(value: Any, own: Any) -> Any:
+    if not _is_sharded(own) or not isinstance(value, Tensor) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # loaded already by who made `own`
+
+    # Without a source rank every rank cuts its own part, and nothing is sent.
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _is_sharded(value: object) -> bool:
+    # Not by isinstance: who has no DTensor should not wait for its import.
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def address(tensor: Any) -> int:
+    """Where a tensor, or this rank's shard of it, begins in memory; 0: it has none.
+
+    The padded memory of a sharded parameter is never empty, so tied ones are seen on every rank.
+    """
+    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    begin = local.untyped_storage().data_ptr()
+    return begin + int(local.storage_offset()) * local.element_size() if begin else 0
+
+
+def _map(change: Callable[[Any], Any], nest: Any) -> Any:
+    if isinstance(nest, dict):
+        result: Any = nest.copy()  # of its own kind
+        if hasattr(nest, "_metadata"):  # of a module's state; copies leave it out
+            result._metadata = nest._metadata
+        for key, value in nest.items():
+            result[key] = _map(change, value)
+        return result
+    if type(nest) in (list, tuple):
+        return type(nest)(_map(change, value) for value in nest)
+    return change(nest)

@@ -1,0 +1,376 @@
+"""Optimizers for large batches: LARS and LAMB.
+
+Both measure a step against the tensor that it changes: the trust ratio, the norm of the tensor
+over that of its step, is a learning rate of each tensor's own, so that one rate suits all layers.
+Norms are those of whole tensors. Of a parameter that is sharded over the ranks (a `DTensor`, as
+FSDP makes them) all shards count, which takes one small all-reduce for all parameters that are
+sharded alike; every rank then steps at the same time, with gradients for the same parameters.
+Nothing is read back from a GPU.
+
+Whether they are needed is another question: Nado et al., "A Large Batch Optimizer Reality Check"
+(arXiv 2102.06356), reach the same results with well-tuned Nesterov momentum and with Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from lockstep.errors import SettingError, UsageError
+
+_AT_LEAST_0 = (lambda x: x >= 0, "a number from 0 up")
+_ABOVE_0 = (lambda x: x > 0, "a number above 0")
+_FRACTION = (lambda x: 0 <= x < 1, "a number from 0 up and below 1")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": _AT_LEAST_0,
+    "momentum": _FRACTION,
+    "beta": _FRACTION,
+    "weight_decay": _AT_LEAST_0,
+    "trust_coefficient": _ABOVE_0,
+    "eps": _AT_LEAST_0,
+    "max_ratio": _ABOVE_0,
+}
+
+
+class _Layerwise(Optimizer, ABC):
+    """What the two have in common.
+
+    Options of a group:
+        adapt: None: tensors of two or more dimensions get a trust ratio and weight decay, the
+            others (biases, scales and shifts of normalisation layers) get neither. True: all get
+            both. False: none gets a trust ratio, all get the weight decay.
+        max_ratio: the largest trust ratio; None: no limit.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step.
+
+        Args:
+            closure: computes the loss and its gradients again; most training loops need none.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                with_gradient = [p for p in group["params"] if p.grad is not None]
+                for adapted in (True, False):
+                    chosen = [p for p in with_gradient if _adapts(group, p) is adapted]
+                    decay = group["weight_decay"] if adapted or group["adapt"] is False else 0.0
+                    for parameters in _sharded_alike(chosen):
+                        self._update(group, parameters, adapted, decay)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with options of their own where the group has some.
+
+        Raises:
+            SettingError: an option out of range.
+        """
+        if isinstance(param_group, dict):  # torch's own complains of anything else
+            _check({**self.defaults, **param_group}, type(self).__name__)
+        super().add_param_group(param_group)
+
+    @abstractmethod
+    def _update(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
+    ) -> None:
+        """Changes parameters that are sharded alike; `adapted`: with a trust ratio."""
+
+
+class LARS(_Layerwise):
+    """Layer-wise Adaptive Rate Scaling, for SGD with momentum.
+
+    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (arXiv 1708.03888),
+    algorithm 1. For each tensor w with gradient g:
+
+        ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
+        v     = momentum * v + ratio * (g + weight_decay * w)
+        w     = w - lr * v
+
+    The ratio is 1 where |w| or |g| is 0.
+
+    This is the form of torch's SGD: the learning rate is not in v, so a rate that changes takes
+    hold of the whole step at once, and needs no correction of the momentum. The paper's own form
+    has it in v; both are the same while the rate stays, and for a rate that changes this one is
+    the paper's with the momentum correction of Goyal et al. (arXiv 1706.02677, section 3).
+
+    Args:
+        params: as for all optimizers of torch.
+        lr: learning rate; with the default `trust_coefficient` one in the order of 1 to 30.
+        momentum: of v.
+        weight_decay: for the tensors that `adapt` chooses.
+        nesterov: steps along `ratio * (g + weight_decay * w) + momentum * v`, as torch's SGD.
+        trust_coefficient: how far a step may go, as a fraction of the tensor's norm.
+        eps: keeps the ratio finite where the gradient is very small.
+        max_ratio: the largest trust ratio; 1.0 never steps further than SGD does (known as LARC).
+        adapt: which tensors get a trust ratio and weight decay. None: those of two or more
+            dimensions get both, the others (biases, scales and shifts of normalisation layers)
+            neither. True: all both. False: all weight decay, none a ratio, which is SGD. For a
+            choice by name make groups: `[{"params": ...}, {"params": ..., "adapt": True}]`.
+
+    Raises:
+        SettingError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        max_ratio: float | None = None,
+        adapt: bool | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "max_ratio": max_ratio,
+            "adapt": adapt,
+        }
+        super().__init__(params, options)
+
+    def _update(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
+    ) -> None:
+        weights = [_local(p) for p in parameters]
+        gradients = [_gradient(p) for p in parameters]
+        ratios: Sequence[Tensor | float] = [1.0] * len(parameters)
+        if adapted:
+            norms = _norms(parameters, [weights, gradients])
+            ratios = [self._ratio(group, w, g, decay) for w, g in zip(*norms, strict=True)]
+        for p, weight, gradient, ratio in zip(parameters, weights, gradients, ratios, strict=True):
+            step = gradient.add(weight, alpha=decay) if decay else gradient
+            if adapted:
+                step = step.mul(ratio) if step is gradient else step.mul_(ratio)
+            if group["momentum"]:
+                step = self._with_momentum(group, p, step)
+            weight.sub_(step, alpha=group["lr"])
+
+    def _with_momentum(self, group: dict[str, Any], parameter: Tensor, step: Tensor) -> Tensor:
+        """Adds the step to what the steps before have left; returns where to go."""
+        state, momentum = self.state[parameter], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        velocity = _local(state["momentum_buffer"])
+        velocity.mul_(momentum).add_(step)
+        return step.add(velocity, alpha=momentum) if group["nesterov"] else velocity
+
+    @staticmethod
+    def _ratio(
+        group: dict[str, Any], weight_norm: Tensor, gradient_norm: Tensor, decay: float
+    ) -> Tensor:
+        against = gradient_norm + decay * weight_norm + group["eps"]
+        ratio = group["trust_coefficient"] * weight_norm / against
+        return _or_1(ratio, weight_norm, gradient_norm, group["max_ratio"])
+
+
+class LAMB(_Layerwise):
+    """Layer-wise Adaptive Moments for Batch training: LARS's idea, for Adam.
+
+    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    (arXiv 1904.00962), algorithm 2, with phi(x) = x. For each tensor w, with Adam's m and v of its
+    gradient, both corrected for their start from 0:
+
+        u     = m / (sqrt(v) + eps) + weight_decay * w
+        ratio = |w| / |u|
+        w     = w - lr * ratio * u
+
+    The ratio is 1 where |w| or |u| is 0.
+
+    The gradient is taken as it is; where it should be clipped, call `world.clip_grad_norm`.
+
+    Args:
+        params: as for all optimizers of torch.
+        lr: learning rate: how far a step goes, as a fraction of the tensor's norm.
+        betas: how much of m and of v stays in a step.
+        eps: keeps u finite where v is very small.
+        weight_decay: for the tensors that `adapt` chooses.
+        max_ratio: the largest trust ratio; 1.0 never steps further than AdamW does. (The paper's
+            phi bounds |w| instead.)
+        adapt: as for `LARS`; False is AdamW.
+
+    Raises:
+        SettingError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        max_ratio: float | None = None,
+        adapt: bool | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_ratio": max_ratio,
+            "adapt": adapt,
+        }
+        super().__init__(params, options)
+
+    def _update(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
+    ) -> None:
+        weights = [_local(p) for p in parameters]
+        steps = [self._adam(group, p) for p in parameters]
+        if decay:
+            for weight, step in zip(weights, steps, strict=True):
+                step.add_(weight, alpha=decay)
+        if adapted:
+            norms = _norms(parameters, [weights, steps])
+            for step, weight_norm, step_norm in zip(steps, *norms, strict=True):
+                ratio = weight_norm / step_norm
+                step.mul_(_or_1(ratio, weight_norm, step_norm, group["max_ratio"]))
+        for weight, step in zip(weights, steps, strict=True):
+            weight.sub_(step, alpha=group["lr"])
+
+    def _adam(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """Takes up the gradient; returns m / (sqrt(v) + eps), a new tensor."""
+        state, gradient = self.state[parameter], _gradient(parameter)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, as torch's Adam
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        number = state["step"].item()
+        beta1, beta2 = group["betas"]
+        mean, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        against = square.div(1 - beta2**number).sqrt_().add_(group["eps"])
+        return mean.div(1 - beta1**number).div_(against)
+
+
+def _check(group: dict[str, Any], name: str) -> None:
+    """Raises SettingError where an option of a group is out of range."""
+    given: dict[str, Sequence[Any]] = {key: [group[key]] for key in _RANGES if key in group}
+    if group["max_ratio"] is None:
+        del given["max_ratio"]
+    if "betas" in group:
+        given["beta"] = betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise SettingError(f"{name}(betas={betas!r})", "Adam has two of them", "give a pair")
+    for key, values in given.items():
+        fits, wanted = _RANGES[key]
+        for value in values:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not fits(value):
+                raise SettingError(
+                    f"{name}({key}={value!r})", "it is out of range", f"give {wanted}"
+                )
+    if not any(group["adapt"] is value for value in (None, True, False)):
+        raise SettingError(
+            f"{name}(adapt={group['adapt']!r})",
+            "it says which tensors get a trust ratio",
+            "None: those of two or more dimensions; True: all; False: none",
+        )
+    if group.get("nesterov") and not group["momentum"]:
+        raise SettingError(f"{name}(nesterov=True)", "momentum=0", "give a momentum above 0")
+
+
+def _adapts(group: dict[str, Any], parameter: Tensor) -> bool:
+    """Whether a parameter's step gets a trust ratio."""
+    return parameter.dim() >= 2 if group["adapt"] is None else bool(group["adapt"])
+
+
+def _sharded_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those whose norms are summed over the same ranks together, all others alone."""
+    lots: list[list[Tensor]] = []
+    of_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            lots.append([parameter])
+            continue
+        key = mesh, _summed_over(parameter), parameter.device
+        if key not in of_mesh:
+            lots.append(of_mesh.setdefault(key, []))
+        of_mesh[key].append(parameter)
+    return lots
+
+
+def _summed_over(parameter: Any) -> tuple[int, ...]:
+    """The dimensions of a DTensor's mesh over which its shards lie."""
+    return tuple(i for i, where in enumerate(parameter.placements) if not where.is_replicate())
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    return local
+
+
+def _gradient(parameter: Any) -> Tensor:
+    """The gradient of this rank's part of a parameter."""
+    gradient = parameter.grad
+    if gradient.is_sparse or gradient.is_complex():
+        raise UsageError(
+            f"a {'sparse' if gradient.is_sparse else 'complex'} gradient",
+            "LARS and LAMB compare the norms of dense real tensors",
+            "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
+        )
+    if hasattr(parameter, "device_mesh") and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return _local(gradient)
+
+
+def _norms(parameters: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """The norms of whole tensors, each a tensor without dimensions on the parameter's device.
+
+    Args:
+        parameters: sharded alike.
+        lists: each has one tensor for each parameter, this rank's part of it.
+    """
+    local = [[_norm(tensor) for tensor in tensors] for tensors in lists]
+    first = parameters[0]
+    mesh = getattr(first, "device_mesh", None)
+    if mesh is None:
+        return local
+    squares = torch.stack([torch.stack(norms).double().square() for norms in local])
+    squares = squares.to(mesh.device_type)  # where the group communicates, of offloaded ones too
+    for dimension in _summed_over(first):
+        dist.all_reduce(squares, group=mesh.get_group(dimension))
+    return [list(row) for row in squares.to(first.device).sqrt()]
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """In float32 at least: squares of small numbers vanish in half precision."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm
+
+
+def _or_1(ratio: Tensor, one: Tensor, other: Tensor, largest: float | None) -> Tensor:
+    """The ratio where both norms are above 0, else 1; at most `largest`. Asks nothing of a GPU."""
+    ratio = torch.where((one > 0) & (other > 0), ratio, torch.ones_like(ratio))
+    return ratio if largest is None else ratio.clamp(max=largest)

@@ -1,0 +1,307 @@
+"""Sharded parameters: torch's `fully_shard` (FSDP2) with the exactness of the global batch.
+
+Every rank keeps a part of every parameter, of its gradient and of the optimizer's state
+(Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277). The
+model is cut into units (`wrapping`); a unit's parameters are gathered just before it runs and let
+go after it.
+
+Communication: the parameters and buffers of rank 0 are broadcast once, unit by unit, so that no
+device ever holds the whole model. Every forward pass gathers each unit once, with gradients or
+without, so every rank makes every pass. A backward pass gathers each unit but the last once more
+(`reshard_after_forward`); the one that closes a global batch scatters the average of the gradients,
+unit by unit, while it still runs. `HSDP` shards within groups of ranks and averages over the groups
+with one all-reduce more. Buffers that move are taken from rank 0 after each step (`buffers`).
+
+Micro-batches before the last send no gradients: they add up in whole on every rank. That is fast
+and takes the memory of one whole gradient; `accumulate_shards` sends them each time instead.
+
+Under precision bf16 the parameters are gathered in fp32 and cast by autocast, exactly as under DDP.
+Torch's `MixedPrecisionPolicy` would gather half as many bytes, but it also gives bf16 parameters to
+what autocast leaves in fp32 (normalisation, embeddings, sums along a residual stream): other
+numbers, and errors about mixed types in some layers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.errors import RanksDifferError, SettingError, UsageError
+from lockstep.optim.activation_checkpointing import Choice as Chosen
+from lockstep.optim.precision import Precision
+from lockstep.runtime.choice import Choice
+from lockstep.runtime.interface import find_interface, gloo_interface
+from lockstep.runtime.run import Run
+from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.sharded import Sharded, sharded
+from lockstep.strategies.wrapping import Blocks, find_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Strategy):
+    """Options of FSDP: every parameter is spread over all ranks."""
+
+    name: ClassVar[str] = "fsdp"
+    evaluates_together: ClassVar[bool] = True
+
+    blocks: Chosen | None = None
+    """The parts that are gathered as units: a class or tuple of classes, a pattern of names as in
+    `named_modules()`, or a function of a module; None: the blocks that the model repeats."""
+    reshard_after_forward: bool = True
+    """Let go of a unit's parameters after its forward pass. False: keep them until the backward
+    pass of the last micro-batch is through, so that they are gathered once for each global batch
+    and the whole model is on every device meanwhile."""
+    accumulate_shards: bool = False
+    """Average the gradients of every micro-batch, so that only this rank's part of them is kept
+    between micro-batches; else whole ones are, and nothing is sent before the last."""
+    find_unused_parameters: bool = False
+    """Ranks may use different parameters in a step: a zero gradient is sent for the others."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
+
+    def check(self, run: Run) -> None:
+        """Raises SettingError: an option that this run or this torch cannot honour."""
+        if self.cpu_offload and (run.device.type == "cpu" or run.topology.size == 1):
+            raise SettingError(
+                f"{type(self).__name__}(cpu_offload=True)",
+                "the device is the CPU: all is there already"
+                if run.device.type == "cpu"
+                else "one process: nothing is sharded, so nothing is moved away and back",
+                "leave cpu_offload out, or use several GPUs",
+            )
+        if self.find_unused_parameters and not hasattr(
+            torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"
+        ):
+            raise SettingError(
+                f"{type(self).__name__}(find_unused_parameters=True)",
+                f"torch {torch.__version__} cannot do that",
+                "use every parameter on every rank, or a newer torch",
+            )
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The same module, its parameters replaced by shards of rank 0's.
+
+        On one process it is the module as it was, on its device.
+
+        Raises:
+            SettingError: `blocks` matches nothing, or the ranks cannot be grouped as asked.
+            UsageError: parameters that cannot be sharded.
+        """
+        if run.topology.size == 1:
+            return Wrapped(module.to(run.device), [])
+        if next(module.parameters(), None) is None:
+            _take_from_first(list(module.buffers()), run.device)
+            return Wrapped(module, [Choice(self.name, "not sharded", "no parameters")])
+        check_parameters(module)
+        blocks = find_blocks(module, self.blocks)
+        units = [*(block for _, block in blocks.found), module]
+        check_dtypes(units)
+        before = dict(module.named_parameters(remove_duplicate=False))
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        choices = [self._units_choice(blocks)]  # before torch changes the names of classes
+        mesh, choice = self._mesh(run)
+        _take_from_first(list(module.buffers()), run.device)
+        for unit in units:
+            whole = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+            _take_from_first(whole, run.device)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                # None: not after that of the whole model, which backward begins with.
+                reshard_after_forward=None if self.reshard_after_forward else False,
+                offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            )
+            for p in whole:  # an optimizer still holds it, and would hold its memory
+                p.data = p.data.new_empty(0)
+        held = Sharded(
+            module,
+            units,
+            mesh,
+            run,
+            keep_whole=not self.reshard_after_forward,
+            accumulate_shards=self.accumulate_shards,
+        )
+        if self.find_unused_parameters:
+            held.root.set_reduce_scatter_unused_params(True)
+        after = dict(module.named_parameters(remove_duplicate=False))
+        replaced = {id(old): (old, after[name]) for name, old in before.items()}
+        return Wrapped(
+            module,
+            [*choices, choice._replace(value=_mib(size, choice.value))],
+            list(replaced.values()),
+        )
+
+    def backward(
+        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
+    ) -> None:
+        """The backward pass; gradients are averaged in the last micro-batch."""
+        for module in modules:
+            if (held := sharded(module)) is not None:
+                held.follow()
+        precision.backward(loss, **options)
+
+    def gradients(self, module: nn.Module) -> Iterator[Tensor]:
+        """This rank's shards, and whole gradients that wait for the last micro-batch."""
+        for gradient in super().gradients(module):
+            yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if (held := sharded(module)) is not None:
+            yield from (p.grad for p in held.whole if p.grad is not None)
+
+    def keeps_gradients(self, module: nn.Module) -> bool:
+        """True where whole gradients wait apart from the parameters."""
+        return sharded(module) is not None and not self.accumulate_shards
+
+    def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+        """The norm of the whole gradient: one all-reduce of one number."""
+        gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
+        if not gradients:
+            return super().total_norm(parameters, norm_type)
+        # Some ranks hold nothing of a small parameter, and nothing has no largest element.
+        own = [local for g in gradients if (local := g.to_local()).numel()]
+        norm = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].to_local().device)
+        if own:
+            norm = torch.nn.utils.get_total_norm(own, norm_type)
+        mesh = gradients[0].device_mesh
+        group = mesh.get_group(mesh.ndim - 1)  # its last dimension is the one sharded over
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+            return norm
+        power = norm**norm_type
+        dist.all_reduce(power, dist.ReduceOp.SUM, group)
+        return power ** (1.0 / norm_type)
+
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Lets go of whole parameters, which the step would leave behind."""
+        if (held := sharded(module)) is not None:
+            held.reshard()
+
+    def after_step(self, module: nn.Module) -> None:
+        """Shares buffers that move; looks for parameters that came later now and then."""
+        if (held := sharded(module)) is not None:
+            held.after_step()
+
+    def release(self, module: nn.Module) -> None:
+        """Lets go of the process group; forward passes are refused from then on."""
+        if (held := sharded(module)) is not None:
+            held.release()
+
+    def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
+        size = run.topology.size
+        choice = Choice("shards", f"{size} ranks", "parameters, gradients and optimizer state")
+        return _open_mesh(run, (size,), ("shard",)), choice
+
+    def _units_choice(self, blocks: Blocks) -> Choice:
+        reason = "each gathered for its own forward and backward; the rest at once"
+        if not self.reshard_after_forward:
+            reason = "each gathered for its forward and kept until the last backward"
+        if blocks.tied:
+            reason += f"; not {', '.join(blocks.tied)}: shares a parameter with what is outside"
+        if not blocks.found:
+            reason = "no repeated blocks found: all parameters are gathered at once"
+            return Choice("units", "the whole model", reason)
+        return Choice("units", str(blocks), reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSDP(FSDP):
+    """Options of HSDP: parameters are spread over `shard_size` ranks, and every such group is a
+    replica of the others.
+
+    Raises:
+        SettingError: a shard size out of range.
+    """
+
+    name: ClassVar[str] = "hsdp"
+
+    shard_size: int | None = None
+    """How many neighbouring ranks share a copy of the model; None: those of one machine."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size is not None and self.shard_size < 1:
+            raise SettingError(
+                f"HSDP(shard_size={self.shard_size})", "it is a number of ranks", "give 1 or more"
+            )
+
+    def check(self, run: Run) -> None:
+        """Raises SettingError: the ranks do not make groups of the shard size."""
+        super().check(run)
+        size, shard = run.topology.size, self.shard_size or run.topology.local_size
+        if size % shard:
+            raise SettingError(
+                f"HSDP(shard_size={self.shard_size})",
+                f"{size} ranks cannot be cut into groups of {shard}",
+                "give a shard_size that divides the number of ranks",
+            )
+
+    def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
+        shard = self.shard_size or run.topology.local_size
+        everyone = run.collectives.exchange(str(shard))
+        if len(set(everyone)) > 1:
+            raise RanksDifferError(
+                f"HSDP(shard_size={self.shard_size})",
+                f"ranks 0 to {run.topology.size - 1} have {', '.join(everyone)} ranks a group",
+                "start equally many processes on every machine, or set shard_size",
+            )
+        replicas = run.topology.size // shard
+        reason = "as set" if self.shard_size else "a copy of the model on every machine"
+        choice = Choice("shards", f"{shard} ranks x {replicas} replicas", reason)
+        return _open_mesh(run, (replicas, shard), ("replicate", "shard")), choice
+
+
+def _open_mesh(run: Run, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    interface, _ = find_interface(os.environ, run.topology)
+    with gloo_interface(interface):
+        return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises UsageError where a parameter cannot be sharded."""
+    for name, p in module.named_parameters():
+        problem = None
+        if isinstance(p, DTensor):
+            problem = "is sharded already", "give a plain module to world.prepare, once"
+        elif p.is_meta:
+            problem = "is on the meta device and has no values", "build the model on the CPU"
+        elif p.dim() == 0:
+            problem = "has no dimension to cut", "make it a parameter of shape (1,)"
+        if problem:
+            raise UsageError(f"world.prepare of the parameter {name!r}", *problem)
+
+
+def check_dtypes(units: Sequence[nn.Module]) -> None:
+    """Raises UsageError where a unit's gradients, which travel together, have several dtypes."""
+    seen: set[int] = set()
+    for unit in units:
+        own = {n: p for n, p in unit.named_parameters() if id(p) not in seen and p.requires_grad}
+        dtypes = {p.dtype: name for name, p in own.items()}
+        if len(dtypes) > 1:
+            raise UsageError(
+                f"world.prepare of a {type(unit).__name__} with parameters of several dtypes",
+                ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items()),
+                "convert them to one dtype, freeze them with requires_grad_(False), or choose "
+                "smaller blocks=",
+            )
+        seen |= {id(p) for p in own.values()}
+
+
+def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Places tensors, dense in memory, and gives them rank 0's values."""
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device).contiguous()
+        if tensor.numel():
+            dist.broadcast(tensor.detach(), 0)
+
+
+def _mib(size: int, ranks: str) -> str:
+    return f"{size / 2**20:.1f} MiB over {ranks}"

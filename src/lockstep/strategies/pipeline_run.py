@@ -1,0 +1,356 @@
+"""A pipeline driven by the user's own training loop.
+
+Each turn of the loop brings one micro-batch: the model is called with it, and `world.backward` is
+called with its loss. Between two turns a rank knows which inputs and which losses it has, and takes
+from its list of actions (`pipeline_order`) all that can be done with these. The ranks of the last
+stage return the model's real output from the call. The others return NaN of the same shapes, whose
+loss is not used; in evaluation every rank gets the real output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import UsageError
+from lockstep.optim.precision import Precision
+from lockstep.runtime.run import Run
+from lockstep.runtime.step import Pass
+from lockstep.strategies.buffers import MovingBuffers
+from lockstep.strategies.pipeline_order import Action, order
+from lockstep.strategies.pipeline_stage import Arguments, StagedModel, signature
+from lockstep.strategies.pipeline_wire import Form, Wire
+from lockstep.strategies.replica_average import average_gradients
+from lockstep.strategies.replica_check import check_replicas
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+_EARLY_CHECKS = frozenset({1, 2, 3, 10})
+_CHECK_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: pipelines side by side, the last stage on the first ranks."""
+
+    positions: int
+    per_rank: int
+    replicas: int
+    position: int
+    replica: int
+
+    @classmethod
+    def of(cls, rank: int, size: int, positions: int, per_rank: int) -> Place:
+        """Of one rank among `size`."""
+        replicas = size // positions
+        return cls(positions, per_rank, replicas, positions - 1 - rank // replicas, rank % replicas)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those on this rank."""
+        return tuple(range(self.position, self.positions * self.per_rank, self.positions))
+
+    @property
+    def last_stage(self) -> int:
+        """Of the model."""
+        return self.positions * self.per_rank - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Where a stage of this rank's pipeline is."""
+        return (self.positions - 1 - stage % self.positions) * self.replicas + self.replica
+
+
+class Groups(NamedTuple):
+    """The process groups of a rank of a pipeline.
+
+    Messages between two ranks arrive in the order in which they were sent. With one stage a rank
+    all cuts share a group; with several, two cuts may lie between the same ranks, and each has a
+    group of its own.
+    """
+
+    activations: list[dist.ProcessGroup]
+    gradients: list[dist.ProcessGroup]
+    replicas: dist.ProcessGroup | None
+    """Of the ranks with the same stages, where there are several."""
+
+
+@dataclass
+class _Batch:
+    """A global batch under way."""
+
+    of: tuple[Pass, int]
+    """Tells it from others."""
+    actions: tuple[Action, ...]
+    next: int = 0
+    """The first action that is not done."""
+    inputs: list[Arguments] = field(default_factory=list)
+    kinds: list[Any] = field(default_factory=list)
+    losses: list[Callable[[], None]] = field(default_factory=list)
+    """The backward passes of losses, of the micro-batches that `world.backward` was called for."""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    """By stage and micro-batch: what came in, and what went out and gets a gradient."""
+
+
+class PipelinedModule(nn.Module):
+    """What the user calls in the place of the model.
+
+    Args:
+        module: the user's, cut already.
+        model: the same, to run its stages.
+        place: of this rank.
+        schedule: `gpipe` or `1f1b`.
+        run: this process's part in the run.
+        groups: for what is sent.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: StagedModel,
+        place: Place,
+        schedule: str,
+        run: Run,
+        groups: Groups,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.place = place
+        self.run = run
+        self.replica_group = groups.replicas
+        self._moving_buffers = None
+        if groups.replicas is not None:
+            self._moving_buffers = MovingBuffers(module, groups.replicas)
+        self._model = model
+        self._schedule = schedule
+        self._activations = [Wire(group, run.device) for group in groups.activations]
+        self._gradients = [Wire(group, run.device) for group in groups.gradients]
+        self._batch: _Batch | None = None
+        self._released = False
+
+    @property
+    def waits_for_loss(self) -> bool:
+        """Whether a forward pass has got no `world.backward` yet."""
+        return self._batch is not None and len(self._batch.losses) < len(self._batch.inputs)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the model's output."""
+        return self.place.last_stage in self.place.stages
+
+    def held(self) -> list[nn.Parameter]:
+        """The parameters on this rank."""
+        return [p for p in self.module.parameters() if not p.is_meta]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; while training, NaN of the same shapes but on the last stage.
+
+        Raises:
+            UsageError: the model cannot be cut where it is, or a call that nothing follows.
+        """
+        if self._released:
+            raise UsageError(
+                "a forward pass after world.close()",
+                "the model is spread over ranks that have parted",
+                "close at the very end",
+            )
+        if not torch.is_grad_enabled():
+            return self._evaluate((args, kwargs))
+        batch = self._present()
+        if len(batch.inputs) != len(batch.losses):
+            raise UsageError(
+                "two forward passes with gradients for one world.backward",
+                "a pipeline carries one forward pass a micro-batch",
+                "join the inputs and call the model once; evaluate under torch.no_grad()",
+            )
+        batch.inputs.append((args, kwargs))
+        batch.kinds.append(self._kind((args, kwargs)))
+        number = len(batch.inputs) - 1
+        output = None
+        wanted = self.place.last_stage if self.is_last else self.place.stages[0]
+        until = batch.actions.index(Action(True, wanted, number)) + 1
+        while batch.next < until:
+            output = self._do(batch)
+        return output if self.is_last else pytree.tree_map_only(Tensor, self._stand_in, output)
+
+    def _present(self) -> _Batch:
+        """The global batch that the training loop works on."""
+        step, place = self.run.step, self.place
+        if self._batch is not None and self._batch.of != step.batch:
+            self._abandon(self._batch)
+        if self._batch is None:
+            sizes = place.position, place.positions, place.per_rank, step.current.pieces
+            self._batch = _Batch(step.batch, order(self._schedule, *sizes))
+        return self._batch
+
+    def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
+        """Takes the loss of the last forward pass, and does all that can be done now."""
+        batch = self._batch
+        assert batch is not None  # `waits_for_loss`
+        batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else _none)
+        while self._can_do(batch):
+            self._do(batch)
+        if self.run.step.current.last:
+            self._finish()
+
+    def check_finished(self) -> None:
+        """Raises UsageError where a forward pass has got no `world.backward`."""
+        if self._batch is not None:
+            raise UsageError(
+                "optimizer.step() before the backward pass of the pipeline",
+                "loss.backward() reaches no further than the stage of this rank",
+                "call world.backward(loss)",
+            )
+
+    def compare(self, number: int) -> None:
+        """Makes buffers that move equal in all pipelines, and compares these now and then.
+
+        Raises:
+            RanksDifferError: equal stages have parted.
+        """
+        if self._moving_buffers is None:
+            return
+        looks = number in _EARLY_CHECKS or number % _CHECK_EVERY == 0
+        if looks:
+            self._moving_buffers.find()
+        self._moving_buffers.share()
+        if looks:
+            check_replicas(self.module, f"step {number}", self.replica_group)
+
+    def release(self) -> None:
+        """Lets go of the process groups."""
+        self._released = True
+        self._batch = None
+        self.replica_group = self._moving_buffers = None
+        for part in self.module.modules():
+            if isinstance(part, SyncBatchNorm):
+                part.process_group = None
+        self._activations.clear()
+        self._gradients.clear()
+
+    def _can_do(self, batch: _Batch) -> bool:
+        if batch.next == len(batch.actions):
+            return False
+        action = batch.actions[batch.next]
+        known = batch.inputs if action.forward else batch.losses
+        return action.micro_batch < len(known)
+
+    def _do(self, batch: _Batch) -> Any:
+        action = batch.actions[batch.next]
+        batch.next += 1
+        if action.forward:
+            return self._forward(batch, action)
+        self._backward(batch, action)
+        return None
+
+    def _kind(self, arguments: Arguments) -> Any:
+        """Calls of one kind give activations of one form; None: unknown."""
+        shapes = signature(arguments)
+        return shapes and (shapes, self.training, torch.is_grad_enabled())
+
+    def _forward(self, batch: _Batch, action: Action) -> Any:
+        stage, number = action.stage, action.micro_batch
+        received, sent, output = self._through(stage, batch.inputs[number], batch.kinds[number])
+        batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
+        return output
+
+    def _through(
+        self, stage: int, arguments: Arguments, kind: Any
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        """Runs one stage: what came in, what goes out, and what the model's forward returned."""
+        came = None
+        if stage:
+            source = self.place.rank_of(stage - 1)
+            wire = self._wire(self._activations, stage - 1)
+            came = wire.receive(source, kind and (stage, kind))
+        passage, output = self._model.run(stage, came, arguments)
+        if passage.sent is not None:
+            to = self.place.rank_of(stage + 1)
+            wire = self._wire(self._activations, stage)
+            wire.send(passage.sent, to, kind and (stage + 1, kind))
+        return came or [], passage.sent or [], output
+
+    def _backward(self, batch: _Batch, action: Action) -> None:
+        stage, place = action.stage, self.place
+        came, went = batch.kept.pop((stage, action.micro_batch))
+        if stage == place.last_stage:
+            batch.losses[action.micro_batch]()
+            batch.losses[action.micro_batch] = _none
+        elif went:
+            forms = [Form.of(tensor) for tensor in went]
+            wire = self._wire(self._gradients, stage)
+            gradients = wire.receive_known(place.rank_of(stage + 1), forms)
+            torch.autograd.backward(went, gradients)
+        if stage:
+            back = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                for tensor in came
+                if tensor.requires_grad
+            ]
+            wire = self._wire(self._gradients, stage - 1)
+            wire.send_known(back, place.rank_of(stage - 1))
+
+    @staticmethod
+    def _wire(wires: list[Wire], cut: int) -> Wire:
+        """That between stage `cut` and the next one."""
+        return wires[cut % len(wires)]
+
+    def _wait(self) -> None:
+        """Returns when all that was sent has gone."""
+        for wire in (*self._activations, *self._gradients):
+            wire.wait()
+
+    def _finish(self) -> None:
+        """The last micro-batch has its loss: nothing is left to do but to average."""
+        self._wait()
+        self._batch = None
+        if self.replica_group is not None:
+            average_gradients(self.held(), self.replica_group, self.place.replicas)
+
+    def _abandon(self, batch: _Batch) -> None:
+        """The loop was left in the middle of a global batch: clears what is under way.
+
+        Every rank has come as far, so each can still do the backward passes that others wait for.
+        Their gradients are dropped.
+        """
+        for action in batch.actions[batch.next :]:
+            if not action.forward and action.micro_batch < len(batch.losses):
+                self._backward(batch, action)
+        self._wait()
+        for parameter in self.held():
+            parameter.grad = None
+        self._batch = None
+
+    def _evaluate(self, arguments: Arguments) -> Any:
+        """The real output on every rank: the last stage sends it to all of the pipeline."""
+        kind, output = self._kind(arguments), None
+        for stage in self.place.stages:
+            _, _, output = self._through(stage, arguments, kind)
+        leaves, spec = pytree.tree_flatten(output)
+        own = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.is_last else None
+        source = self.place.rank_of(self.place.last_stage)
+        shared = iter(self._activations[0].share(own, source))
+        self._wait()
+        if self.is_last:
+            return output
+        filled = [next(shared) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(filled, spec)
+
+    def _stand_in(self, shape: Tensor) -> Tensor:
+        """What a rank without the output returns for it: no memory, and nobody mistakes it."""
+        if not shape.is_meta:
+            return shape
+        if not (shape.is_floating_point() or shape.is_complex()):
+            return torch.zeros((), dtype=shape.dtype, device=self.run.device).expand(shape.shape)
+        nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
+        return nothing.requires_grad_().expand(shape.shape)
+
+
+def _none() -> None:
+    """Where there is no loss, or it was used already."""

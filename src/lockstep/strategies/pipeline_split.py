@@ -1,0 +1,182 @@
+"""Where a model is cut into stages: pure functions of a module's structure and of costs.
+
+A cut stands before a module that holds parameters: everything that is registered before it belongs
+to earlier stages, so modules have to be registered in the order in which they are called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lockstep.errors import SettingError, UsageError
+
+_CONTAINERS = nn.Sequential | nn.ModuleList
+
+
+@dataclass(frozen=True)
+class Split:
+    """A module cut into stages."""
+
+    cuts: tuple[str, ...]
+    """The names of the modules that begin the stages after the first."""
+    pieces: dict[str, int]
+    """The stage of every largest submodule with parameters that no cut goes through, by name."""
+    own: dict[str, int]
+    """The stage of every parameter that belongs to a module which a cut goes through, by name."""
+
+
+def units(module: nn.Module) -> list[str]:
+    """Names of the submodules before which the model can be cut, in order.
+
+    Containers are chains of what they hold. Other modules are opened where they hold a list of
+    blocks of one class, and blocks themselves stay whole: what is inside of them (a residual
+    connection, say) need not be a chain.
+    """
+    return [name for name, unit in _units("", module, whole=False) if _has_parameters(unit)]
+
+
+def split(module: nn.Module, cuts: Sequence[str]) -> Split:
+    """Cuts a module before the named submodules.
+
+    Raises:
+        SettingError: a name that is not there, has no parameters, or is out of order.
+        UsageError: a parameter would belong to two stages.
+    """
+    names = [name for name, _ in module.named_modules()]
+    for name in cuts:
+        if name not in names or not name:
+            near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
+            raise SettingError(
+                f"Pipeline(split=[..., {name!r}])",
+                "the model has no submodule of that name",
+                f"did you mean {near[0]!r}?" if near else "use the names of model.named_modules()",
+            )
+        if not _has_parameters(module.get_submodule(name)):
+            raise SettingError(
+                f"Pipeline(split=[..., {name!r}])",
+                "this submodule has no parameters, and every stage runs it",
+                "name the next one that has some: what lies between runs in the earlier stage",
+            )
+    places = [names.index(name) for name in cuts]
+    if sorted(set(places)) != places or any(
+        later.startswith(f"{name}.") for name, later in itertools.pairwise(cuts)
+    ):
+        raise SettingError(
+            f"Pipeline(split={list(cuts)})",
+            "the stages are not in the order of the model",
+            f"in the model's order: {sorted(set(cuts), key=names.index)}",
+        )
+    made = _assign(module, names, places, tuple(cuts))
+    _check_shared(module, made)
+    return made
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a list into contiguous parts so that the most expensive one is cheapest.
+
+    Returns:
+        The first index of every part but the first; no part is empty.
+
+    Raises:
+        ValueError: fewer costs than parts.
+    """
+    if len(costs) < parts:
+        raise ValueError(f"{len(costs)} costs for {parts} parts")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[j]: the least possible maximum for the first j costs in as many parts as passes so far.
+    best = sums[:]
+    choices: list[list[int]] = []
+    for part in range(1, parts):
+        new, chosen = [float("inf")] * len(sums), [0] * len(sums)
+        for end in range(part + 1, len(sums)):
+            for begin in range(part, end):
+                worst = max(best[begin], sums[end] - sums[begin])
+                if worst < new[end]:
+                    new[end], chosen[end] = worst, begin
+        best = new
+        choices.append(chosen)
+    end, found = len(costs), []
+    for chosen in reversed(choices):
+        end = chosen[end]
+        found.append(end)
+    return found[::-1]
+
+
+def _units(name: str, module: nn.Module, *, whole: bool) -> list[tuple[str, nn.Module]]:
+    container = isinstance(module, _CONTAINERS)
+    children = list(module.named_children())
+    if not children or not (container or not name or (not whole and _holds_blocks(module))):
+        return [(name, module)]
+    kinds = Counter(type(child) for _, child in children)
+    found = []
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        found += _units(path, child, whole=container and kinds[type(child)] > 1)
+    return found
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether somewhere inside is a list of at least two composed modules of one class."""
+    for part in module.modules():
+        if isinstance(part, _CONTAINERS):
+            kinds = Counter(type(c) for c in part.children() if any(c.children()))
+            if any(count > 1 for count in kinds.values()):
+                return True
+    return False
+
+
+def _assign(module: nn.Module, names: list[str], places: list[int], cuts: tuple[str, ...]) -> Split:
+    stages: dict[str, int] = {}
+    stage = 0
+    for place, name in enumerate(names):
+        stage += place in places
+        stages[name] = stage
+    modules = dict(module.named_modules())
+    last = dict(stages)
+    for name in reversed(names):
+        parent = name.rpartition(".")[0]
+        if name:
+            last[parent] = max(last[parent], last[name])
+    pieces: dict[str, int] = {}
+    own: dict[str, int] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        crossed = stages[name] != last[name]
+        under_crossed = not name or stages[parent] != last[parent]
+        if crossed:
+            prefix = f"{name}." if name else ""
+            direct = modules[name].named_parameters(recurse=False)
+            own |= {f"{prefix}{p}": stages[name] for p, _ in direct}
+        elif under_crossed and _has_parameters(modules[name]):
+            pieces[name] = stages[name]
+    return Split(cuts, pieces, own)
+
+
+def _check_shared(module: nn.Module, made: Split) -> None:
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        stage = made.own.get(name)
+        if stage is None:
+            stage = next(
+                k for piece, k in made.pieces.items() if not piece or name.startswith(f"{piece}.")
+            )
+        other, there = seen.setdefault(id(parameter), (name, stage))
+        if there != stage:
+            raise UsageError(
+                "a pipeline over a model with shared parameters",
+                f"{other} (stage {there}) and {name} (stage {stage}) are one parameter, which can "
+                "only be on one rank",
+                "give them parameters of their own, or cut the model so that both are in one stage",
+            )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,309 @@
+"""One stage of a model, run through the user's own forward.
+
+No code is traced or rewritten. Every rank calls the forward of the whole model; the submodules of
+other stages stand there as stubs, which compute shapes on the meta device and remember them. What
+comes before the stage's first submodule runs on such shapes, its first submodule is given what the
+stage before has sent instead, and what comes after the first submodule of the next stage is shapes
+again. Submodules without parameters run everywhere, on real values where they are given such.
+
+So the forward can be any Python, as long as each stage needs of the stages before no more than the
+arguments of its first submodule, and of the model's own inputs whatever it likes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.errors import UsageError
+from lockstep.strategies.pipeline_split import Split
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_REMEMBERED = 64
+"""Kinds of input for which a stub remembers its output."""
+
+
+class Passage:
+    """One run of the model's forward for one stage: what came in, and what goes out."""
+
+    def __init__(self, stage: int, received: Sequence[Tensor] | None) -> None:
+        self.stage = stage
+        self.received = received
+        """The tensors among the arguments of the stage's first submodule; None for stage 0."""
+        self.sent: list[Tensor] | None = None
+        """Those for the next stage; None until it is reached."""
+        self.inside = received is None
+        """Whether real values are computed just now."""
+        self._gradients = torch.is_grad_enabled()
+        self._shapes = _Shapes()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Passage:
+        if not self.inside:
+            self._outside()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.inside:
+            self._back()
+
+    def enter(self, arguments: Arguments) -> Arguments:
+        """The first submodule of the stage is called: what was received takes the place."""
+        self._back()
+        self.inside = True
+        leaves, spec = pytree.tree_flatten(arguments)
+        received = list(self.received or ())
+        if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
+            raise UsageError(
+                "a pipeline over this model",
+                f"stage {self.stage} is called with another number of tensors than stage "
+                f"{self.stage - 1} has sent",
+                "build the arguments of the stage's first submodule in the same way on all ranks",
+            )
+        filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found: Arguments = pytree.tree_unflatten(filled, spec)
+        return found
+
+    def leave(self, arguments: Arguments) -> None:
+        """The first submodule of the next stage is called: that is what it is sent."""
+        self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in self.sent):
+            raise _reaches_back(self.stage)
+        self.inside = False
+        self._outside()
+
+    def _outside(self) -> None:
+        torch.set_grad_enabled(False)
+        self._shapes.__enter__()  # type: ignore[no-untyped-call]
+
+    def _back(self) -> None:
+        self._shapes.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        torch.set_grad_enabled(self._gradients)
+
+
+class StagedModel:
+    """A model of which this process runs some stages.
+
+    The parameters of the other stages are moved to the meta device, in place.
+
+    Args:
+        module: the user's, on the CPU or its device.
+        split: where it is cut.
+        stages: those to keep.
+        device: for what is kept.
+    """
+
+    def __init__(
+        self, module: nn.Module, split: Split, stages: Sequence[int], device: torch.device
+    ) -> None:
+        self.module = module
+        self.gone: list[nn.Parameter] = []
+        """Parameters that are on other ranks now, and the shapes that are here in their place."""
+        self._passage: Passage | None = None
+        self._stages = frozenset(stages)
+        self._last = len(split.cuts)
+        firsts = set(split.cuts)
+        self.gone += _move(module, split, self._stages, device)
+        for name, stage in split.pieces.items():
+            piece = module.get_submodule(name)
+            here = stage in self._stages
+            # Whoever runs several stages is a stub of its own submodules now and then.
+            shadow = _on_meta(piece) if here and len(self._stages) > 1 else piece
+            stub = None if here and shadow is piece else _Stub(shadow.forward)
+            piece.forward = _Piece(self, name, stage, name in firsts, piece.forward, stub)
+
+    def run(
+        self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments
+    ) -> tuple[Passage, Any]:
+        """Runs a stage for the model's arguments; what the forward returns, shapes for the most.
+
+        Raises:
+            UsageError: the model cannot be cut there.
+        """
+        with Passage(stage, received) as passage, self._running(passage):
+            try:
+                output = self.module(*arguments[0], **arguments[1])
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
+                    raise _reaches_back(stage) from error
+                raise
+        last = stage == self._last
+        if not (passage.inside if last else passage.sent is not None):
+            raise _out_of_order(f"the first submodule of stage {stage + (not last)}", stage)
+        if last and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(output)):
+            raise _reaches_back(stage)
+        return passage, output
+
+    @contextmanager
+    def _running(self, passage: Passage) -> Iterator[None]:
+        self._passage = passage
+        try:
+            yield
+        finally:
+            self._passage = None
+
+    def call(
+        self,
+        name: str,
+        stage: int,
+        first: bool,
+        arguments: Arguments,
+        forward: Callable[..., Any],
+        stub: _Stub | None,
+    ) -> Any:
+        """A submodule of some stage is called."""
+        passage = self._passage
+        if passage is None:
+            raise UsageError(
+                f"a call of the model's submodule {name or 'itself'} around the prepared model",
+                "under a pipeline no rank holds the whole model",
+                "call the object that world.prepare returned",
+            )
+        if stage == passage.stage:
+            if not passage.inside:
+                if passage.sent is not None or not first:
+                    raise _out_of_order(name, stage)
+                arguments = passage.enter(arguments)
+            return forward(*arguments[0], **arguments[1])
+        if passage.inside:
+            if stage != passage.stage + 1 or not first:
+                raise _out_of_order(name, stage)
+            passage.leave(arguments)
+        if stub is None:
+            raise RuntimeError(f"no stub for {name}, a submodule of stage {stage}")
+        return stub(arguments)
+
+
+class _Piece:
+    """Stands in for the `forward` of a submodule that belongs to one stage."""
+
+    def __init__(
+        self,
+        model: StagedModel,
+        name: str,
+        stage: int,
+        first: bool,
+        forward: Callable[..., Any],
+        stub: _Stub | None,
+    ) -> None:
+        self._call = model.call
+        self._what = name, stage, first
+        self.__wrapped__ = forward
+        self._stub = stub
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*self._what, (args, kwargs), self.__wrapped__, self._stub)
+
+
+class _Stub:
+    """Answers with the shapes of a submodule's output, computed once for each kind of input."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, arguments: Arguments) -> Any:
+        kind = signature(arguments)
+        if kind is None or kind not in self._known:
+            args, kwargs = pytree.tree_map_only(Tensor, _shape_of, arguments)
+            output = self._forward(*args, **kwargs)
+            if kind is None:
+                return output
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[kind] = output
+        # Not the same object twice: the caller may change its shape in place.
+        return pytree.tree_map_only(Tensor, torch.empty_like, self._known[kind])
+
+
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            args, kwargs = pytree.tree_map_only(Tensor, _shape_of, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+
+def signature(value: Any) -> Any:
+    """What decides about shapes: equal for values that a model treats alike; None: unknown."""
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
+    return (str(spec), *parts) if plain else None
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+
+
+def _on_meta(piece: nn.Module) -> nn.Module:
+    tensors = [*piece.parameters(), *piece.buffers()]
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(t.detach().to("meta"), requires_grad=t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else t.detach().to("meta")
+        for t in tensors
+    }
+    return copy.deepcopy(piece, memo)
+
+
+def _move(
+    module: nn.Module, split: Split, stages: frozenset[int], device: torch.device
+) -> list[nn.Parameter]:
+    """Moves everything to where it belongs: the device, or nowhere; returns what is gone."""
+    gone: list[nn.Parameter] = []
+    for name, part in module.named_modules():
+        piece = next((p for p in split.pieces if _within(name, p)), None)
+        for own, parameter in list(part._parameters.items()):
+            stage = split.own[f"{name}.{own}".lstrip(".")] if piece is None else split.pieces[piece]
+            if parameter is None:
+                continue
+            if stage in stages:
+                parameter.data = parameter.data.to(device)
+            elif not parameter.is_meta:
+                data = torch.empty_like(parameter, device="meta")
+                part._parameters[own] = shape = nn.Parameter(data, parameter.requires_grad)
+                gone += [parameter, shape]
+        foreign = piece is not None and split.pieces[piece] not in stages
+        for own, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                part._buffers[own] = buffer.to("meta" if foreign else device)
+    return gone
+
+
+def _within(name: str, piece: str) -> bool:
+    return not piece or name == piece or name.startswith(f"{piece}.")
+
+
+def _reaches_back(stage: int) -> UsageError:
+    return UsageError(
+        f"a pipeline whose stage {stage} begins there",
+        "the model uses a value of another stage beside what its first submodule is called with (a "
+        "skip connection, a mask made of activations), or asks for a value of an activation",
+        "cut it at another place: lockstep.strategies.Pipeline(split=[...]) names the submodules "
+        "that begin the stages",
+    )
+
+
+def _out_of_order(name: str, stage: int) -> UsageError:
+    return UsageError(
+        "a pipeline over a model whose submodules are not called in the order they are registered",
+        f"{name}, of stage {stage}, is called before or after its turn",
+        "register the submodules in the order of the forward pass, or name the cuts: "
+        "lockstep.strategies.Pipeline(split=[...])",
+    )

@@ -1,0 +1,153 @@
+"""What the stages of a pipeline send each other: tensors whose form both sides know.
+
+Communication: one point-to-point message a tensor. Before the first message of a kind (the same
+kind of input through the same stage) its form is sent: how many tensors of which shape and dtype.
+Activations and gradients go over process groups of their own: over one, NCCL would keep them in the
+order in which they were asked for, and two neighbours that both send first would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.runtime import payload
+from lockstep.runtime.process_group import carrier_device
+
+_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trained: bool = False
+    """A gradient comes back for it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """The form of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+class Wire:
+    """One direction between the ranks of a pipeline.
+
+    Args:
+        group: of the pipeline's ranks.
+        device: where tensors are needed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._carrier = carrier_device(device, group)
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._forms: dict[Hashable, list[Form]] = {}
+
+    def send(self, tensors: Sequence[Tensor], to: int, kind: Hashable) -> None:
+        """Starts to send; says first what it looks like, where the kind is new.
+
+        Raises:
+            UsageError: other shapes than the last time for the same kind of input.
+        """
+        forms = [Form.of(tensor) for tensor in tensors]
+        if kind is None or kind not in self._forms:
+            text = torch.tensor(_encoded(forms), dtype=torch.int64)
+            self._start(torch.tensor([len(text)]), to)
+            self._start(text, to)
+            self._forms[kind] = forms
+        elif self._forms[kind] != forms:
+            raise UsageError(
+                "a pipeline between whose stages the shapes change",
+                f"the same kind of input first gave {self._forms[kind]}, now {forms}",
+                "let the shapes of activations depend on the shapes of inputs alone",
+            )
+        self.send_known(tensors, to)
+
+    def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Starts to send what the other side expects."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._start(payload.to_bytes(tensor).to(self._carrier), to)
+        self._under_way = [(w, data) for w, data in self._under_way if not w.is_completed()]
+
+    def receive(self, source: int, kind: Hashable) -> list[Tensor]:
+        """What `send` sends, with a gradient to come back where it needs one."""
+        if kind is None or kind not in self._forms:
+            length = torch.empty(1, dtype=torch.int64)
+            dist.recv(length, source, self._group)
+            text = torch.empty(int(length), dtype=torch.int64)
+            dist.recv(text, source, self._group)
+            self._forms[kind] = _read(text.tolist())
+        forms = self._forms[kind]
+        tensors = self.receive_known(source, forms)
+        for tensor, form in zip(tensors, forms, strict=True):
+            if form.trained and torch.is_grad_enabled():
+                tensor.requires_grad_()
+        return tensors
+
+    def receive_known(self, source: int, forms: Sequence[Form]) -> list[Tensor]:
+        """Tensors of known form."""
+        found = []
+        for form in forms:
+            size = torch.Size(form.shape).numel() * form.dtype.itemsize
+            data = torch.empty(size, dtype=torch.uint8, device=self._carrier)
+            if size:
+                dist.recv(data, source, self._group)
+            found.append(payload.from_bytes(data.to(self._device), form.dtype, form.shape))
+        return found
+
+    def share(self, tensors: Sequence[Tensor] | None, source: int) -> list[Tensor]:
+        """Rank `source`'s tensors on all ranks of the group; the others pass None."""
+        mine = [] if tensors is None else [Form.of(tensor.detach()) for tensor in tensors]
+        text = torch.tensor(_encoded(mine), dtype=torch.int64)
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, source, self._group)
+        text = text if tensors is not None else torch.empty(int(length), dtype=torch.int64)
+        dist.broadcast(text, source, self._group)
+        found = []
+        for place, form in enumerate(_read(text.tolist())):
+            if tensors is not None:
+                data = payload.to_bytes(tensors[place]).to(self._carrier, copy=True)
+            else:
+                size = torch.Size(form.shape).numel() * form.dtype.itemsize
+                data = torch.empty(size, dtype=torch.uint8, device=self._carrier)
+            if data.numel():
+                dist.broadcast(data, source, self._group)
+            found.append(payload.from_bytes(data.to(self._device), form.dtype, form.shape))
+        return found
+
+    def wait(self) -> None:
+        """Returns when everything that was sent has gone."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _start(self, data: Tensor, to: int) -> None:
+        work = dist.isend(data, to, self._group)
+        if work is not None:
+            self._under_way.append((work, data))
+
+
+def _encoded(forms: Sequence[Form]) -> list[int]:
+    numbers = []
+    for form in forms:
+        numbers += [_DTYPES.index(form.dtype), form.trained, len(form.shape), *form.shape]
+    return numbers
+
+
+def _read(numbers: list[int]) -> list[Form]:
+    forms = []
+    while numbers:
+        dtype, trained, dims, *rest = numbers
+        forms.append(Form(_DTYPES[dtype], tuple(rest[:dims]), bool(trained)))
+        numbers = rest[dims:]
+    return forms

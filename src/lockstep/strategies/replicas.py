@@ -1,0 +1,319 @@
+"""One process, several devices: a module whose replicas compute parts of each batch.
+
+The parameters are on the first device. Each forward pass cuts the inputs, copies the module to the
+other devices, runs the replicas, and joins their outputs; autograd brings the gradients back. This
+is `torch.nn.DataParallel`, with parts that may differ in size, exact for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.global_batch import parse_shares, split_batch
+from lockstep.data.nest import joined, map_tensors
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies import replica_batchnorm
+from lockstep.strategies.batch_parts import join, part_of, samples
+from lockstep.strategies.meeting import run_together
+from lockstep.strategies.module_copies import copies
+from lockstep.strategies.replica_batchnorm import ReplicaBatchNorm
+
+Device = int | str | torch.device
+
+
+class DataParallel(nn.DataParallel[nn.Module]):
+    """`torch.nn.DataParallel` with shares, and with the results of one device.
+
+    Inputs: tensors, in lists, tuples, dictionaries and dataclasses too, are cut along `dim`, where
+    all have one size; those without that dimension, those of size 1 there, and everything that is
+    no tensor go to every replica. Replicas without samples do not run.
+
+    Outputs: tensors are joined along `dim` on `output_device`, in containers of the first replica's
+    types. A floating-point tensor without dimensions, or such a number, is taken for a mean over
+    the replica's samples, as a loss computed inside of the module; it becomes the mean over the
+    batch: the replicas' values weighted by their samples. (torch returns a vector, the mean of
+    which is another one where parts differ.) Anything else must be the same on all replicas.
+
+    What forward passes leave in the first replica, such as buffers and attributes, stays: it is
+    the module itself. What they leave in the others is lost.
+
+    Args:
+        module: on the first device before it is called; its BatchNorm layers are changed in place
+            (`ReplicaBatchNorm`) where there are several devices and `sync_batchnorm` is left True.
+        device_ids: GPUs, the first of which holds the parameters; None: all that are visible.
+        output_device: where the outputs are joined; None: on the first device.
+        dim: of the samples.
+        replicas: so many on the device that the module is on, which share its parameters; for
+            trying it out without GPUs. None without GPUs: 1.
+        shares: how a batch is divided, one whole number a device; None: equally.
+        sync_batchnorm: BatchNorm takes its statistics over the samples of all replicas. False:
+            each has its own, and the first one's running statistics stay.
+
+    Raises:
+        SettingError: settings that do not fit each other or the machine.
+        DataError: at forward, for inputs that cannot be cut alike or outputs that are not alike.
+        UsageError: at forward, for a module that is elsewhere, that cannot be copied, or outputs
+            that cannot be joined.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        shares: str | Sequence[int] | None = None,
+        sync_batchnorm: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own constructor wants GPUs
+        fixed, self.count = _devices(device_ids, replicas)
+        self.device_ids = [device.index for device in fixed]
+        self._fixed = fixed
+        self._output = None if output_device is None else _device(output_device)
+        self.dim = dim
+        self.shares = _parse_shares(shares, self.count)
+        self.module = module
+        self.synchronised: list[str] = []
+        """Names of the BatchNorm layers that take their statistics over all replicas."""
+        self.left: list[str] = []
+        """Names of those that do not because they have a forward of their own."""
+        if sync_batchnorm and self.count > 1:
+            self.synchronised, self.left = replica_batchnorm.convert(module)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each replica runs."""
+        if self._fixed:
+            return self._fixed
+        tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return [torch.device("cpu") if tensor is None else tensor.device] * self.count
+
+    def set_shares(self, shares: str | Sequence[int] | None) -> None:
+        """Divides batches otherwise from the next forward pass on.
+
+        Raises:
+            SettingError: not one whole number a device.
+        """
+        self.shares = _parse_shares(shares, self.count)
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` samples each replica computes."""
+        parts = split_batch(count, self.shares)[0]
+        return [int(end - begin) for begin, end in parts]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass over all replicas."""
+        devices = self.devices
+        self._check_home(devices[0])
+        batch = inputs, kwargs
+        count = samples(batch, self.dim, self.count)
+        sizes = self.sizes(count) if count else [0] * self.count
+        running = [n for n, size in enumerate(sizes) if size] or [0]
+        others = copies(self.module, devices[0], [devices[n] for n in running if n])
+        modules = [self.module, *others] if running[0] == 0 else others
+        ends = list(accumulate(sizes))
+        calls = []
+        for module, n in zip(modules, running, strict=True):
+            begin = ends[n] - sizes[n]
+            args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
+            where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
+            calls.append(_Call(module, args, named, devices[n], where if self.count > 1 else ""))
+        outputs = self._run(calls)
+        if running[0]:
+            _take_buffers(self.module, modules[0])
+        to = devices[0] if self._output is None else self._output
+        if len(outputs) == 1:
+            return map_tensors(outputs[0], lambda tensor: tensor.to(to))
+        weights = [sizes[n] / count for n in running]
+        return joined(outputs, partial(join, weights=weights, dim=self.dim, device=to))
+
+    def _run(self, calls: Sequence[_Call]) -> list[Any]:
+        """In this thread where that gives the same; threads do not carry all modes of torch."""
+        devices = [call.device for call in calls]
+        several = len(calls) > 1
+        meet = any(isinstance(m, ReplicaBatchNorm) and m.meets for m in self.module.modules())
+        if several and (meet or len(set(devices)) > 1):
+            return run_together(calls, devices)
+        return [call() for call in calls]
+
+    def _check_home(self, home: torch.device) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != home:
+                where = ", ".join(map(str, dict.fromkeys(self.devices)))
+                raise UsageError(
+                    f"{type(self).__name__} over {where}",
+                    f"the module has tensors on {tensor.device}; all belong on the first device",
+                    f"call module.to('{home}') first",
+                )
+
+
+class BalancedDataParallel(DataParallel):
+    """DataParallel in which the first device, where outputs and loss are kept, computes less.
+
+    A drop-in for the class of that name in Link-Li's Balanced-DataParallel (on GitHub). See
+    `DataParallel` for what is not said here.
+
+    Args:
+        gpu0_bsz: samples of each forward pass on the first device; the others share the rest
+            evenly. 0 leaves it the parameters and the outputs alone. With accumulation this is of
+            a micro-batch. A last batch that has no more is computed there as a whole.
+        module: see `DataParallel`.
+        device_ids: see `DataParallel`.
+        output_device: see `DataParallel`.
+        dim: see `DataParallel`.
+        replicas: see `DataParallel`.
+        sync_batchnorm: see `DataParallel`.
+
+    Raises:
+        SettingError: `gpu0_bsz` is no such number, or 0 with one device; or, at forward, the first
+            batch that is trained on has fewer samples.
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        sync_batchnorm: bool = True,
+    ) -> None:
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            replicas=replicas,
+            sync_batchnorm=sync_batchnorm,
+        )
+        whole = isinstance(gpu0_bsz, int) and not isinstance(gpu0_bsz, bool)
+        if not whole or gpu0_bsz < 0:
+            raise SettingError(
+                f"gpu0_bsz={gpu0_bsz!r}",
+                "the first device computes a whole number of samples, at least 0",
+                "give the samples of one forward pass on the first device",
+            )
+        if gpu0_bsz == 0 and self.count == 1:
+            raise SettingError(
+                "gpu0_bsz=0 with one device",
+                "no device is left to compute anything",
+                "give more device_ids, or a gpu0_bsz above 0",
+            )
+        self.gpu0_bsz: int | None = gpu0_bsz
+        self._trained = False
+
+    def set_shares(self, shares: str | Sequence[int] | None) -> None:
+        """Divides batches by shares instead of `gpu0_bsz` from the next forward pass on."""
+        super().set_shares(shares)
+        self.gpu0_bsz = None
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` samples each replica computes."""
+        if self.gpu0_bsz is None or self.count == 1:
+            return super().sizes(count)
+        if self.training and torch.is_grad_enabled() and not self._trained:
+            if self.gpu0_bsz > count:
+                raise SettingError(
+                    f"gpu0_bsz={self.gpu0_bsz}",
+                    f"the first batch that is trained on has {count} samples",
+                    "give fewer than a batch has; with accumulation, than a micro-batch has",
+                )
+            self._trained = True
+        first = min(self.gpu0_bsz, count)
+        if first == count:
+            return [count] + [0] * (self.count - 1)
+        rest = split_batch(count - first, (1,) * (self.count - 1))[0]
+        return [first, *(int(end - begin) for begin, end in rest)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one replica has to do."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    where: str
+    """For errors; empty: it is clear."""
+
+    def __call__(self) -> Any:
+        cuda = self.device.type == "cuda"
+        try:
+            with torch.cuda.device(self.device) if cuda else nullcontext():
+                return self.module(*self.inputs, **self.kwargs)
+        except Exception as error:
+            if self.where:
+                error.add_note(f"lockstep: {self.where}")
+            raise
+
+
+def _devices(
+    device_ids: Sequence[int | torch.device] | None, replicas: int | None
+) -> tuple[list[torch.device], int]:
+    """The GPUs, where they are known, and how many replicas there are."""
+    if replicas is not None:
+        if device_ids is not None:
+            raise SettingError(
+                f"device_ids={list(device_ids)}, replicas={replicas}",
+                "replicas are several on one device, device_ids are several devices",
+                "give one of them",
+            )
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise SettingError(
+                f"replicas={replicas!r}", "a module has at least one", "give a whole number above 0"
+            )
+        return [], replicas
+    visible = torch.cuda.device_count()
+    if device_ids is None:
+        device_ids = range(visible)
+    devices = [_device(device) for device in device_ids]
+    # torch keeps the number in one byte, so that 900 becomes a negative one.
+    wrong = [d for d in devices if d.type != "cuda" or d.index not in range(visible)]
+    if wrong or len(set(devices)) < len(devices):
+        raise SettingError(
+            f"device_ids={list(device_ids)}",
+            f"they name GPUs, each once, and {visible} are visible here",
+            "give numbers below that; replicas=N computes on one device, with or without GPUs",
+        )
+    return devices, max(1, len(devices))
+
+
+def _device(device: Device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    number = count
+    if isinstance(shares, str):
+        number = len(shares.split(":"))
+    elif isinstance(shares, list | tuple):
+        number = len(shares)
+    if number != count:
+        raise SettingError(
+            f"shares={shares!r}",
+            f"{number} share{'s' * (number != 1)} for {count} device{'s' * (count != 1)}",
+            "give one whole number a device, for example shares='2:3:3'",
+        )
+    return parse_shares(shares, count)
+
+
+def _take_buffers(module: nn.Module, replica: nn.Module) -> None:
+    """What a forward pass has left in the buffers of a copy, where the original has not run."""
+    found = dict(replica.named_buffers())
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in found:
+                buffer.copy_(found[name])

@@ -1,0 +1,122 @@
+"""The pure decisions behind `"auto"`."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.data.automatic import (
+    choose_shares,
+    largest_that_fits,
+    opening,
+    parse_micro_batch,
+    parts,
+)
+from lockstep.data.global_batch import split_batch
+from lockstep.errors import SettingError
+
+FREE = [None, None]
+
+
+def chosen(seconds, present=(1, 1), batch=1000, limits=FREE):
+    return choose_shares(seconds, present, batch, limits)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.0, 1.0), (1, 1)),
+        ((1.5, 1.0), (2, 3)),
+        ((3e-4, 1e-4), (1, 3)),
+        ((1.0, 2.03), (2, 1)),
+        ((2.0, 1.0, 1.0), (1, 2, 2)),
+    ],
+)
+def test_shares_are_the_small_numbers_near_the_speeds(seconds, expected):
+    ranks = len(seconds)
+    assert choose_shares(seconds, (1,) * ranks, 1000, [None] * ranks) == expected
+
+
+def test_the_same_speeds_within_noise_leave_the_shares_as_they_are():
+    for noise in (0.92, 0.97, 1.03, 1.1):
+        assert chosen((1.0, noise)) == (1, 1)
+        assert chosen((1.5 * noise, 1.0), present=(2, 3)) == (2, 3)
+    assert chosen((1.0, 1.4)) != (1, 1)
+
+
+def test_many_ranks_of_which_one_is_slow():
+    shares = choose_shares([1.0] * 15 + [2.0], (1,) * 16, 4096, [None] * 16)
+    assert shares == (2,) * 15 + (1,)
+
+
+def test_a_very_slow_rank_keeps_a_share():
+    shares = chosen((1000.0, 1.0))
+    assert shares[0] >= 1
+    assert shares[1] >= 20 * shares[0]
+
+
+@pytest.mark.parametrize("limit", [5, 17, 40, 99])
+def test_no_rank_gets_more_than_fits(limit):
+    shares = chosen((1.0, 3.0), batch=100, limits=[limit, None])
+    assert parts(100, shares)[0] <= limit
+    assert parts(100, shares)[0] > limit * 0.85 or limit == 99
+    assert chosen((1.0, 1.0), batch=100, limits=[limit, 100 - limit]) is not None
+
+
+def test_limits_that_leave_no_choice():
+    shares = choose_shares([1.0, 1.0, 1.0], (1, 1, 1), 101, [50, 37, 14])
+    assert parts(101, shares) == [50, 37, 14]
+    with pytest.raises(SettingError, match="micro_batch='auto' too"):
+        chosen((1.0, 1.0), batch=100, limits=[50, 49])
+
+
+def test_parts_are_those_of_the_plan():
+    for batch in (1, 2, 7, 64, 101):
+        for shares in ((1,), (1, 1), (2, 3), (0, 1), (5, 1, 3)):
+            piece = split_batch(batch, shares)[0]
+            assert parts(batch, shares) == (piece[:, 1] - piece[:, 0]).tolist()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 30, 64, 1000])
+@pytest.mark.parametrize("true", [2, 3, 24, 63, 64, 900, 5000])
+def test_the_largest_size_that_fits(most, true):
+    tried = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= true
+
+    found = largest_that_fits(fits, 2, most)
+    assert found <= min(true, most)
+    assert found == most or found >= true - max(1, found // 10)
+    assert all(size <= most for size in tried)
+    assert len(tried) == len(set(tried))
+
+
+def test_a_size_that_fits_whole_is_found_by_doubling_alone():
+    tried = []
+    assert largest_that_fits(lambda size: not tried.append(size), 2, 100) == 100
+    assert tried == [4, 8, 16, 32, 64, 100]
+
+
+def test_the_opening_gives_every_rank_with_a_share_something():
+    def sizes(count, shares, most=None, whole=False, pieces=1):
+        found = opening(count, shares, split_batch(count, shares, pieces), most, whole=whole)
+        return None if found is None else (found[..., 1] - found[..., 0]).tolist()
+
+    assert sizes(100, (1, 1)) == [[2, 2]]
+    assert sizes(100, (1, 50)) == [[2, 2]]
+    assert sizes(100, (0, 1, 1)) == [[0, 2, 2]]
+    assert sizes(100, (1, 1), most=1) == [[1, 1]]
+    assert sizes(3, (1, 1)) == [[2, 1]]
+    assert sizes(1, (1, 1)) is None
+    assert sizes(100, (1, 3), whole=True) == [[25, 75]]
+    assert sizes(100, (1, 1), whole=True, pieces=5) == [[10, 10]]
+    assert sizes(1, (1, 1), whole=True) is None
+
+
+def test_a_micro_batch_is_a_number_or_auto():
+    assert parse_micro_batch(7) == 7
+    assert parse_micro_batch("auto") is parse_micro_batch(None) is None
+    for wrong in (2.5, True, "7", "all"):
+        with pytest.raises(SettingError, match="whole number of samples"):
+            parse_micro_batch(wrong)

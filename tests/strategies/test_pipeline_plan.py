@@ -1,0 +1,231 @@
+"""Where a model is cut, and in which order the ranks compute: the pure parts of the pipeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies.pipeline_cost import measure
+from lockstep.strategies.pipeline_order import Action, order
+from lockstep.strategies.pipeline_split import balanced, split, units
+
+SIZES = [
+    (schedule, positions, per_rank, micro_batches)
+    for schedule, positions, per_rank, micro_batches in product(
+        ("gpipe", "1f1b"), (2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 8)
+    )
+]
+
+
+@pytest.mark.parametrize(("schedule", "positions", "per_rank", "micro_batches"), SIZES)
+def test_every_rank_computes_everything_once_and_never_waits_for_ever(
+    schedule, positions, per_rank, micro_batches
+):
+    """Simulates the ranks with what they may know: messages, and turns of the training loop."""
+    orders = [
+        order(schedule, position, positions, per_rank, micro_batches)
+        for position in range(positions)
+    ]
+    last = positions * per_rank - 1
+    for position, actions in enumerate(orders):
+        assert len(set(actions)) == len(actions) == 2 * per_rank * micro_batches
+        assert {a.stage for a in actions} == set(range(position, last + 1, positions))
+        for stage, forward in product({a.stage for a in actions}, (True, False)):
+            # Messages of one cut come in the order of the micro-batches.
+            sent = [a.micro_batch for a in actions if (a.stage, a.forward) == (stage, forward)]
+            assert sent == sorted(sent)
+    done: set[Action] = set()
+    at = [0] * positions
+    turn = [0] * positions  # the micro-batch that a rank's loop is at
+    losses = [0] * positions
+    moved = True
+    while moved:
+        moved = False
+        for p, actions in enumerate(orders):
+            while at[p] < len(actions):
+                a = actions[at[p]]
+                known = a.micro_batch <= turn[p] if a.forward else a.micro_batch < losses[p]
+                if a.forward:
+                    came = a.stage == 0 or Action(True, a.stage - 1, a.micro_batch) in done
+                else:
+                    came = a.stage == last or Action(False, a.stage + 1, a.micro_batch) in done
+                    came = came and Action(True, a.stage, a.micro_batch) in done
+                if not (known and came):
+                    break
+                done.add(a)
+                at[p] += 1
+                moved = True
+            wanted = last if p == positions - 1 else p
+            if losses[p] == turn[p] and Action(True, wanted, turn[p]) in done:
+                losses[p] += 1  # world.backward was called
+                moved = True
+                continue
+            waits = at[p] < len(actions) and actions[at[p]].micro_batch <= turn[p]
+            if losses[p] > turn[p] and turn[p] < micro_batches - 1 and not waits:
+                turn[p] += 1
+                moved = True
+    assert at == [len(actions) for actions in orders]
+
+
+def in_words(schedule: str, position: int, positions: int, micro_batches: int) -> str:
+    actions = order(schedule, position, positions, 1, micro_batches)
+    return " ".join(f"{'F' if a.forward else 'B'}{a.micro_batch}" for a in actions)
+
+
+def test_the_known_schedules():
+    assert in_words("gpipe", 0, 2, 3) == "F0 F1 F2 B0 B1 B2"
+    assert in_words("1f1b", 0, 3, 4) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert in_words("1f1b", 1, 3, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert in_words("1f1b", 2, 3, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_1f1b_keeps_no_more_activations_than_positions():
+    for position in range(4):
+        kept = peak = 0
+        for action in order("1f1b", position, 4, 1, 16):
+            kept += 1 if action.forward else -1
+            peak = max(peak, kept)
+        assert peak == 4 - position
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_balanced_is_the_best_of_all_cuts(costs, parts):
+    if len(costs) < parts:
+        with pytest.raises(ValueError, match="costs for"):
+            balanced(costs, parts)
+        return
+
+    def worst(cuts: list[int]) -> float:
+        edges = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in pairwise(edges))
+
+    def all_cuts(begin: int, left: int) -> list[list[int]]:
+        if not left:
+            return [[]]
+        return [[c, *rest] for c in range(begin, len(costs)) for rest in all_cuts(c + 1, left - 1)]
+
+    found = balanced(costs, parts)
+    assert len(found) == parts - 1
+    assert sorted({0, *found}) == [0, *found]
+    assert worst(found) == min(map(worst, all_cuts(1, parts - 1)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(self.a(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.drop = nn.Dropout(0.1)
+        self.encoder = Encoder()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.drop(self.embed(x))))
+
+
+BLOCKS = ["embed", "encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "encoder.norm"]
+
+
+def test_units_are_blocks_and_what_stands_beside_them():
+    assert units(Model()) == [*BLOCKS, "head"]
+    chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(Block(), Block()), Encoder())
+    assert units(chain) == ["0", "2.0", "2.1", "3.layers.0", "3.layers.1", "3.layers.2", "3.norm"]
+    assert units(Block()) == ["a", "b.0", "b.1"]
+    assert units(nn.Linear(2, 2)) == [""]
+
+
+def test_a_split_gives_every_parameter_one_stage():
+    model = Model()
+    made = split(model, ["encoder.layers.1", "head"])
+    assert made.pieces == {
+        "embed": 0,
+        "encoder.layers.0": 0,
+        "encoder.layers.1": 1,
+        "encoder.layers.2": 1,
+        "encoder.norm": 1,
+        "head": 2,
+    }
+    assert made.own == {"encoder.scale": 0}
+    covered = [
+        name
+        for name, _ in model.named_parameters()
+        if name in made.own or any(name.startswith(f"{piece}.") for piece in made.pieces)
+    ]
+    assert covered == [name for name, _ in model.named_parameters()]
+    assert split(model, []).pieces == {"": 0}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (["encoder.layer.1"], "did you mean 'encoder.layers.1'"),
+        (["drop"], "no parameters"),
+        (["head", "encoder"], "not in the order"),
+        (["encoder", "encoder.norm"], "not in the order"),
+        (["head", "head"], "not in the order"),
+    ],
+)
+def test_cuts_that_cannot_be(cuts, message):
+    with pytest.raises(SettingError, match=message):
+        split(Model(), cuts)
+
+
+def test_a_parameter_of_two_stages_is_refused():
+    model = Model()
+    model.head.weight = model.embed.weight
+    with pytest.raises(UsageError, match=r"embed.weight \(stage 0\) and head.weight \(stage 1\)"):
+        split(model, ["head"])
+    split(nn.Sequential(nn.Linear(4, 4), model), ["1"])
+
+
+def test_costs_follow_what_is_measured():
+    heavy = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
+    model = nn.Sequential(heavy, nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    names = ["0", "1", "2", "3"]
+    costs = measure(model, names, [lambda: [torch.randn(128, 64), torch.zeros(128)]])
+    assert "measured" in costs.reason
+    assert sum(costs.numbers) == pytest.approx(2)
+    assert max(costs.numbers) == costs.numbers[0]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_costs_without_a_usable_example_are_those_of_parameters():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    for examples in ([], [lambda: {"images": torch.zeros(2, 3)}]):
+        costs = measure(model, ["0", "1"], examples)
+        assert costs.numbers == [80.0, 48.0]
+        assert "no example" in costs.reason

@@ -1,0 +1,219 @@
+"""Passes taken on trial: what they find, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.strategies.single import Single
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.strategies.trial import Call, Calls, Trial
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    name: str = "x"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.norm = SyncBatchNorm(4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+        self.sizes: list[int] = []
+        self.fits = 1000
+        self.error = "CUDA out of memory"
+
+    def forward(self, x: Tensor, *, extra: dict[str, Any], mask: Tensor) -> Output:
+        self.sizes.append(len(x))
+        assert len(extra["y"]) == len(x)
+        assert extra["flag"] == "as it is"
+        assert mask.shape == (5, 3)
+        if len(x) > self.fits:
+            raise RuntimeError(self.error)
+        self.count = self.count + 1
+        np.random.rand()
+        random.random()
+        return Output(self.drop(self.norm(self.layer(x))) * extra["y"])
+
+
+@pytest.fixture
+def world() -> Iterator[lockstep.World]:
+    with lockstep.init(seed=1) as made:
+        yield made
+
+
+def call(model: nn.Module, local: int = 2) -> Call:
+    x = torch.randn(local, 3, requires_grad=True)
+    extra = {"y": torch.randn(local, 1), "flag": "as it is"}
+    return Call(model, (x,), {"extra": extra, "mask": torch.ones(5, 3)})
+
+
+def trial(world: lockstep.World, *calls: Call, local: int = 2) -> Trial:
+    return Trial(world._run, Single(), calls, local)
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [
+        *(value.clone() for value in model.state_dict().values()),
+        *(p.grad.clone() for p in model.parameters()),
+        torch.get_rng_state(),
+        torch.as_tensor(np.random.get_state()[1].astype(np.int64)),
+        torch.as_tensor(random.getstate()[1]),
+    ]
+
+
+def test_nothing_is_left_behind(world):
+    model = Model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    seen, buffer = call(model), model.count
+    before = state(model)
+    tried = trial(world, seen)
+    assert tried.fits(7)
+    assert tried.seconds(5) > 0
+    model.fits = 8
+    assert not tried.fits(9)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
+    assert model.count is buffer
+    assert seen.args[0].grad is None
+    assert world.collectives.blocked is None
+    assert "forward" not in vars(model.norm)
+    assert model.sizes[:2] == [7, 5]
+    assert model.sizes[-1] == 9
+    assert set(model.sizes[1:-1]) == {5}
+
+
+def test_several_calls_are_alive_together(world):
+    """As where two views of a batch are compared."""
+    model = Model()
+    assert trial(world, call(model), call(model)).fits(4)
+    assert model.sizes == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["DefaultCPUAllocator: can't allocate memory", "not enough memory"]
+)
+def test_the_allocator_of_the_cpu_is_known_too(world, text):
+    model = Model()
+    model.fits, model.error = 3, text
+    assert not trial(world, call(model)).fits(4)
+
+
+def test_other_errors_are_raised_and_leave_nothing_behind(world):
+    model = Model()
+    model.fits, model.error = 3, "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        trial(world, call(model)).fits(4)
+    assert "forward" not in vars(model.norm)
+    assert world.collectives.blocked is None
+    assert not model.norm.num_batches_tracked
+
+
+def test_the_backward_pass_counts(world):
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            if len(dy) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            assert dy.stride() != (0, 0), "the gradient of a loss is a tensor of its own"
+            return dy
+
+    class Late(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Backward.apply(super().forward(x))
+
+    late = Late(3, 4)
+    tried = trial(world, Call(late, (torch.randn(2, 3),), {}))
+    assert tried.fits(3)
+    assert not tried.fits(4)
+    assert late.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([], "no forward pass"),
+        ([Call(nn.Linear(3, 3), (torch.randn(5, 3),), {})], "no tensor among its arguments has 2"),
+        ([Call(nn.Flatten(), (torch.randn(2, 3),), {})], "no tensor with a gradient"),
+    ],
+)
+def test_what_cannot_be_tried(world, calls, said):
+    with pytest.raises(UsageError, match=said):
+        trial(world, *calls).fits(4)
+
+
+def test_calls_with_gradients_are_seen_until_closed():
+    model = nn.Linear(3, 3)
+    calls = Calls([model])
+    x = torch.randn(2, 3)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    model(input=x)
+    calls.close()
+    model(x)
+    assert [(c.args, c.kwargs) for c in calls.seen] == [((x,), {}), ((), {"input": x})]
+    assert not model._forward_pre_hooks
+
+
+OUTPUTS: dict[str, Any] = {
+    "a loss": lambda x: x.mean(),
+    "complex numbers": lambda x: torch.complex(x, x),
+    "numbers beside": lambda x: {"a": [x, 3], "b": None},
+    "one number a sample": lambda x: x.sum(-1),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_all_kinds(world, kind):
+    class Some(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return OUTPUTS[kind](super().forward(x))
+
+    assert trial(world, Call(Some(3, 4), (torch.randn(2, 3),), {})).fits(6)
+
+
+class Wide(nn.Module):
+    """Keeps a 64th of the GPU's memory for each sample."""
+
+    def __init__(self, memory: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(memory // (64 * 8 * 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.weight
+        for _ in range(8):
+            h = h.sigmoid()
+        return h.mean(1, keepdim=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_memory_of_a_gpu() -> None:
+    with lockstep.init(micro_batch="auto") as world:
+        model = Wide(torch.cuda.mem_get_info()[1])
+        model, optimizer = world.prepare(model, torch.optim.Adam(model.parameters()))
+        loader = world.loader(torch.utils.data.TensorDataset(torch.randn(256, 1)), 128)
+        for (x,) in loader:
+            world.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert 2 < loader.micro_batches <= 6
+    torch.cuda.empty_cache()
