@@ -37,8 +37,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     LOCKSTEP_PRECISION=bf16; a contradiction is an error.
 
     Args:
-        strategy: `single`, `ddp`, or options such as `lockstep.strategies.DDP(...)`; left out,
-            `single` on one process and `ddp` on several.
+        strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, or options such as
+            `lockstep.strategies.DDP(...)`; left out, `single` on one process, `ddp` on several.
         seed: of everything random (left out: 0).
         precision: `fp32` (left out), `bf16` or `fp16`.
         backend: `nccl`, `gloo` or `mpi`; left out, by device.

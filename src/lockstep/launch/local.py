@@ -24,6 +24,7 @@ from lockstep.launch.rank_main import (
     folder_of,
     fresh_interpreter,
     import_for_ranks,
+    nothing_collected,
     run_and_exit,
 )
 from lockstep.launch.reading import Reading, hidden_by, read_script
@@ -80,7 +81,8 @@ def run(spec: LaunchSpec, say: Say | None = None) -> int:
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: run_and_exit(script))
         try:
-            made, namespace = _prepare(spec, environ)
+            with nothing_collected():  # it imports torchrun's parser
+                made, namespace = _prepare(spec, environ)
             made = _with_notes(made, script, reading, cold)
             command = _command(script, namespace) if cold else None
             outcome = _run(spec, made, namespace, zygote, command, say)
@@ -99,7 +101,8 @@ def _run(
     command: Command | None,
     say: Say,
 ) -> Outcome:
-    from lockstep.launch.running import make_folder, run_to_the_end
+    with nothing_collected():
+        from lockstep.launch.running import make_folder, run_to_the_end
 
     if command is not None and command.numa is not None:
         for rank in range(made.nproc):  # what stands against it is heard before anything starts

@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -267,6 +267,19 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """For imports: looking through all of torch for garbage, again and again, takes longer."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@nothing_collected()
 def import_for_ranks(optimizes: bool) -> None:
     """Imports what every rank would import; none of it starts a thread or touches CUDA.
 

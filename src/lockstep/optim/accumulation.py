@@ -7,6 +7,7 @@ The training loop runs once per micro-batch. On all but the last of a global bat
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class PreparedOptimizer(Optimizer):
         self._taken: tuple[Pass, int] | None = None
         """That in which a step was last taken."""
         self._rates: list[Any] = []
+        self.places: list[list[int]] | None = None
+        """Where the parameters of each group stand among all, of which other ranks have some."""
+        self.counts: list[int] = []
+        """How many each group has over all ranks, where `places` are set."""
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         step.clear_gradients.append(inner.zero_grad)
 
@@ -132,12 +137,46 @@ class PreparedOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state: that of plain torch."""
-        return self.inner.state_dict()
+        """The inner optimizer's state: that of plain torch.
+
+        Under a pipeline it numbers the parameters as on one device, and has the entries of those
+        that are on this rank.
+        """
+        state = self.inner.state_dict()
+        if self.places is None:
+            return state
+        numbers = [place for places in self.places for place in places]
+        starts = accumulate(self.counts, initial=0)
+        groups = [
+            {**group, "params": list(range(start, start + count))}
+            for group, start, count in zip(state["param_groups"], starts, self.counts, strict=False)
+        ]
+        entries = {numbers[local]: entry for local, entry in state["state"].items()}
+        return {**state, "state": entries, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer."""
+        """Loads into the inner optimizer what `state_dict` gave, here or on one device."""
+        if self.places is not None:
+            numbers = [place for places in self.places for place in places]
+            starts = accumulate(map(len, self.places), initial=0)
+            groups = [
+                {**group, "params": list(range(start, start + len(places)))}
+                for group, start, places in zip(
+                    state_dict["param_groups"], starts, self.places, strict=False
+                )
+            ]
+            entries = {
+                local: state_dict["state"][number]
+                for local, number in enumerate(numbers)
+                if number in state_dict["state"]
+            }
+            state_dict = {**state_dict, "state": entries, "param_groups": groups}
         self.inner.load_state_dict(state_dict)
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks have parameters that this one has not."""
+        return self.places is not None
 
     def check_kept(self) -> None:
         """Raises UsageError where gradients were cleared in the middle of a global batch."""

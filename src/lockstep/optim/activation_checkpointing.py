@@ -11,9 +11,8 @@ would update BatchNorm's running statistics twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -26,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.activation_bytes import Activations, measure
 from lockstep.optim.blocks import repeated_blocks
+from lockstep.optim.chosen import Choice, candidates, choose
 
-Choice = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
-MAX_CANDIDATES = 10
 MAX_COMPARED = 8
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -122,19 +120,16 @@ def _check_policy(every: int, budget: int | str | None, example: Example | None)
 
 
 def _found(module: nn.Module, submodules: Choice | None) -> list[nn.Module]:
-    if submodules is None:
-        found = [block for _, block in repeated_blocks(module)]
-    else:
-        found = list(dict(_outermost(module, "", _matcher(submodules))))
-    if found:
-        return found
-    raise SettingError(
-        "checkpoint_activations(model)"
-        if submodules is None
-        else f"checkpoint_activations(..., {_in_words(submodules)})",
-        "no block repeats in it" if submodules is None else "no submodule matches",
-        f"choose among: {_candidates(module)}",
-    )
+    if submodules is not None:
+        return [m for _, m in choose(module, submodules, "checkpoint_activations(..., {})")]
+    found = [block for _, block in repeated_blocks(module)]
+    if not found:
+        raise SettingError(
+            "checkpoint_activations(model)",
+            "no block repeats in it",
+            f"choose among: {candidates(module)}",
+        )
+    return found
 
 
 def _fitting(
@@ -264,48 +259,3 @@ def _changing_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
         if m.training:
             for name, buffer in m.named_buffers(recurse=False):
                 yield m, name, buffer
-
-
-def _matcher(submodules: Choice) -> Callable[[str, nn.Module], bool]:
-    if isinstance(submodules, str):
-        return lambda name, _: fnmatchcase(name, submodules)
-    kinds: tuple[Any, ...] = submodules if isinstance(submodules, tuple) else (submodules,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        return lambda _, module: isinstance(module, kinds)
-    if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
-        raise SettingError(
-            f"checkpoint_activations(..., {submodules!r})",
-            f"a {type(submodules).__name__} does not choose submodules",
-            "pass a class of modules, a tuple of such, a name pattern, or a function of a module",
-        )
-    return lambda _, module: submodules(module)
-
-
-def _outermost(
-    module: nn.Module, prefix: str, matches: Callable[[str, nn.Module], bool]
-) -> Iterator[tuple[nn.Module, str]]:
-    for name, child in module.named_children():
-        # A ModuleList has no forward: its parts run, it does not.
-        if type(child).forward is not nn.Module.forward and matches(prefix + name, child):
-            yield child, prefix + name
-        else:
-            yield from _outermost(child, f"{prefix}{name}.", matches)
-
-
-def _in_words(submodules: Choice) -> str:
-    if isinstance(submodules, tuple):
-        return f"({', '.join(kind.__name__ for kind in submodules)})"
-    return str(getattr(submodules, "__name__", repr(submodules)))
-
-
-def _candidates(module: nn.Module) -> str:
-    """Classes of submodules that hold others, the most frequent first, with one name of each."""
-    names: dict[str, list[str]] = {}
-    for name, m in module.named_modules():
-        if name and next(m.children(), None) and type(m).forward is not nn.Module.forward:
-            names.setdefault(type(m).__name__, []).append(name)
-    ranked = sorted(names.items(), key=lambda item: -len(item[1]))[:MAX_CANDIDATES]
-    listed = [f"{kind} ({len(of_kind)}, such as {of_kind[0]!r})" for kind, of_kind in ranked]
-    if listed:
-        return ", ".join(listed)
-    return ", ".join(dict.fromkeys(type(m).__name__ for m in module.children())) or "none"

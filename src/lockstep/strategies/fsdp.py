@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.errors import RanksDifferError, SettingError, UsageError
-from lockstep.optim.activation_checkpointing import Choice as Chosen
+from lockstep.optim.chosen import Choice as Chosen
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.interface import find_interface, gloo_interface

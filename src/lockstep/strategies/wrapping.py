@@ -13,17 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lockstep.errors import SettingError
-from lockstep.optim.activation_checkpointing import (
-    Choice as Chosen,
-)
-from lockstep.optim.activation_checkpointing import (
-    _candidates,
-    _in_words,
-    _matcher,
-    _outermost,
-)
 from lockstep.optim.blocks import repeated_blocks
+from lockstep.optim.chosen import Choice, choose
 
 
 class Blocks(NamedTuple):
@@ -39,7 +30,7 @@ class Blocks(NamedTuple):
         return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def find_blocks(module: nn.Module, chosen: Chosen | None = None) -> Blocks:
+def find_blocks(module: nn.Module, chosen: Choice | None = None) -> Blocks:
     """The blocks of a module.
 
     Args:
@@ -51,18 +42,7 @@ def find_blocks(module: nn.Module, chosen: Chosen | None = None) -> Blocks:
     Raises:
         SettingError: nothing matches what was chosen.
     """
-    if chosen is None:
-        matching = repeated_blocks(module)
-    else:
-        found_there = _outermost(module, "", _matcher(chosen))
-        # A block that stands in two places is one: it runs twice.
-        matching = list({id(part): (name, part) for part, name in found_there}.values())
-    if chosen is not None and not matching:
-        raise SettingError(
-            f"blocks={_in_words(chosen)}",
-            "no submodule matches",
-            f"choose among: {_candidates(module)}",
-        )
+    matching = repeated_blocks(module) if chosen is None else choose(module, chosen, "blocks={}")
     users = _users(module, {id(part) for _, part in matching})
     found, tied = [], []
     for name, part in matching:
