@@ -44,7 +44,7 @@ from lockstep.runtime.choice import Choice
 from lockstep.runtime.interface import find_interface, gloo_interface
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped
-from lockstep.strategies.sharded import Sharded, sharded
+from lockstep.strategies.sharded import Sharded, sharded, without_views
 from lockstep.strategies.wrapping import Blocks, find_blocks
 
 
@@ -115,6 +115,7 @@ class FSDP(Strategy):
         for unit in units:
             whole = [p for p in unit.parameters() if not isinstance(p, DTensor)]
             _take_from_first(whole, run.device)
+            unit.register_forward_hook(without_views)  # before torch's own
             fully_shard(
                 unit,
                 mesh=mesh,

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
 from lockstep.runtime.run import Run
@@ -145,6 +146,32 @@ EMPTY_PART = (
     "of shape (0, *). Write the forward pass for any number of samples (x.flatten(1), not "
     "x.view(len(x), -1)), or leave short batches out with drop_last=True."
 )
+
+
+def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook: outputs that are views become tensors of their own over the same memory.
+
+    Torch hangs the gathering of parameters for the backward pass on what a unit returns. An
+    operation in place on a view would drop it, and torch warns of each view.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return pytree.tree_map_only(Tensor, _no_view, output)
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    viewed = tensor.requires_grad and tensor._is_view()
+    return _Same.apply(tensor) if viewed else tensor  # type: ignore[no-untyped-call]
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def sharded(module: nn.Module) -> Sharded | None:
