@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import mean_loss, mlp, tensors, weights
+from problems import difference, mean_loss, mlp, tensors, weights
 from ranks import run_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.runtime import profiling
+from lockstep.strategies.base import place
 
 
 def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
@@ -160,3 +161,53 @@ def test_compiled_models_train_and_know_that_they_are_inside():
         assert [graphs for _, graphs, _ in found] == [0, 1, 1, 1]
         for _, _, parameters in found[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found[0][2], parameters, strict=True))
+
+
+class OnTwo(nn.Module):
+    """Its halves are on two devices."""
+
+    def __init__(self, first: str = "cpu", second: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16).double().to(first)
+        self.second = nn.Linear(16, 4).double().to(second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.to(self.first.weight.device)).tanh()
+        return self.second(x.to(self.second.weight.device)).to("cpu")
+
+
+def test_a_module_on_several_gpus_stays_there(monkeypatch):
+    model = OnTwo()
+    where = {id(p): f"cuda:{int(i > 1)}" for i, p in enumerate(model.parameters())}
+    moved: list[Any] = []
+    monkeypatch.setattr(
+        nn.Parameter, "device", property(lambda p: torch.device(where[id(p)])), raising=False
+    )
+    monkeypatch.setattr(OnTwo, "to", lambda self, device: moved.append(device) or self)
+    [choice] = place(model, torch.device("cuda:0"))
+    assert (choice.value, moved) == ("cuda:0, cuda:1", [])
+    where = dict.fromkeys(where, "cuda:0")
+    assert place(model, torch.device("cuda:0")) == []
+    assert moved == [torch.device("cuda:0")]
+
+
+def train_on_two(devices: tuple[str, str]) -> dict[str, torch.Tensor]:
+    """Both ranks on the same two devices: Gloo minds no sharing."""
+    options = {} if devices[0] == "cpu" else {"backend": "gloo", "device": devices[0]}
+    with lockstep.init(**options) as world:
+        model = OnTwo(*devices)
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in world.loader(tensors(), 7):
+            world.backward(nn.functional.cross_entropy(model(x), y.cpu()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.cpu() for name, value in weights(model).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ddp_of_a_module_on_two_gpus():
+    expected = run_ranks(train_on_two, 1, ("cpu", "cpu"))[0]
+    for found in run_ranks(train_on_two, 2, ("cuda:0", "cuda:1")):
+        assert difference(expected, found) < 1e-9

@@ -144,7 +144,8 @@ class Loader:
         of_rank = parts(self.batch_size, self.shares)
         value = f"{self.batch_size:,} of {self.source.length:,}".replace(",", " ")
         if len(of_rank) == 1:
-            reason = "samples: the global batch, in one process"
+            together = "in one process" if self._collectives.alone else "by all ranks together"
+            reason = f"samples: the global batch, {together}"
         elif len(set(of_rank)) == 1:
             reason = f"samples: the global batch, {of_rank[0]} on each of {len(of_rank)} ranks"
         else:

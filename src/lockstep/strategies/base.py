@@ -46,6 +46,15 @@ class Wrapped(NamedTuple):
     holds instead; None: it lives on other ranks."""
 
 
+def place(module: nn.Module, device: torch.device) -> list[Choice]:
+    """Moves a module to its device, unless it is spread over several GPUs by hand."""
+    gpus = sorted({str(p.device) for p in module.parameters() if p.device.type == "cuda"})
+    if len(gpus) < 2:
+        module.to(device)
+        return []
+    return [Choice("devices", ", ".join(gpus), "the model is spread over them; left as it is")]
+
+
 class Strategy(ABC):
     """How modules are spread over the ranks."""
 

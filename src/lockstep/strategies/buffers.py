@@ -59,15 +59,15 @@ class MovingBuffers:
         return fingerprint(now[name] for name in names) if names else torch.empty(0)
 
     def share(self) -> None:
-        """Gives every rank the first rank's values: one broadcast for each dtype."""
+        """Gives every rank the first rank's values: one broadcast for each dtype and device."""
         if not self.moving:
             return
         now = dict(self._module.named_buffers())
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name in self.moving:
-            by_dtype.setdefault(now[name].dtype, []).append(now[name])
+            alike.setdefault((now[name].dtype, now[name].device), []).append(now[name])
         with torch.no_grad():
-            for buffers in by_dtype.values():
+            for buffers in alike.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 dist.broadcast(flat, group=self._group, group_src=0)
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])

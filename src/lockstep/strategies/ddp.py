@@ -25,7 +25,7 @@ from lockstep.runtime import profiling
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import Strategy, Wrapped, place
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.replica_check import check_replicas
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
@@ -73,32 +73,34 @@ class DDP(Strategy):
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module in DDP, with rank 0's parameters and buffers on all ranks.
 
-        On one process it is the module itself. One without parameters to train is not wrapped,
-        because there is nothing to average, but made equal.
+        On one process it is the module itself. One that is spread over several GPUs by hand stays
+        where it is, and its gradients are averaged there. One without parameters to train is not
+        wrapped, because there is nothing to average, but made equal.
 
         Raises:
-            UsageError: the module's parameters are on several devices.
+            UsageError: the module is partly on GPUs and partly on the CPU.
             SettingError: `static_graph` with micro-batches, when that shows.
         """
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-        if len(devices) > 1:
+        choices = place(module, run.device)
+        spread = bool(choices)
+        if spread and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
-                "world.prepare of a module on several devices",
-                f"its parameters are on {', '.join(sorted(map(str, devices)))}",
-                "keep it on one device; a process computes on world.device",
+                "world.prepare of a module on several GPUs and on the CPU",
+                "DDP averages gradients on devices of one type",
+                "move all its parameters to GPUs",
             )
-        module.to(run.device)
         if run.topology.size == 1:
-            return Wrapped(module, [])
+            return Wrapped(module, choices)
         if not any(p.requires_grad for p in module.parameters()):
             for tensor in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
-            return Wrapped(module, [Choice("ddp", "not wrapped", "no parameter to train")])
+            choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
+            return Wrapped(module, choices)
         wrapped = ExactDDP(
             module,
             run,
             self,
-            device_ids=[run.device.index] if run.device.type == "cuda" else None,
+            device_ids=[run.device.index] if run.device.type == "cuda" and not spread else None,
             bucket_cap_mb=self.bucket_mib,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
@@ -108,6 +110,7 @@ class DDP(Strategy):
         return Wrapped(
             wrapped,
             [
+                *choices,
                 Choice("gradients", _mib(size), "averaged in buckets during backward, in place"),
                 self._bucket_choice(size),
             ],

@@ -30,7 +30,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
         else:
             parts = [part.sum(dtype=torch.int64) for part in torch.split(bits.view(-1), _CHUNK)]
             sums.append(torch.stack(parts).sum())
-    return torch.stack(sums)
+    return torch.stack([part.to(sums[0].device) for part in sums])
 
 
 def check_replicas(module: nn.Module, when: str, group: dist.ProcessGroup | None = None) -> None:

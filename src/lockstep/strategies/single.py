@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import SettingError
 from lockstep.runtime.run import Run
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import Strategy, Wrapped, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Single(Strategy):
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module on its device."""
-        return Wrapped(module.to(run.device), [])
+        return Wrapped(module, place(module, run.device))
 
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Nothing can differ."""
