@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import __version__
 from lockstep.data.automatic import first_shares
 from lockstep.data.epochs import Epochs
+from lockstep.data.global_batch import global_batch_size
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source, from_dataset, from_loader
 from lockstep.data.weighting import Weight
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import UsageError
 from lockstep.optim.loss_check import LossCheck
 from lockstep.optim.precision import Precision
 from lockstep.report.closing import closing_lines
 from lockstep.report.console import print_choices, say
-from lockstep.report.memory import measure
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import progress
 from lockstep.runtime.choice import Choice
@@ -35,7 +35,10 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.prepare import Preparer, agree, describe_loader
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from lockstep.checkpoint.session import Checkpoint
+    from lockstep.report.memory import Memory
 
 _open: set[World] = set()
 
@@ -132,7 +135,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            diverge(self.settings.seed, self.rank)
+            diverge(self.settings.seed, self.collectives.part.index)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -184,7 +187,7 @@ class World:
                 )
             source = from_loader(data)
         else:
-            size = self._global_batch(batch_size, batch_size_per_device)
+            size = global_batch_size(batch_size, batch_size_per_device, self._devices)
             source = from_dataset(
                 data,
                 size,
@@ -295,7 +298,17 @@ class World:
         text = f"epoch {self.epoch}" if description is None else description
         return progress(loader, self, text, done=loader.start)
 
-    memory = measure
+    def memory(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        loader: Loader | None = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> Memory:
+        """What each device holds for a prepared model; see `lockstep.report.memory.measure`."""
+        from lockstep.report.memory import measure  # not all scripts ask
+
+        return measure(self, model, optimizer, loader, loss)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
@@ -319,11 +332,8 @@ class World:
         """What the run itself has to remember: epoch, step, the loss scaler."""
         self.precision.settle()
         scaler = self.precision.scaler
-        return {
-            "epoch": self._epochs.next,
-            "step": self._run.step.number,
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
+        state = None if scaler is None else scaler.state_dict()
+        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
@@ -348,7 +358,10 @@ class World:
         self._preparer.release()
         leave(self._run, failed=failed)
         if self.is_main and self._run.step.number and not failed:
-            self._close_with_words()
+            step, folder = self._run.step, next(reversed(self._folders), None)
+            words = closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds)
+            for line in words:
+                say(line)
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
         shares, own = options.pop("shares", None), options.pop("micro_batch", None)
@@ -367,15 +380,6 @@ class World:
         self._preparer.choices.append(made.choice)
         return made
 
-    def _global_batch(self, batch_size: int | None, per_device: int | None) -> object:
-        if (batch_size is None) == (per_device is None):
-            raise DataError(
-                f"batch_size={batch_size}, batch_size_per_device={per_device}",
-                "exactly one of them says how large the global batch is",
-                "give batch_size: the samples of one optimizer step over all devices",
-            )
-        return per_device * self._devices if per_device is not None else batch_size
-
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
         choices, self._preparer.choices = [*self._choices, *self._preparer.choices], []
@@ -387,11 +391,6 @@ class World:
                 f"{hosts} host{'s' * (hosts > 1)}"
             )
             print_choices(title, choices)
-
-    def _close_with_words(self) -> None:
-        step, folder = self._run.step, next(reversed(self._folders), None)
-        for line in closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds):
-            say(line)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -161,6 +161,21 @@ def check_batch_size(batch_size: object) -> None:
         )
 
 
+def global_batch_size(batch_size: int | None, per_device: int | None, devices: int) -> object:
+    """The samples of a global batch, of which one of the two arguments tells.
+
+    Raises:
+        DataError: both are given, or none.
+    """
+    if (batch_size is None) == (per_device is None):
+        raise DataError(
+            f"batch_size={batch_size}, batch_size_per_device={per_device}",
+            "exactly one of them says how large the global batch is",
+            "give batch_size: the samples of one optimizer step over all devices",
+        )
+    return per_device * devices if per_device is not None else batch_size
+
+
 def parse_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
     """`'1:2'` or `(1, 2)` as one non-negative whole number a rank; None is equal shares.
 
