@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step bench-strategies bench-start bench-supervision bench-false-alarms clean
+.PHONY: train test lint types unit bench-step bench-strategies bench-start bench-supervision bench-false-alarms gpu clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -34,6 +34,9 @@ bench-supervision: .venv/.installed
 
 bench-false-alarms: .venv/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
+
+gpu: .venv/.installed
+	$(BIN)/python benchmarks/gpu.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -72,7 +72,13 @@ def nothing_left_behind() -> Iterator[None]:
     alive = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
     alive = psutil.wait_procs(alive, timeout=5)[1]
     assert not alive, f"processes left behind: {[left[p.pid] for p in alive]}"
-    started = set(threading.enumerate()) - threads
+    started = {
+        thread
+        for thread in set(threading.enumerate()) - threads
+        if not isinstance(
+            thread, threading._DummyThread
+        )  # of torch's own, and not Python's to join
+    }
     for thread in started:
         thread.join(timeout=5)  # the queues of loader workers close in their own time
     assert not any(thread.is_alive() for thread in started), f"threads left behind: {started}"

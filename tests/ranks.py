@@ -179,7 +179,12 @@ def _send(pipe: Connection, kind: str, value: Any) -> None:
 
 
 def _check_nothing_left() -> None:
-    left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    # Python's stand-in for a thread of torch's, of CUDA's autograd say, stays when that has gone.
+    left = [
+        t.name
+        for t in threading.enumerate()
+        if t is not threading.main_thread() and not isinstance(t, threading._DummyThread)
+    ]
     if left:
         raise AssertionError(f"threads left behind: {left}")
     if dist.is_initialized():

@@ -79,7 +79,6 @@ class World:
         self._run = run
         self._check_loss = LossCheck(run.step)
         self._choices = choices
-        self._shown = 0
         self._preparer = Preparer(
             run,
             strategy,
@@ -91,11 +90,10 @@ class World:
         self._pieces = strategy.pieces(run)
         self._devices = strategy.devices(run)
         self._of_process = partial(strategy.micro_batch, run)
-        self._diverged = False
+        self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
         self._epochs = Epochs(self._preparer.loaders, run.step)
-        self._closed = False
         _open.add(self)
         atexit.register(self._close_at_exit)
 
@@ -330,6 +328,7 @@ class World:
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
+        self._check_loss.settle()
         self.precision.settle()
         scaler = self.precision.scaler
         state = None if scaler is None else scaler.state_dict()
@@ -357,6 +356,8 @@ class World:
         atexit.unregister(self._close_at_exit)
         self._preparer.release()
         leave(self._run, failed=failed)
+        if not failed:
+            self._check_loss.settle()
         if self.is_main and self._run.step.number and not failed:
             step, folder = self._run.step, next(reversed(self._folders), None)
             words = closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds)

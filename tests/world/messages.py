@@ -83,6 +83,11 @@ MESSAGES: dict[str, str] = {
         "  found: precisions are fp32, bf16, fp16\n"
         "  do:    choose one of them; float64 models run under fp32, which changes no dtype"
     ),
+    "nccl on the CPU": (
+        "backend='nccl'\n"
+        "  found: the device is cpu; NCCL moves data of GPUs only\n"
+        "  do:    use 'gloo'"
+    ),
     "unknown device": (
         "device='gpu'\n  found: torch knows no such device\n  do:    use cpu, cuda or cuda:0"
     ),

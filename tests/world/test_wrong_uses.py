@@ -111,6 +111,7 @@ ALONE_CASES: dict[str, Case] = {
     "unknown strategy": lambda: init(strategy="pipelin"),
     "unknown precision": lambda: init(precision="bf61"),
     "unknown device": lambda: init(device="gpu"),
+    "nccl on the CPU": lambda: init(device="cpu", backend="nccl"),
     "rank without world size": lambda: init(rank=0),
     "timeout below zero": lambda: init(timeout=-1),
     "seed of words": lambda: init(seed="lucky"),

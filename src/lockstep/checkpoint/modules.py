@@ -116,7 +116,8 @@ def _wrapped_child(module: nn.Module) -> str | None:
     children = dict(module.named_children())
     if "_orig_mod" in children:
         return "_orig_mod"
-    return "module" if isinstance(module, DistributedDataParallel | DataParallel) else None
+    torch_wraps = isinstance(module, DistributedDataParallel | DataParallel)
+    return "module" if torch_wraps or getattr(type(module), "wraps_module", False) else None
 
 
 def _wrappers(module: nn.Module) -> dict[str, str]:

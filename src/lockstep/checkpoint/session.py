@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
 from lockstep.checkpoint.reading import read_module
 from lockstep.checkpoint.save import write_checkpoint
-from lockstep.checkpoint.whole import gathered, spread_optimizer
+from lockstep.checkpoint.whole import completed, gathered, lacks, spread_optimizer
 from lockstep.errors import CheckpointError, LockstepError, SettingError, UsageError
 from lockstep.runtime.collectives import Collectives
 
@@ -92,7 +93,7 @@ class Checkpoint:
         # Not before all ranks have their states: one that failed would be waited for.
         for name, value in self._state.items():
             if isinstance(value, nn.Module | Optimizer):
-                states[name] = gathered(states[name], keep=self._collectives.topology.is_main)
+                states[name] = self._whole(value, states[name])
 
         def write() -> tuple[Path | None, str]:
             if not self._collectives.topology.is_main:
@@ -165,12 +166,24 @@ class Checkpoint:
         return result, [heard["text"] for heard in answers]
 
     def _collect(self) -> tuple[dict[str, Any], str]:
+        self._world_state.state_dict()  # raises where a loss of this rank was NaN
         # On every rank, since what is sharded can only be had from all together.
         states = {
             name: plain_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
             for name, value in self._state.items()
         }
         return states, random_state.to_text(random_state.capture(self._collectives.device))
+
+    def _whole(self, value: Any, state: Any) -> Any:
+        """On rank 0 the whole state of a module or an optimizer that is spread over the ranks."""
+        state = gathered(state, keep=self._collectives.topology.is_main)
+        if isinstance(value, nn.Module) and lacks(state):
+            versions = getattr(state, "_metadata", None)
+            state = OrderedDict(completed(state, self._collectives))
+            state._metadata = versions
+        elif getattr(value, "partial", False):
+            state = {**state, "state": completed(state["state"], self._collectives)}
+        return state
 
     def _write(self, states: Mapping[str, Any], streams: list[dict[str, Any]]) -> Path:
         from lockstep import __version__  # the package itself imports this module

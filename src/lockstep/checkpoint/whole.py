@@ -3,17 +3,24 @@
 So a checkpoint holds plain tensors under plain names, whatever strategy wrote it, and any strategy
 on any number of ranks can read it.
 
+What one rank has and another has not, as under a pipeline, stands on the other on the meta device
+(in the state of a module) or is left out (in that of an optimizer).
+
 Communication: `gathered` is one all-gather for each sharded tensor, so all ranks call it with the
-same state; `spread` communicates nothing, since every rank has the whole tensors that it cuts.
+same state; `completed` one broadcast from each rank that has something of its own; `spread`
+communicates nothing, since every rank has the whole tensors that it cuts.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lockstep.runtime.collectives import Collectives
 
 
 def gathered(state: Any, *, keep: bool = True) -> Any:
@@ -38,6 +45,37 @@ def gathered(state: Any, *, keep: bool = True) -> Any:
         return kept
 
     return _map(whole, state)
+
+
+def completed(state: dict[Any, Any], collectives: Collectives) -> dict[Any, Any]:
+    """All ranks' entries of one dictionary, on the CPU and on rank 0; the others keep their own.
+
+    Args:
+        state: by name; an entry on the meta device is on another rank.
+        collectives: of the run.
+    """
+    names = list(state)
+    held = [i for i, name in enumerate(names) if not _is_meta(state[name])]
+    if all(isinstance(name, int) for name in names):  # of an optimizer: others have other names
+        held = names
+    taken: set[int] = set()
+    result = dict(state)
+    for rank, text in enumerate(collectives.exchange(json.dumps(held))):
+        own = [i for i in json.loads(text) if i not in taken]
+        taken.update(own)
+        if not rank or not own:
+            continue
+        mine = collectives.topology.rank == rank
+        keys = own if held is names else [names[i] for i in own]
+        sent = collectives.broadcast([state[k] for k in keys] if mine else None, rank)
+        if collectives.topology.is_main:
+            result |= zip(keys, _map(_to_cpu, sent), strict=True)
+    return {k: result[k] for k in sorted(result)} if held is names else result
+
+
+def lacks(state: Mapping[str, Any]) -> bool:
+    """Whether something of a module's state is on another rank."""
+    return any(map(_is_meta, state.values()))
 
 
 def spread(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,12 +104,22 @@ def spread_optimizer(state: Any, optimizer: Optimizer) -> Any:
 
 
 def _cut(value: Any, own: Any) -> Any:
+    if _is_meta(own):
+        return own
     if not _is_sharded(own) or not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     from torch.distributed.tensor import distribute_tensor  # loaded already by who made `own`
 
     # Without a source rank every rank cuts its own part, and nothing is sent.
     return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def _is_sharded(value: object) -> bool:

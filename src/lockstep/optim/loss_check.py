@@ -61,6 +61,15 @@ class LossCheck:
                 "divide by the number that counts, at least 1: .sum().clamp(min=1)",
             )
 
+    def settle(self) -> None:
+        """Waits for the last loss; raises UsageError where it was NaN."""
+        if self._pending is not None:
+            flag, copied, number = self._pending
+            self._pending = None
+            copied.synchronize()
+            if flag.item():
+                self._complain(number)
+
     def _look_back(self, loss: Tensor) -> None:
         if self._pending is not None:
             flag, copied, number = self._pending

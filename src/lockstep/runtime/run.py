@@ -17,12 +17,13 @@ from lockstep.errors import SettingError, UsageError, set_rank
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device import choose_device
-from lockstep.runtime.environment import detect, is_loopback
+from lockstep.runtime.environment import detect
 from lockstep.runtime.manifest import collect
 from lockstep.runtime.process_group import choose_backend, close_group, open_group
 from lockstep.runtime.rendezvous import Joined, join
 from lockstep.runtime.settings import Settings
 from lockstep.runtime.step import Step
+from lockstep.sockets import means_loopback
 from lockstep.topology import Topology
 
 # Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
@@ -129,8 +130,10 @@ def _open(
         by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
         choices.append(Choice("threads", str(torch.get_num_threads()), f"a process; {by}"))
     backend = ""
+    if joined is not None or settings.backend is not None:
+        chosen, reason = choose_backend(settings.backend, device)
     if joined is not None:
-        backend, reason = choose_backend(settings.backend, device)
+        backend = chosen
         limit = settings.collective_timeout_s
         network = open_group(
             topology,
@@ -241,7 +244,7 @@ def _topology(
         return found
     # Without a launcher nothing says which processes share this machine. With an address of
     # loopback they all do; with any other, each is taken to be alone on its machine.
-    local = is_loopback(_master_host(init_method, environ))
+    local = means_loopback(_master_host(init_method, environ))
     return Topology(
         rank=rank,
         size=world_size,

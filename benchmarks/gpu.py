@@ -1,0 +1,143 @@
+"""Runs every test marked `gpu`, and says what each of them came to.
+
+Prints the machine, a table of the tests with their results and times, and the reasons of those
+that failed or were skipped; writes the same to a file. The exit code is 1 where one failed. Where
+torch sees no GPU nothing is run: the tests are collected, and the exit code is 0.
+
+    python benchmarks/gpu.py [-k WORDS] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+NEEDED = ("pytest", "pytest_timeout", "hypothesis", "psutil", "safetensors", "click", "rich")
+REASON_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one test came to."""
+
+    test: str
+    result: str
+    seconds: float
+    reason: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-k", dest="words", default="", help="of the tests to run, as for pytest")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/gpu.json")
+    given = parser.parse_args()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"to run the tests install {', '.join(missing)}")
+    if not torch.cuda.is_available():
+        code, said = pytest(["--collect-only", *chosen(given.words)], captured=True)
+        count = len(re.findall(r"^\S+::\S+", said, re.MULTILINE))
+        print(f"torch {torch.__version__} sees no GPU: {count} tests collected, none run")
+        if code not in (0, 5):  # 5: there are none
+            sys.exit(said)
+        return
+    facts = machine()
+    for name, value in facts.items():
+        print(f"{name:10} {value}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        code, _ = pytest([*chosen(given.words), f"--junitxml={report}", "-v"])
+        results = read(report) if report.exists() else []
+    show(results)
+    given.out.parent.mkdir(exist_ok=True)
+    told = {"machine": facts, "tests": [asdict(result) for result in results]}
+    given.out.write_text(json.dumps(told, indent=1) + "\n")
+    print(f"written to {given.out}")
+    if code or not results:
+        sys.exit(1)
+
+
+def chosen(words: str) -> list[str]:
+    return ["-m", "gpu", *(["-k", words] if words else [])]
+
+
+def pytest(arguments: list[str], *, captured: bool = False) -> tuple[int, str]:
+    """Its exit code, and what it printed where that is captured."""
+    environment = {
+        **os.environ,
+        # So that it runs from a checkout as it is; ranks and commands inherit it.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        ),
+        # Some versions of torch set this when they begin to use CUDA, which a test that watches
+        # over the environment's variables would take for its own doing.
+        "CUDA_MODULE_LOADING": os.environ.get("CUDA_MODULE_LOADING", "LAZY"),
+    }
+    # Tests open sockets, start processes and count them: one after the other, whatever is set up.
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=captured, text=True)
+    return done.returncode, (done.stdout or "") + (done.stderr or "")
+
+
+def machine() -> dict[str, str]:
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(n) for n in range(count)})
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ("none",)
+    return {
+        "GPU": f"{count} x {', '.join(names)}",
+        "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB each",
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "NCCL": ".".join(map(str, nccl)),
+        "Python": platform.python_version(),
+        "CPU": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def read(report: Path) -> list[Result]:
+    """The results that pytest has written; an error around a test counts as its failure."""
+    found: dict[str, Result] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = f"{case.get('classname', '')}::{case.get('name', '')}".removeprefix("tests.")
+        result, reason = "passed", ""
+        for child in case:
+            if child.tag in ("failure", "error", "skipped"):
+                result = "skipped" if child.tag == "skipped" else "failed"
+                text = child.get("message", "") if result == "skipped" else child.text
+                reason = (text or child.get("message", ""))[-REASON_CHARACTERS:]
+        # A test that passed and left something behind is written twice.
+        if test not in found or result == "failed":
+            found[test] = Result(test, result, float(case.get("time", 0.0)), reason)
+    return list(found.values())
+
+
+def show(results: list[Result]) -> None:
+    width = max((len(result.test) for result in results), default=0)
+    print()
+    for result in results:
+        last = result.reason.strip().splitlines()[-1:] if result.reason else []
+        short = f"  {last[0].strip()}" if last and result.result == "skipped" else ""
+        print(f"{result.test:{width}}  {result.result:8}{result.seconds:7.1f} s{short}")
+    for result in results:
+        if result.result == "failed":
+            print(f"\n--- {result.test}\n{result.reason}")
+    kinds = ("passed", "failed", "skipped")
+    counts = [(kind, sum(result.result == kind for result in results)) for kind in kinds]
+    print("\n" + ", ".join(f"{count} {kind}" for kind, count in counts))
+
+
+if __name__ == "__main__":
+    main()
