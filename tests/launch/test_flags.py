@@ -75,6 +75,13 @@ def test_a_flag_without_a_value_may_be_a_variable(
     assert is_asked("--no-python", given, environ) is asked
 
 
+def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With a variable for it, ranks would have to be fresh interpreters where that is set.
+    monkeypatch.setenv("PET_NUMA_BINDING", "node")
+    assert parse_flags(["script.py"]).numa_binding is None
+    assert parse_flags(["--numa_binding=node", "script.py"]).numa_binding == "node"
+
+
 @pytest.mark.parametrize(("asked", "most"), [("1", 1), ("1:4", 4), ("3:3", 3)])
 def test_number_of_machines(asked: str, most: int) -> None:
     assert max_nodes(asked) == most

@@ -12,9 +12,9 @@ import pytest
 from namespaces import listening
 
 from lockstep.launch import gate, links
-from lockstep.launch.endpoint import listening_socket
 from lockstep.launch.nodes import LEFT, LOST, Board, Node
 from lockstep.launch.run_token import Token, find_token
+from lockstep.sockets import LOOPBACK, listening_socket
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
@@ -26,7 +26,7 @@ class Echo:
 
     def __init__(self, thread: gate.Thread) -> None:
         self.connections = 0
-        self._server = thread.wait(asyncio.start_server(self._echo, gate.LOOPBACK, 0))
+        self._server = thread.wait(asyncio.start_server(self._echo, LOOPBACK, 0))
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,7 +46,7 @@ class Gate:
         self.thread, self.said = thread, list[str]()
         self.echo = Echo(thread)
         self._gate = gate.Gate(TOKEN, self.echo.port, attend or self._attend, self.said.append)
-        listener = listening_socket(gate.LOOPBACK, 0)
+        listener = listening_socket(LOOPBACK, 0)
         self.port = listener.getsockname()[1]
         thread.wait(self._gate.listen(listener))
 
@@ -54,7 +54,7 @@ class Gate:
         self.said.append("attended")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection((gate.LOOPBACK, self.port), timeout=30)
+        return socket.create_connection((LOOPBACK, self.port), timeout=30)
 
     def close(self) -> None:
         self.thread.wait(self._gate.close())
@@ -77,7 +77,7 @@ def door(thread: gate.Thread) -> Iterator[Gate]:
 
 @contextmanager
 def forwarder(thread: gate.Thread, port: int, token: Token) -> Iterator[tuple[gate.Forwarder, int]]:
-    made = gate.Forwarder(gate.LOOPBACK, port, token)
+    made = gate.Forwarder(LOOPBACK, port, token)
     try:
         yield made, thread.wait(made.listen())
     finally:
@@ -86,7 +86,7 @@ def forwarder(thread: gate.Thread, port: int, token: Token) -> Iterator[tuple[ga
 
 def exchange(port: int, data: bytes) -> bytes:
     """Sends to a port and reads as much, or to the end."""
-    with socket.create_connection((gate.LOOPBACK, port), timeout=30) as link:
+    with socket.create_connection((LOOPBACK, port), timeout=30) as link:
         link.sendall(data)
         return receive(link, len(data))
 
@@ -125,13 +125,13 @@ def test_bytes_go_through_both_ways_whatever_their_number(thread: gate.Thread, d
 def test_everything_but_the_gate_is_on_loopback(thread: gate.Thread, door: Gate) -> None:
     with forwarder(thread, door.port, TOKEN) as (_, port):
         ours = {place for place in listening() if place[1] in (port, door.port, door.echo.port)}
-    assert ours == {(gate.LOOPBACK, p) for p in (port, door.port, door.echo.port)}
+    assert ours == {(LOOPBACK, p) for p in (port, door.port, door.echo.port)}
 
 
 def test_a_wrong_token_does_not_pass_and_is_said_once(thread: gate.Thread, door: Gate) -> None:
     for _ in range(3):
         with pytest.raises(gate.Hindrance, match="token differs"):
-            thread.wait(gate.knock(gate.LOOPBACK, door.port, OTHER, gate.STORE))
+            thread.wait(gate.knock(LOOPBACK, door.port, OTHER, gate.STORE))
     with forwarder(thread, door.port, OTHER) as (_, port):
         assert exchange(port, b"hello") == b""
     (line,) = door.said
@@ -190,7 +190,7 @@ def test_what_was_said_once_does_not_open_the_gate_again(door: Gate) -> None:
 
 
 def test_a_gate_without_the_token_is_not_believed(thread: gate.Thread) -> None:
-    with socket.create_server((gate.LOOPBACK, 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
 
         def pretend() -> None:
             link, _ = server.accept()
@@ -211,16 +211,16 @@ def test_what_is_behind_a_port_is_told_apart(
 ) -> None:
     def knock(port: int) -> str:
         with pytest.raises(gate.Hindrance) as hindrance:
-            thread.wait(gate.knock(gate.LOOPBACK, port, TOKEN, gate.LINK))
+            thread.wait(gate.knock(LOOPBACK, port, TOKEN, gate.LINK))
         return str(hindrance.value)
 
     monkeypatch.setattr(gate, "_HANDSHAKE_S", 0.2)
     monkeypatch.setattr(gate, "_CONNECT_S", 0.2)
-    with socket.create_server((gate.LOOPBACK, 0)) as silent:
+    with socket.create_server((LOOPBACK, 0)) as silent:
         assert knock(silent.getsockname()[1]) == gate.NOT_A_GATE
         port = silent.getsockname()[1]
     assert knock(port) == gate.REFUSED
-    with socket.create_server((gate.LOOPBACK, 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
 
         def cut() -> None:
             server.accept()[0].close()
@@ -240,7 +240,7 @@ def test_what_is_behind_a_port_is_told_apart(
 def test_connections_end_together(thread: gate.Thread, door: Gate) -> None:
     with (
         forwarder(thread, door.port, TOKEN) as (carrier, port),
-        socket.create_connection((gate.LOOPBACK, port), timeout=30) as link,
+        socket.create_connection((LOOPBACK, port), timeout=30) as link,
     ):
         link.sendall(b"x")
         assert receive(link, 1) == b"x"
@@ -262,7 +262,7 @@ class Talk:
         self.forgotten: list[str] = []
         self.hub = links.Hub(self.board, self.said.append, self.forgotten.append)
         self.door = Gate(thread, self.hub.attend)
-        streams = thread.wait(gate.knock(gate.LOOPBACK, self.door.port, TOKEN, gate.LINK))
+        streams = thread.wait(gate.knock(LOOPBACK, self.door.port, TOKEN, gate.LINK))
         self.link = links.Link(*streams)
         board, objection = thread.wait(links.introduce(self.link, node(1)))
         assert board is not None, objection

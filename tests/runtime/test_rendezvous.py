@@ -29,12 +29,12 @@ from lockstep.errors import (
 )
 from lockstep.runtime import rendezvous_tcp
 from lockstep.runtime.environment import detect
-from lockstep.runtime.interface import local_addresses
 from lockstep.runtime.manifest import collect
 from lockstep.runtime.process_group import choose_backend, close_group, open_group
 from lockstep.runtime.rendezvous import join, meeting_place
 from lockstep.runtime.rendezvous_tcp import Endpoint
 from lockstep.runtime.store import wait_until
+from lockstep.sockets import local_addresses
 from lockstep.topology import Topology
 
 Outcome = tuple[str, str]

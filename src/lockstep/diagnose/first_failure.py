@@ -22,6 +22,7 @@ from lockstep.diagnose.endings import Ending, ErrorRecord, Interruption, LostNod
 from lockstep.diagnose.failure_texts import advice_for, lost_peer
 from lockstep.diagnose.finding import Finding, name_ranks
 from lockstep.diagnose.finding import render as render_finding
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 
 Kind = Literal[
     "exception",
@@ -40,8 +41,6 @@ INSTANT_S = 0.2
 LATE_S = 5.0
 """How much later than its consequence a cause may be noticed, and how far clocks may differ."""
 
-EXIT_DEADLOCK = 70
-EXIT_LOST = 71
 _MAX_MESSAGE_LINES = 8
 _MAX_LAST_LINES = 5
 
@@ -166,10 +165,10 @@ def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
         failure = replace(failure, kind="exit", exit_code=end.code)
     elif end.code == -signal.SIGKILL and end.oom:
         failure = replace(
-            failure, kind="oom", headline=_oom_headline(end), exit_code=EXIT_LOST, details=()
+            failure, kind="oom", headline=_oom_headline(end), exit_code=EXIT_LOST_RANK, details=()
         )
     else:
-        failure = replace(failure, kind="signal", exit_code=EXIT_LOST)
+        failure = replace(failure, kind="signal", exit_code=EXIT_LOST_RANK)
     number = max(0, -end.code)
     advice = advice_for(failure.kind, number, texts, oom=end.oom is not None, alone=alone)
     return replace(failure, advice=(advice,) if advice else ())
@@ -211,7 +210,7 @@ def _of_lost_node(node: LostNode) -> FirstFailure:
         host=node.host,
         time=node.time,
         headline="the machine has left the run" + (f": {node.reason}" if node.reason else ""),
-        exit_code=EXIT_LOST,
+        exit_code=EXIT_LOST_RANK,
         advice=(advice_for("node_lost", 0, ()),),
     )
 
@@ -240,7 +239,7 @@ def _of_hang(
             host=hosts.pop() if len(hosts) == 1 else "",
             time=judged_at,
             headline=hang.headline,
-            exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST,
+            exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
             details=rows,
             advice=hang.advice,
         )
@@ -267,7 +266,7 @@ def _left(end: Ending) -> FirstFailure:
         host=end.host,
         time=end.time,
         headline="left early: it ended with exit code 0 while others still waited for it",
-        exit_code=EXIT_LOST,
+        exit_code=EXIT_LOST_RANK,
         step=end.step,
         advice=(advice_for("left", 0, ()),),
     )

@@ -25,12 +25,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from lockstep.launch import job_control
+from lockstep.launch.exceptions import ERROR_FILE
 from lockstep.launch.process import Attempt, Process
 from lockstep.launch.rank_main import FOLDER, Command
 from lockstep.launch.zygote import Ended, Zygote
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable: where torch's `record` decorator writes what a script raised."""
 _ERROR_FILE_NAME = "elastic_error.json"
 _SETTLE_S = 0.5
 """After a first failure the others follow within moments, and which came first matters."""

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from lockstep.diagnose.endings import Interruption, LostNode
 from lockstep.diagnose.first_failure import FirstFailure, first_failure, render
-from lockstep.diagnose.snapshot import Snapshot
-from lockstep.launch import deaths, evidence, exceptions
+from lockstep.launch import deaths, exceptions
 from lockstep.launch.account import Account, account_from
 from lockstep.launch.logs import Console
 from lockstep.launch.meeting import Meeting
@@ -21,15 +20,13 @@ from lockstep.launch.nodes import Node, departure
 from lockstep.launch.process import Attempt, Process
 from lockstep.launch.sharing import Sharing
 from lockstep.launch.spec import HangRules
-from lockstep.launch.supervise import Supervisor
+from lockstep.launch.supervise import Supervisor, look_at
 
 _STUCK_AT_EXIT_S = 10.0
 """A rank that has raised is given so long to end."""
 _OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
 _LOOK_S = 0.1
-_ANSWER_S, _LINES_S = 1.0, 4.0
-"""A rank is waited for so long when another machine asks; the latter for lines of collectives."""
 _PEAKS_EVERY_S = 2.0
 _ACCOUNT, _DONE, _RANKS = "account", "done", "ranks"
 """What the launchers of a run tell each other."""
@@ -86,7 +83,10 @@ class Watch:
             self._stop_at = time.monotonic() + self._timeout
         self._meeting.tell(_RANKS, [process.rank for process in attempt.processes])
         self._sharing = Sharing(
-            self._meeting, attempt.node, attempt.nodes, lambda lines: _snapshot(attempt, lines)
+            self._meeting,
+            attempt.node,
+            attempt.nodes,
+            lambda lines: look_at(attempt.processes, lines),
         )
         self._supervisor = Supervisor(
             attempt.processes, self._rules, attempt.folder, self._say, self._sharing.all_ranks
@@ -223,12 +223,6 @@ class Watch:
             for node in self._meeting.lost_nodes()
             if not explained & set(ranks.get(_rank(node), ()))
         ]
-
-
-def _snapshot(attempt: Attempt, lines: bool) -> Snapshot:
-    """The ranks of this machine, for a launcher that waits for them."""
-    ranks = [evidence.Watched(p.rank, p.pid or 0, p.folder, p.code) for p in attempt.processes]
-    return evidence.take_snapshot(ranks, _LINES_S if lines else _ANSWER_S, lines=lines)
 
 
 def _rank(node: Node) -> int:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,7 @@ from lockstep.diagnose.stacks import own_line
 from lockstep.launch.exceptions import read_record, shown
 from lockstep.launch.instruments import read_beacon
 from lockstep.launch.logs import tail
-from lockstep.launch.machine import _own_cgroups
+from lockstep.launch.machine import own_cgroups
 from lockstep.launch.process import Process
 
 _WORDS = {
@@ -35,6 +34,8 @@ _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call fir
 _CRASH_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THAT_END = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _LAST_LINES = 20
+_COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
+"""By the version of control groups."""
 _KERNEL_LOG_LINES = 100_000
 
 
@@ -55,7 +56,8 @@ def read_oom_counts(root: Path = Path("/")) -> OomCounts:
     `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
     kernel counts before it sends the signal. `root` stands for the root of the file system.
     """
-    found = [_field(path, "oom_kill") for path in _counter_files(root)]
+    groups = own_cgroups("memory", root)
+    found = [_field(folder / _COUNTERS[version], "oom_kill") for version, folder in groups]
     known = [count for count in found if count is not None]
     return OomCounts(
         # Those of the parents hold those of the children, so the sum grows when any of them does.
@@ -73,23 +75,6 @@ def oom_between(before: OomCounts, after: OomCounts) -> Literal["certain", "like
 
 def _grew(before: int | None, after: int | None) -> bool:
     return before is not None and after is not None and after > before
-
-
-def _counter_files(root: Path) -> Iterator[Path]:
-    for controllers, path in _own_cgroups(root / "proc/self/cgroup"):
-        if controllers == "":
-            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-            name = "memory.events"
-        elif "memory" in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup" / controllers, root / "sys/fs/cgroup/memory"]
-            name = "memory.oom_control"
-        else:
-            continue
-        parts = Path(path.lstrip("/")).parts
-        for mount in dict.fromkeys(mounts):
-            # As for CPU quotas: in a container the path may be the host's, and the mount our own.
-            for depth in range(len(parts) + 1):
-                yield mount.joinpath(*parts[:depth]) / name
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What the flags of torchrun say about the meeting place, and the sockets that listen there."""
+"""What the flags of torchrun say about the meeting place, and why nothing can listen there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import PortTakenError, SettingError
 from lockstep.launch.nodes import Node
+from lockstep.sockets import owner_of
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.launcher.api import LaunchConfig
 
-LOOPBACK = "127.0.0.1"
 # torch's own defaults.
 _C10D_PORT = 29400
 _STATIC_TIMEOUT_S = _JOIN_TIMEOUT_S = 600.0
@@ -121,46 +120,8 @@ def endpoint_of(config: LaunchConfig) -> Endpoint:
     return Endpoint(host, port)
 
 
-def serve_store(port: int, timeout: timedelta) -> TCPStore:
-    """A store on loopback; torch's own choice would be all interfaces, whatever host it is given.
-
-    Raises:
-        OSError: the port cannot be bound.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    with listening_socket(LOOPBACK, port) as listener:
-        return TCPStore(
-            LOOPBACK,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),  # the store closes it
-        )
-
-
-def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens at an address (port 0: a free one).
-
-    Raises:
-        OSError: it cannot be bound (EADDRINUSE: the port is taken).
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
     """The error for a socket that could not be bound."""
-    from lockstep.launch.network import owner_of
-
     if error.errno == errno.EADDRINUSE:
         return PortTakenError(
             f"this machine serves the run at {endpoint.text}",

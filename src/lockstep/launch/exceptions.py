@@ -24,8 +24,9 @@ from lockstep.diagnose.snapshot import Frame, Stack
 from lockstep.diagnose.stacks import own_line
 from lockstep.errors import LockstepError
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable: where torch's `record` decorator writes what a script raised."""
 _FILE = "error.json"
-_ELASTIC_FILE = "TORCHELASTIC_ERROR_FILE"
 _CHAIN = 5
 _REMOTE_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
@@ -42,7 +43,7 @@ def record(error: BaseException, folder: Path, step: int | None = None) -> None:
         made = describe(error, step)
         values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
         _write(folder / _FILE, values)
-        elastic = os.environ.get(_ELASTIC_FILE)
+        elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
         if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
             _write(Path(elastic), _for_elastic(made))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.errors import SettingError
 from lockstep.launch.logs import choose_streams
+from lockstep.launch.spec import names_given
 
 
 def torchrun_flags() -> dict[str, bool]:
@@ -35,9 +36,10 @@ def is_asked(flag: str, given: Sequence[str], environ: Mapping[str, str]) -> boo
         given: torchrun's flags and their values.
         environ: the launcher's environment.
     """
-    if flag in {text.replace("_", "-") for text in given}:
+    (name,) = names_given([flag])
+    if name in names_given(given):
         return True
-    value = environ.get("PET_" + flag.lstrip("-").replace("-", "_").upper(), "0")
+    value = environ.get(f"PET_{name.upper()}", "0")
     return value.strip().isdigit() and int(value) != 0  # another value is refused by `parse_flags`
 
 

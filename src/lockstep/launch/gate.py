@@ -31,6 +31,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lockstep.launch.run_token import VARIABLE, Token
+from lockstep.sockets import LOOPBACK
 
 T = TypeVar("T")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -38,7 +39,6 @@ Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[N
 
 STORE, LINK = b"S", b"L"
 """The purposes of a connection: to the store, or to talk with the other launchers (`links`)."""
-LOOPBACK = "127.0.0.1"
 _MAGIC = b"lockstep gate 1\n"
 _NONCE = _PROOF = 32
 _HANDSHAKE_S = 5.0

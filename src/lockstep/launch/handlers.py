@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import JoinError, MissingRankError
-from lockstep.launch.endpoint import LOOPBACK
 from lockstep.launch.nodes import (
     HERE,
     LEFT,
@@ -26,6 +25,7 @@ from lockstep.launch.nodes import (
     latest,
     nnodes,
 )
+from lockstep.sockets import LOOPBACK
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

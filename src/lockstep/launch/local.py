@@ -53,12 +53,12 @@ def plan(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
     return _with_notes(made, _script(spec, reading), reading, cold)
 
 
-def run(spec: LaunchSpec, say: Say | None = None) -> int:
+def run(spec: LaunchSpec, say: Say) -> int:
     """Starts the processes, watches them and ends them all when one fails.
 
     Args:
         spec: what to start.
-        say: called with each line that the user should read (default: standard error).
+        say: called with each line that the user should read.
 
     Returns:
         The exit code, see `lockstep.errors`: 0; the script's own; 70, 71; 128 + a signal's number.
@@ -67,7 +67,6 @@ def run(spec: LaunchSpec, say: Say | None = None) -> int:
         SettingError: a script, flag or variable with which nothing can be started.
         JoinError: the machines of the run did not come together.
     """
-    say = say or _to_stderr
     _open_closed_streams()
     environ = dict(os.environ)
     spec = _with_variables(spec, environ)
@@ -242,7 +241,7 @@ def _why_cold(spec: LaunchSpec, reading: Reading, environ: Mapping[str, str]) ->
         return "--no-warm"
     if _is_program(spec, environ):
         return "--no-python"
-    if any(text.partition("=")[0].replace("_", "-") == "--numa-binding" for text in spec.torchrun):
+    if "numa_binding" in pure.names_given(spec.torchrun):  # torchrun has no variable for it
         return "--numa-binding"
     if any(MACRO in text for text in spec.arguments):
         return f"{MACRO} among the arguments"
@@ -308,8 +307,3 @@ def _nproc_by_torchrun(asked: str) -> int:
         raise SettingError(
             f"--nproc {asked}", str(error), "give 1 or more, auto, gpu or cpu"
         ) from None
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"lockstep: {line}\n")
-    sys.stderr.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,24 +44,39 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`); see the kernel's
     "Control Group v2" and "CFS Bandwidth Control". `root` stands for the root of the file system.
     """
-    quotas = []
-    for controllers, path in _own_cgroups(root / "proc/self/cgroup"):
+    quotas = [_quota_of(folder) for _, folder in own_cgroups("cpu", root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """The control groups of this process and their parents, in which a controller may be at work.
+
+    Args:
+        controller: such as `cpu` or `memory`.
+        root: stands for the root of the file system.
+
+    Returns:
+        The version (2 or 1) of control groups, and a folder, which need not exist.
+    """
+    top = root / "sys/fs/cgroup"
+    for controllers, path in _cgroup_paths(root / "proc/self/cgroup"):
         if controllers == "":
-            mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        elif "cpu" in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup" / controllers, root / "sys/fs/cgroup/cpu"]
+            version, mounts = 2, [top, top / "unified"]
+        elif controller in controllers.split(","):
+            version, mounts = 1, [top / controllers, top / controller]
         else:
             continue
         parts = Path(path.lstrip("/")).parts
         # In a container the path may be the host's, while the mount starts at the container's own
-        # group: folders that do not exist are passed over and the mount's top is always read.
-        for mount in mounts:
+        # group: folders that do not exist are for the caller to pass over, and the mount's top is
+        # always among them.
+        for mount in dict.fromkeys(mounts):
             for depth in range(len(parts) + 1):
-                quotas.append(_quota_of(mount.joinpath(*parts[:depth])))
-    return min((quota for quota in quotas if quota is not None), default=None)
+                yield version, mount.joinpath(*parts[:depth])
 
 
-def _own_cgroups(file: Path) -> list[tuple[str, str]]:
+def _cgroup_paths(file: Path) -> list[tuple[str, str]]:
+    """Controllers (empty: version 2) and path of each group; empty where they cannot be read."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LockstepError
 from lockstep.launch.endpoint import (
-    LOOPBACK,
     Endpoint,
     cannot_listen,
     check,
     endpoint_of,
     own_node,
-    serve_store,
     store_timeout,
 )
 from lockstep.launch.handlers import FixedNodes, Handler, Publish, Say
 from lockstep.launch.machine import loopback_name
 from lockstep.launch.nodes import LEFT, Board, Node, latest
+from lockstep.sockets import LOOPBACK, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -162,7 +161,7 @@ def _alone(config: LaunchConfig, say: Say) -> Meeting:
     # the ranks' MASTER_PORT.
     endpoint = endpoint_of(config) if config.rdzv_backend == "static" else Endpoint(LOOPBACK, 0)
     try:
-        store = serve_store(endpoint.port, store_timeout(config))
+        store = serve_store(LOOPBACK, endpoint.port, store_timeout(config))
     except OSError as error:
         raise cannot_listen(error, endpoint) from None
     node = own_node(config)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
-from ipaddress import ip_address
-
-import psutil
 
 from lockstep.errors import MasterUnreachableError, SettingError
+from lockstep.sockets import (
+    ANY_OUTSIDE_ADDRESS,
+    LOOPBACK,
+    address_reaching,
+    is_loopback_address,
+    listing,
+    local_addresses,
+    means_loopback,
+    resolve,
+)
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-# Of the block set aside for documentation (RFC 5737): on the way to it lies the default route.
-_ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 
 
 def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
@@ -49,16 +53,16 @@ def serving_address(host: str, local_addr: str | None) -> str:
         MasterUnreachableError: it is not clear which of several addresses is meant.
         SettingError: `local_addr` is not an address of this machine.
     """
-    if host == "localhost" or _is_loopback_literal(host):
-        return "127.0.0.1" if host == "localhost" else host
-    own = [a for each in local_addresses().values() for a in each if not is_loopback(a)]
+    if means_loopback(host):
+        return LOOPBACK if host == "localhost" else host
+    own = [a for each in local_addresses().values() for a in each if not is_loopback_address(a)]
     addresses = resolve(host)
     outward = [address for address in addresses if address in own]
     if outward:
         return outward[0]
     if local_addr:
         return own_address(local_addr)
-    routed = address_reaching(_ANY_OUTSIDE_ADDRESS)
+    routed = address_reaching(ANY_OUTSIDE_ADDRESS)
     if len(own) == 1:
         return own[0]
     if routed in own:
@@ -66,7 +70,7 @@ def serving_address(host: str, local_addr: str | None) -> str:
     raise MasterUnreachableError(
         f"this machine serves the run at {host}",
         f"{', '.join(addresses) or 'the name does not resolve, and it'} is not an address of this "
-        f"machine, which has {_listing()}",
+        f"machine, which has {listing(local_addresses())}",
         "set --master-addr (or the host of --rdzv-endpoint) to the address of this machine, or "
         "--local-addr to the one that the others reach",
     )
@@ -82,84 +86,20 @@ def own_address(local_addr: str) -> str:
     if found is None:
         raise SettingError(
             f"--local-addr {local_addr}",
-            f"it is not an address of this machine, which has {_listing()}",
+            f"it is not an address of this machine, which has {listing(local_addresses())}",
             "set it to one of these, or leave it out to have one chosen",
         )
     return found
 
 
-def resolve(host: str) -> list[str]:
-    """What a host name or address resolves to, IPv4 first; empty when it does not."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
-
-
 def is_here(address: str) -> bool:
     """Whether an address is one of this machine's."""
-    return is_loopback(address) or interface_of(address) is not None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address is reachable from its own machine only."""
-    return ip_address(address.partition("%")[0]).is_loopback
+    return is_loopback_address(address) or interface_of(address) is not None
 
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an address; None: it is not this machine's."""
     own = local_addresses()
-    if address not in own.get("lo", []) and is_loopback(address):
-        address = "127.0.0.1"  # all of 127.0.0.0/8 is the loopback interface's
+    if address not in own.get("lo", []) and is_loopback_address(address):
+        address = LOOPBACK  # all of 127.0.0.0/8 is the loopback interface's
     return next((name for name, addresses in own.items() if address in addresses), None)
-
-
-def local_addresses() -> dict[str, list[str]]:
-    """Interface name -> its IP addresses, IPv4 first; link-local IPv6 ones are left out."""
-    found = {}
-    for name, entries in psutil.net_if_addrs().items():
-        own = [e.address for e in entries if e.family == socket.AF_INET]
-        own += [
-            e.address
-            for e in entries
-            if e.family == socket.AF_INET6 and not e.address.startswith("fe80")
-        ]
-        if own:
-            found[name] = own
-    return found
-
-
-def address_reaching(host: str) -> str | None:
-    """The own address from which packets to `host` would leave; nothing is sent."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def owner_of(port: int) -> str:
-    """The process of this machine that listens on a port, in words, as far as we may know it."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"process {connection.pid}: {command[:200]}"
-    except psutil.Error:
-        pass
-    return "another program"
-
-
-def _is_loopback_literal(host: str) -> bool:
-    try:
-        return is_loopback(host)
-    except ValueError:
-        return False
-
-
-def _listing() -> str:
-    return ", ".join(f"{name} ({', '.join(own)})" for name, own in local_addresses().items())

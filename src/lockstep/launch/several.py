@@ -25,9 +25,7 @@ from lockstep.launch.endpoint import (
     cannot_listen,
     endpoint_of,
     join_timeout,
-    listening_socket,
     own_node,
-    serve_store,
     store_timeout,
 )
 from lockstep.launch.handlers import ChangingNodes, FixedNodes, Forget, Say, forget_ranks
@@ -35,6 +33,7 @@ from lockstep.launch.links import Hub, Link, Visitor, introduce
 from lockstep.launch.meeting import Meeting
 from lockstep.launch.nodes import HERE, Board, announcer, objection_as_error
 from lockstep.launch.run_token import VARIABLE, Token, find_token
+from lockstep.sockets import LOOPBACK, listening_socket, resolve, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -69,7 +68,7 @@ def come(config: LaunchConfig, say: Say, environ: Mapping[str, str]) -> Meeting:
     serves, sure = _serves(config, endpoint)
     if not serves:
         return _visit(config, endpoint, token, say, join_timeout(config))
-    if sure and not any(map(network.is_here, network.resolve(endpoint.host))):
+    if sure and not any(map(network.is_here, resolve(endpoint.host))):
         # A forwarder's address, or that of a machine on which another node 0 is.
         with suppress(MasterUnreachableError):
             return _visit(config, endpoint, token, say, _FIRST_COMER_S)
@@ -96,7 +95,7 @@ def _serves(config: LaunchConfig, endpoint: Endpoint) -> tuple[bool, bool]:
             raise SettingError(f"--rdzv-conf is_host={said}", "neither yes nor no", "write 1 or 0")
         return text in {"1", "true", "t", "yes", "y"}, True
     here = endpoint.host in ("localhost", socket.gethostname())
-    return here or any(map(network.is_here, network.resolve(endpoint.host))), False
+    return here or any(map(network.is_here, resolve(endpoint.host))), False
 
 
 def _visit_first_comer(
@@ -123,7 +122,7 @@ def _serve(
     config: LaunchConfig, endpoint: Endpoint, token: Token, say: Say, listener: socket.socket
 ) -> Meeting:
     address = str(listener.getsockname()[0])
-    store = serve_store(0, store_timeout(config))
+    store = serve_store(LOOPBACK, 0, store_timeout(config))
     board = Board(own_node(config))
     inside = _client(store.port, store_timeout(config), endpoint)
 
@@ -207,9 +206,7 @@ def _client(port: int, timeout: timedelta, endpoint: Endpoint) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        return TCPStore(
-            gate.LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError:
         raise _unreachable(endpoint, endpoint.host, gate.CUT, 0) from None
 
@@ -222,7 +219,7 @@ def _knock_until(
     announce = announcer(say)
     while True:
         address, hindrance = "", _UNRESOLVED
-        for address in network.resolve(endpoint.host):
+        for address in resolve(endpoint.host):
             try:
                 return address, thread.wait(gate.knock(address, endpoint.port, token, gate.LINK))
             except gate.Hindrance as error:
@@ -281,7 +278,7 @@ def _meeting(
         )
     else:
         handler = ChangingNodes(board, config, store, port, say=say, publish=publish, forget=forget)
-    asked = network.resolve(config.local_addr) if config.local_addr else []
+    asked = resolve(config.local_addr) if config.local_addr else []
     shown = next(filter(network.is_here, asked), address)
 
     def let_go_and_end(why: str) -> None:

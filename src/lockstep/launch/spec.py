@@ -182,6 +182,16 @@ def split_arguments(
     return flags, rest
 
 
+def names_given(torchrun: Sequence[str]) -> set[str]:
+    """The names of the flags among torchrun's flags and their values, such as `rdzv_backend`.
+
+    They are spelt as in the namespace of torchrun's parser, whichever way they were written. What
+    `PET_` variables say is not among them.
+    """
+    flags = {text.partition("=")[0] for text in torchrun if text.startswith("--")}
+    return {flag.removeprefix("--").replace("-", "_") for flag in flags}
+
+
 def _known_name(flag: str, takes_value: Mapping[str, bool]) -> tuple[str, bool]:
     """The flag's name, and whether its value is joined to it (`--nnodes=2`, `-r3`)."""
     name, equals, _ = flag.partition("=")
@@ -243,8 +253,7 @@ def plan(
 
 def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     """Whether the user says how the nodes meet, by flag or by torchrun's `PET_` variables."""
-    flags = [text for text in spec.torchrun if text.startswith("--")]
-    given = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in flags}
+    given = names_given(spec.torchrun)
     given |= {name.removeprefix("PET_").lower() for name in environ if name.startswith("PET_")}
     return any(name in _RENDEZVOUS or name.startswith("rdzv_") for name in given)
 

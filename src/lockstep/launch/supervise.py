@@ -52,6 +52,12 @@ class _Steps:
     """Seconds of the last step."""
 
 
+def look_at(processes: Sequence[Process], lines: bool) -> Snapshot:
+    """The ranks of this machine at this moment; `lines`: with those of earlier collectives."""
+    watched = [Watched(p.rank, p.pid or 0, p.folder, p.code) for p in processes]
+    return evidence.take_snapshot(watched, _LINES_S if lines else _ANSWER_S, lines=lines)
+
+
 class Supervisor:
     """Watches the ranks of one attempt.
 
@@ -121,12 +127,7 @@ class Supervisor:
         return longest
 
     def _snapshot(self, *, lines: bool = False) -> Snapshot | None:
-        watched = [
-            Watched(process.rank, process.pid or 0, process.folder, process.code)
-            for process in self._processes
-        ]
-        wait_s = _LINES_S if lines else _ANSWER_S
-        return self._share(evidence.take_snapshot(watched, wait_s, lines=lines))
+        return self._share(look_at(self._processes, lines))
 
     def _judge(self, now: float, before: Snapshot) -> None:
         self._next_look = now + self._pause

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 
 from lockstep.errors import SettingError
 from lockstep.runtime.hostlist import expand_hostlist, expand_tasks
+from lockstep.sockets import LOOPBACK, means_loopback
 from lockstep.topology import Topology
 
 Environ = Mapping[str, str]
@@ -63,7 +63,7 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if local_size is None:
         # Nothing says how many ranks share this machine. A loopback master means all of them;
         # otherwise it is at least those up to this one's local rank.
-        everyone_here = size == 1 or is_loopback(master_addr)
+        everyone_here = size == 1 or means_loopback(master_addr)
         local_size = size if everyone_here else (local_rank or 0) + 1
         local_rank = rank if everyone_here and local_rank is None else local_rank
     node_rank = _optional(environ, "GROUP_RANK")
@@ -184,7 +184,7 @@ def _mpi(
             local_rank=local_rank,
             local_size=local_size,
             node_rank=(rank - local_rank) // local_size,
-            master_addr=master_addr or "127.0.0.1",
+            master_addr=master_addr or LOOPBACK,
             master_port=_port(environ) or (port_of(job) if job else DEFAULT_PORT),
             source=source,
         ),
@@ -237,14 +237,6 @@ _PARSERS: tuple[Callable[[Environ, Sequence[str]], Topology | None], ...] = (
 def port_of(job: str) -> int:
     """A port between 12288 and 28671 (below those the kernel hands out), the same on all ranks."""
     return 12288 + zlib.crc32(job.encode()) % 16384
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a host name or address can only mean the machine it is used on."""
-    try:
-        return host == "localhost" or ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def _in_blocks(topology: Topology, command: str) -> Topology:

@@ -12,11 +12,15 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ipaddress import ip_address
-
-import psutil
 
 from lockstep.errors import SettingError
+from lockstep.sockets import (
+    address_reaching,
+    is_loopback_address,
+    listing,
+    local_addresses,
+    means_loopback,
+)
 from lockstep.topology import Topology
 
 Addresses = Mapping[str, Sequence[str]]
@@ -54,9 +58,8 @@ def choose_interface(
         SettingError: a named interface does not exist here, or none can be chosen.
     """
     named = _named(environ, addresses)
-    here = one_node and (
-        named is None or all(map(is_loopback_address, addresses.get(named[0], ["-"])))
-    )
+    # Several names, with commas between them, are none of `addresses`; they are left to Gloo.
+    here = one_node and (named is None or all(map(means_loopback, addresses.get(named[0], ["-"]))))
     if named is not None and not here:
         return named
     if here:
@@ -77,7 +80,7 @@ def choose_interface(
         return outward[0], f"{trap}; {outward[0]} is the only interface to the outside"
     raise SettingError(
         "a run on several machines",
-        f"{trap}, and it is not clear which of these interfaces to use: {_listing(addresses)}",
+        f"{trap}, and it is not clear which of these interfaces to use: {listing(addresses)}",
         f"set {_GLOO} (and {_NCCL} for GPUs) to one of them",
     )
 
@@ -96,45 +99,12 @@ def gloo_interface(name: str | None) -> Iterator[None]:
         del os.environ[_GLOO]
 
 
-def local_addresses() -> dict[str, list[str]]:
-    """Interface name -> its IP addresses, IPv4 first; link-local IPv6 ones are left out."""
-    found = {}
-    for name, entries in psutil.net_if_addrs().items():
-        own = [e.address for e in entries if e.family == socket.AF_INET]
-        own += [
-            e.address
-            for e in entries
-            if e.family == socket.AF_INET6 and not e.address.startswith("fe80")
-        ]
-        if own:
-            found[name] = own
-    return found
-
-
-def address_reaching(host: str | None) -> str | None:
-    """The own address from which packets to `host` would leave; nothing is sent."""
-    if host is None:
-        return None
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
 def hostname_address() -> str | None:
     """What the own host name resolves to; None when it does not."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     except OSError:
         return None
-
-
-def is_loopback_address(address: str) -> bool:
-    """Whether an IP address is reachable from its own machine only."""
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _named(environ: Mapping[str, str], addresses: Addresses) -> tuple[str, str] | None:
@@ -173,10 +143,6 @@ def _owner(addresses: Addresses, wanted: Callable[[str], bool]) -> str | None:
 def _no_such_interface(variable: str, value: str, addresses: Addresses) -> SettingError:
     return SettingError(
         f"{variable}={value}",
-        f"no such interface on {socket.gethostname()}, which has {_listing(addresses)}",
+        f"no such interface on {socket.gethostname()}, which has {listing(addresses)}",
         "set it to one of these, or unset it to have one chosen",
     )
-
-
-def _listing(addresses: Addresses) -> str:
-    return ", ".join(f"{name} ({', '.join(own)})" for name, own in addresses.items())

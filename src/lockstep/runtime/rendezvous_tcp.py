@@ -14,11 +14,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
-import psutil
-
 from lockstep.errors import MasterUnreachableError, PortTakenError
-from lockstep.runtime.interface import address_reaching, is_loopback_address, local_addresses
 from lockstep.runtime.store import Store, TCPStore, wait_until
+from lockstep.sockets import (
+    ANY_OUTSIDE_ADDRESS,
+    LOOPBACK,
+    address_reaching,
+    is_loopback_address,
+    local_addresses,
+    owner_of,
+    resolve,
+    serve_store,
+)
 
 _ATTEMPT_S = 2.0
 """How long one attempt to connect, or to be answered, may take."""
@@ -26,8 +33,6 @@ _ATTEMPT_S = 2.0
 # that the store sends back.
 _GREETING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)
 _ANSWER = struct.pack("<I", 0x10C5)
-# Of the block set aside for documentation (RFC 5737): on the way to it lies the default route.
-_ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         MasterUnreachableError: the host does not resolve, or is not this machine.
         OSError: the port cannot be bound (EADDRINUSE: it is taken).
     """
-    return _serve(_listening_address(endpoint, timeout), endpoint.port, timeout)
+    address = _listening_address(endpoint, timeout)
+    return serve_store(address, endpoint.port, timedelta(seconds=timeout))
 
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
@@ -120,7 +126,7 @@ def is_store(endpoint: Endpoint) -> bool:
 
 def port_taken(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
     """The error for a port that something else has."""
-    owner = owner or owner_of(endpoint.port) or "another program"
+    owner = owner or owner_of(endpoint.port)
     return PortTakenError(
         f"rank 0 serves the run at {endpoint.text}",
         f"port {endpoint.port} is taken by {owner}",
@@ -128,40 +134,10 @@ def port_taken(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
     )
 
 
-def owner_of(port: int) -> str | None:
-    """The process of this machine that listens on a port, where we may know it."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"process {connection.pid}: {command[:200]}"
-    except psutil.Error:
-        pass
-    return None
-
-
-def _serve(address: str, port: int, timeout: float) -> TCPStore:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
-        return TCPStore(
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),  # the store closes it
-        )
-
-
 def _look(endpoint: Endpoint, deadline: float) -> _Sight:
     """One attempt at each address of the endpoint."""
-    try:
-        addresses = _addresses(endpoint.host)
-    except OSError:
+    addresses = resolve(endpoint.host)
+    if not addresses:
         return _Sight("", _UNRESOLVED)
     if endpoint.one_node and any(map(_is_here, addresses)):
         addresses = [_loopback(addresses)]
@@ -197,8 +173,8 @@ def _answers(link: socket.socket) -> bool:
 @cache
 def _greeting_is_current() -> bool:
     """Whether this torch's stores understand our greeting, tried on one; else all may be stores."""
-    store = _serve("127.0.0.1", 0, _ATTEMPT_S)
-    with socket.create_connection(("127.0.0.1", store.port), timeout=_ATTEMPT_S) as link:
+    store = serve_store(LOOPBACK, 0, timedelta(seconds=_ATTEMPT_S))
+    with socket.create_connection((LOOPBACK, store.port), timeout=_ATTEMPT_S) as link:
         return _answers(link)
 
 
@@ -208,14 +184,7 @@ def _listening_address(endpoint: Endpoint, timeout: float) -> str:
     The last case is a host name that means loopback on its own machine (127.0.1.1 in /etc/hosts),
     or the address of a forwarder in front of this machine, as in Kubernetes.
     """
-
-    def resolve() -> list[str]:
-        try:
-            return _addresses(endpoint.host)
-        except OSError:
-            return []
-
-    addresses = wait_until(resolve, time.monotonic() + timeout)
+    addresses = wait_until(lambda: resolve(endpoint.host), time.monotonic() + timeout)
     if not addresses:
         raise MasterUnreachableError(
             f"rank 0 serves the run at {endpoint.text}", _UNRESOLVED, _ADVICE[_UNRESOLVED]
@@ -226,7 +195,7 @@ def _listening_address(endpoint: Endpoint, timeout: float) -> str:
     outward = [address for address in here if not is_loopback_address(address)]
     if not endpoint.one_node and not outward:
         own = [a for each in local_addresses().values() for a in each if not is_loopback_address(a)]
-        routed = address_reaching(_ANY_OUTSIDE_ADDRESS)
+        routed = address_reaching(ANY_OUTSIDE_ADDRESS)
         outward = own if len(own) == 1 else [routed] if routed in own else []
     if not outward:
         raise MasterUnreachableError(
@@ -238,15 +207,9 @@ def _listening_address(endpoint: Endpoint, timeout: float) -> str:
     return outward[0]
 
 
-def _addresses(host: str) -> list[str]:
-    """What a host name resolves to, IPv4 first; raises OSError when it does not."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
-
-
 def _is_here(address: str) -> bool:
     return is_loopback_address(address) or any(address in own for own in local_addresses().values())
 
 
 def _loopback(addresses: list[str]) -> str:
-    return "::1" if all(":" in address for address in addresses) else "127.0.0.1"
+    return "::1" if all(":" in address for address in addresses) else LOOPBACK
