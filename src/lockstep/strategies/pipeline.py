@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,7 +34,8 @@ from lockstep.runtime.process_group import carrier_device
 from lockstep.runtime.run import Run
 from lockstep.strategies import pipeline_cost
 from lockstep.strategies.base import Strategy, Wrapped
-from lockstep.strategies.pipeline_run import Groups, PipelinedModule, Place
+from lockstep.strategies.pipeline_place import Groups, Place
+from lockstep.strategies.pipeline_run import PipelinedModule
 from lockstep.strategies.pipeline_split import Split, balanced, split, units
 from lockstep.strategies.pipeline_stage import StagedModel
 from lockstep.topology import Part, Topology
@@ -91,6 +94,12 @@ class Pipeline(Strategy):
                 f"Pipeline(stages={stages})",
                 f"the world size {size} is not a multiple of it",
                 f"start {-(-size // stages) * stages} processes, or use other stages",
+            )
+        if stages == 1 < size:
+            raise SettingError(
+                "Pipeline(stages=1)",
+                f"each of {size} processes would hold the whole model",
+                "use strategy='ddp', or at least 2 stages",
             )
         cuts = stages * self.interleave - 1
         if self.split is not None and len(self.split) != cuts and size > 1:
@@ -154,7 +163,11 @@ class Pipeline(Strategy):
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """The backward passes that this loss allows."""
+        """The backward passes that this loss allows.
+
+        Raises:
+            UsageError: several models, none, or an option that other stages cannot follow.
+        """
         waiting = [m for m in modules if isinstance(m, PipelinedModule) and m.waits_for_loss]
         if len(waiting) > 1:
             raise UsageError(
@@ -163,6 +176,13 @@ class Pipeline(Strategy):
                 "make one module of them, or use strategy='ddp' or 'fsdp'",
             )
         if waiting:
+            refused = [name for name in ("inputs", "create_graph") if options.get(name)]
+            if refused:
+                raise UsageError(
+                    f"world.backward(loss, {refused[0]}=...) under strategy='pipeline'",
+                    "it would hold for the last stage alone, and the others compute all gradients",
+                    "leave it out, or use strategy='ddp' or 'fsdp'",
+                )
             waiting[0].backward(loss, precision, **options)
         elif not any(isinstance(m, PipelinedModule) for m in modules):  # one process
             precision.backward(loss, **options)
@@ -184,10 +204,13 @@ class Pipeline(Strategy):
         if ranks == 1:
             return own
         device = next((p.device for p in parameters if not p.is_meta), own.device)
-        if norm_type == float("inf"):
-            joined = own.to(carrier_device(device), copy=True)
+        if norm_type == math.inf:
+            # The largest of NaN and a number is either, by device and order.
+            joined = torch.stack([own.nan_to_num(posinf=math.inf), own.isnan().to(own.dtype)])
+            joined = joined.to(carrier_device(device))
             dist.all_reduce(joined, dist.ReduceOp.MAX)
-            return joined.to(device, own.dtype)
+            joined = joined.to(device)
+            return torch.where(joined[1] == 0, joined[0], math.nan)
         joined = own.double().pow(norm_type).to(carrier_device(device))
         dist.all_reduce(joined)
         copies = ranks // (self.stages or ranks)

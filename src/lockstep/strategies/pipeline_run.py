@@ -9,23 +9,26 @@ loss is not used; in evaluation every rank gets the real output.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
 from lockstep.runtime.run import Run
+from lockstep.runtime.seeding import mix
 from lockstep.runtime.step import Pass
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.pipeline_order import Action, order
-from lockstep.strategies.pipeline_stage import Arguments, StagedModel, signature
+from lockstep.strategies.pipeline_place import Groups, Place
+from lockstep.strategies.pipeline_shapes import signature
+from lockstep.strategies.pipeline_stage import Arguments, StagedModel
 from lockstep.strategies.pipeline_wire import Form, Wire
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas
@@ -35,51 +38,6 @@ _EARLY_CHECKS = frozenset({1, 2, 3, 10})
 _CHECK_EVERY = 100
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: pipelines side by side, the last stage on the first ranks."""
-
-    positions: int
-    per_rank: int
-    replicas: int
-    position: int
-    replica: int
-
-    @classmethod
-    def of(cls, rank: int, size: int, positions: int, per_rank: int) -> Place:
-        """Of one rank among `size`."""
-        replicas = size // positions
-        return cls(positions, per_rank, replicas, positions - 1 - rank // replicas, rank % replicas)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Those on this rank."""
-        return tuple(range(self.position, self.positions * self.per_rank, self.positions))
-
-    @property
-    def last_stage(self) -> int:
-        """Of the model."""
-        return self.positions * self.per_rank - 1
-
-    def rank_of(self, stage: int) -> int:
-        """Where a stage of this rank's pipeline is."""
-        return (self.positions - 1 - stage % self.positions) * self.replicas + self.replica
-
-
-class Groups(NamedTuple):
-    """The process groups of a rank of a pipeline.
-
-    Messages between two ranks arrive in the order in which they were sent. With one stage a rank
-    all cuts share a group; with several, two cuts may lie between the same ranks, and each has a
-    group of its own.
-    """
-
-    activations: list[dist.ProcessGroup]
-    gradients: list[dist.ProcessGroup]
-    replicas: dist.ProcessGroup | None
-    """Of the ranks with the same stages, where there are several."""
-
-
 @dataclass
 class _Batch:
     """A global batch under way."""
@@ -87,6 +45,9 @@ class _Batch:
     of: tuple[Pass, int]
     """Tells it from others."""
     actions: tuple[Action, ...]
+    flags: tuple[bool, ...]
+    """Which of the model's parameters are trained."""
+    seed: int
     next: int = 0
     """The first action that is not done."""
     inputs: list[Arguments] = field(default_factory=list)
@@ -110,6 +71,9 @@ class PipelinedModule(nn.Module):
         groups: for what is sent.
     """
 
+    wraps_module: ClassVar[bool] = True
+    """Checkpoints hold the names of what is inside."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -132,7 +96,9 @@ class PipelinedModule(nn.Module):
         self._activations = [Wire(group, run.device) for group in groups.activations]
         self._gradients = [Wire(group, run.device) for group in groups.gradients]
         self._batch: _Batch | None = None
-        self._released = False
+        self._begun = 0, 0
+        """Passes begun since that many optimizer steps."""
+        run.step.clear_gradients.append(self._leave_off)
 
     @property
     def waits_for_loss(self) -> bool:
@@ -154,7 +120,7 @@ class PipelinedModule(nn.Module):
         Raises:
             UsageError: the model cannot be cut where it is, or a call that nothing follows.
         """
-        if self._released:
+        if not self._activations:
             raise UsageError(
                 "a forward pass after world.close()",
                 "the model is spread over ranks that have parted",
@@ -170,7 +136,7 @@ class PipelinedModule(nn.Module):
                 "join the inputs and call the model once; evaluate under torch.no_grad()",
             )
         batch.inputs.append((args, kwargs))
-        batch.kinds.append(self._kind((args, kwargs)))
+        batch.kinds.append(self._kind((args, kwargs), batch.flags))
         number = len(batch.inputs) - 1
         output = None
         wanted = self.place.last_stage if self.is_last else self.place.stages[0]
@@ -186,7 +152,9 @@ class PipelinedModule(nn.Module):
             self._abandon(self._batch)
         if self._batch is None:
             sizes = place.position, place.positions, place.per_rank, step.current.pieces
-            self._batch = _Batch(step.batch, order(self._schedule, *sizes))
+            flags = tuple(p.requires_grad for p in self.module.parameters())
+            actions = order(self._schedule, *sizes)
+            self._batch = _Batch(step.batch, actions, flags, self._new_seed())
         return self._batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
@@ -223,9 +191,18 @@ class PipelinedModule(nn.Module):
         if looks:
             check_replicas(self.module, f"step {number}", self.replica_group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        """A copy of the weights on this rank (averages of them, say) that can evaluate."""
+        shared = [self.run, self.place, self.replica_group, self._activations, self._gradients]
+        memo |= {id(thing): thing for thing in shared}
+        made = PipelinedModule.__new__(PipelinedModule)
+        memo[id(self)] = made
+        own = {**vars(self), "_batch": None, "_moving_buffers": None}
+        vars(made).update(copy.deepcopy(own, memo))
+        return made
+
     def release(self) -> None:
         """Lets go of the process groups."""
-        self._released = True
         self._batch = None
         self.replica_group = self._moving_buffers = None
         for part in self.module.modules():
@@ -249,19 +226,29 @@ class PipelinedModule(nn.Module):
         self._backward(batch, action)
         return None
 
-    def _kind(self, arguments: Arguments) -> Any:
+    def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Any:
         """Calls of one kind give activations of one form; None: unknown."""
-        shapes = signature(arguments)
-        return shapes and (shapes, self.training, torch.is_grad_enabled())
+        shapes, device = signature(arguments), self.run.device.type
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return shapes and (shapes, self.training, torch.is_grad_enabled(), cast, flags)
+
+    def _new_seed(self) -> int:
+        """Of what the next pass draws; the same on all ranks of the pipeline."""
+        number, (before, begun) = self.run.step.number, self._begun
+        self._begun = number, begun + 1 if number == before else 1
+        return mix(self.run.settings.seed, self.place.replica, *self._begun)
 
     def _forward(self, batch: _Batch, action: Action) -> Any:
         stage, number = action.stage, action.micro_batch
-        received, sent, output = self._through(stage, batch.inputs[number], batch.kinds[number])
+        seed = mix(batch.seed, number)
+        received, sent, output = self._through(
+            stage, batch.inputs[number], batch.kinds[number], seed
+        )
         batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
         return output
 
     def _through(
-        self, stage: int, arguments: Arguments, kind: Any
+        self, stage: int, arguments: Arguments, kind: Any, seed: int
     ) -> tuple[list[Tensor], list[Tensor], Any]:
         """Runs one stage: what came in, what goes out, and what the model's forward returned."""
         came = None
@@ -269,7 +256,7 @@ class PipelinedModule(nn.Module):
             source = self.place.rank_of(stage - 1)
             wire = self._wire(self._activations, stage - 1)
             came = wire.receive(source, kind and (stage, kind))
-        passage, output = self._model.run(stage, came, arguments)
+        passage, output = self._model.run(stage, came, arguments, seed)
         if passage.sent is not None:
             to = self.place.rank_of(stage + 1)
             wire = self._wire(self._activations, stage)
@@ -279,14 +266,18 @@ class PipelinedModule(nn.Module):
     def _backward(self, batch: _Batch, action: Action) -> None:
         stage, place = action.stage, self.place
         came, went = batch.kept.pop((stage, action.micro_batch))
-        if stage == place.last_stage:
-            batch.losses[action.micro_batch]()
-            batch.losses[action.micro_batch] = _none
-        elif went:
-            forms = [Form.of(tensor) for tensor in went]
-            wire = self._wire(self._gradients, stage)
-            gradients = wire.receive_known(place.rank_of(stage + 1), forms)
-            torch.autograd.backward(went, gradients)
+        self._model.goes_back = True
+        try:
+            if stage == place.last_stage:
+                batch.losses[action.micro_batch]()
+                batch.losses[action.micro_batch] = _none
+            elif went:
+                forms = [Form.of(tensor) for tensor in went]
+                wire = self._wire(self._gradients, stage)
+                gradients = wire.receive_known(place.rank_of(stage + 1), forms)
+                torch.autograd.backward(went, gradients)
+        finally:
+            self._model.goes_back = False
         if stage:
             back = [
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -313,15 +304,21 @@ class PipelinedModule(nn.Module):
         if self.replica_group is not None:
             average_gradients(self.held(), self.replica_group, self.place.replicas)
 
-    def _abandon(self, batch: _Batch) -> None:
-        """The loop was left in the middle of a global batch: clears what is under way.
+    def _leave_off(self) -> None:
+        """The loop over a loader was left in the middle of a global batch."""
+        if self._batch is not None:
+            self._abandon(self._batch)
 
-        Every rank has come as far, so each can still do the backward passes that others wait for.
-        Their gradients are dropped.
+    def _abandon(self, batch: _Batch) -> None:
+        """Clears a global batch that will not be finished.
+
+        Every rank has come as far, so each can still do the passes that others wait for. Their
+        gradients are dropped.
         """
         for action in batch.actions[batch.next :]:
-            if not action.forward and action.micro_batch < len(batch.losses):
-                self._backward(batch, action)
+            known = batch.inputs if action.forward else batch.losses
+            if action.micro_batch < len(known):
+                (self._forward if action.forward else self._backward)(batch, action)
         self._wait()
         for parameter in self.held():
             parameter.grad = None
@@ -329,14 +326,25 @@ class PipelinedModule(nn.Module):
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """The real output on every rank: the last stage sends it to all of the pipeline."""
-        kind, output = self._kind(arguments), None
+        batch = self._batch
+        if batch is not None and batch.of != self.run.step.batch:
+            self._abandon(batch)
+        elif batch is not None and self.place.per_rank > 1:
+            raise UsageError(
+                "an evaluation between two micro-batches under Pipeline(interleave=...)",
+                "the stages of several micro-batches are under way, and other ranks wait for them",
+                "evaluate after optimizer.step() of a whole global batch, or leave interleave out",
+            )
+        kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
-            _, _, output = self._through(stage, arguments, kind)
+            _, _, output = self._through(stage, arguments, kind, seed)
         leaves, spec = pytree.tree_flatten(output)
         own = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.is_last else None
         source = self.place.rank_of(self.place.last_stage)
         shared = iter(self._activations[0].share(own, source))
-        self._wait()
+        # Not for gradients of a global batch under way: a rank may take them in its next turn.
+        for wire in self._activations:
+            wire.wait()
         if self.is_last:
             return output
         filled = [next(shared) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -8,6 +8,9 @@ again. Submodules without parameters run everywhere, on real values where they a
 
 So the forward can be any Python, as long as each stage needs of the stages before no more than the
 arguments of its first submodule, and of the model's own inputs whatever it likes.
+
+Where a stage begins and ends is noticed before the hooks of its first submodule run, so that what
+these compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of the stage.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import UsageError
+from lockstep.strategies.pipeline_random import draw_from, drawing_from, seed_of_stage
+from lockstep.strategies.pipeline_shapes import Shape, Shapes, shape_of, signature
 from lockstep.strategies.pipeline_split import Split
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,7 +37,14 @@ _REMEMBERED = 64
 class Passage:
     """One run of the model's forward for one stage: what came in, and what goes out."""
 
-    def __init__(self, stage: int, received: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self,
+        stage: int,
+        received: Sequence[Tensor] | None,
+        seed: int,
+        device: torch.device,
+        shape: type[Shape],
+    ) -> None:
         self.stage = stage
         self.received = received
         """The tensors among the arguments of the stage's first submodule; None for stage 0."""
@@ -41,8 +52,11 @@ class Passage:
         """Those for the next stage; None until it is reached."""
         self.inside = received is None
         """Whether real values are computed just now."""
+        self._seed = seed
+        self._device = device
+        self._begun = False
         self._gradients = torch.is_grad_enabled()
-        self._shapes = _Shapes()  # type: ignore[no-untyped-call]
+        self._shapes = Shapes(shape, device)
 
     def __enter__(self) -> Passage:
         if not self.inside:
@@ -52,6 +66,12 @@ class Passage:
     def __exit__(self, *_: object) -> None:
         if not self.inside:
             self._back()
+
+    def begin(self) -> None:
+        """The first submodule of the stage is called: what it draws is the stage's own."""
+        if not self._begun:
+            self._begun = True
+            draw_from(seed_of_stage(self._seed, self.stage), self._device)
 
     def enter(self, arguments: Arguments) -> Arguments:
         """The first submodule of the stage is called: what was received takes the place."""
@@ -66,6 +86,7 @@ class Passage:
                 f"{self.stage - 1} has sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
+        received = [_writable(t) if t.requires_grad else t for t in received]
         filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found: Arguments = pytree.tree_unflatten(filled, spec)
         return found
@@ -80,10 +101,10 @@ class Passage:
 
     def _outside(self) -> None:
         torch.set_grad_enabled(False)
-        self._shapes.__enter__()  # type: ignore[no-untyped-call]
+        self._shapes.__enter__()
 
     def _back(self) -> None:
-        self._shapes.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._shapes.__exit__(None, None, None)
         torch.set_grad_enabled(self._gradients)
 
 
@@ -105,28 +126,42 @@ class StagedModel:
         self.module = module
         self.gone: list[nn.Parameter] = []
         """Parameters that are on other ranks now, and the shapes that are here in their place."""
+        self.goes_back = False
+        """A backward pass is running, in which checkpointed submodules run their forward again."""
         self._passage: Passage | None = None
+        self._device = device
+        self._shape: type[Shape] = type("Shape", (Shape,), {})
         self._stages = frozenset(stages)
         self._last = len(split.cuts)
         firsts = set(split.cuts)
         self.gone += _move(module, split, self._stages, device)
+        _send_plain_tensors(module, split)
         for name, stage in split.pieces.items():
             piece = module.get_submodule(name)
             here = stage in self._stages
             # Whoever runs several stages is a stub of its own submodules now and then.
             shadow = _on_meta(piece) if here and len(self._stages) > 1 else piece
             stub = None if here and shadow is piece else _Stub(shadow.forward)
-            piece.forward = _Piece(self, name, stage, name in firsts, piece.forward, stub)
+            piece.forward = stands_in = _Piece(self, name, stage, name in firsts, piece, stub)
+            if name in firsts:
+                piece.register_forward_pre_hook(stands_in.arrive, prepend=True, with_kwargs=True)
 
     def run(
-        self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments
+        self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments, seed: int
     ) -> tuple[Passage, Any]:
         """Runs a stage for the model's arguments; what the forward returns, shapes for the most.
+
+        Args:
+            stage: its number.
+            received: from the stage before; None for the first one.
+            arguments: of the model's forward.
+            seed: of the random numbers, equal for all stages of a micro-batch.
 
         Raises:
             UsageError: the model cannot be cut there.
         """
-        with Passage(stage, received) as passage, self._running(passage):
+        made = Passage(stage, received, seed, self._device, self._shape)
+        with drawing_from(seed, self._device), made as passage, self._running(passage):
             try:
                 output = self.module(*arguments[0], **arguments[1])
             except (RuntimeError, NotImplementedError) as error:
@@ -148,6 +183,24 @@ class StagedModel:
         finally:
             self._passage = None
 
+    def arrive(self, name: str, stage: int, first: bool, arguments: Arguments) -> Arguments:
+        """A submodule is about to be called: begins or ends the stage that runs; its arguments."""
+        passage = self._passage
+        if passage is None:
+            return arguments
+        if stage == passage.stage:
+            passage.begin()
+        if (stage == passage.stage) == passage.inside:
+            return arguments
+        if stage == passage.stage:
+            if passage.sent is not None or not first:
+                raise _out_of_order(name, stage)
+            return passage.enter(arguments)
+        if stage != passage.stage + 1 or not first:
+            raise _out_of_order(name, stage)
+        passage.leave(arguments)
+        return arguments
+
     def call(
         self,
         name: str,
@@ -160,24 +213,22 @@ class StagedModel:
         """A submodule of some stage is called."""
         passage = self._passage
         if passage is None:
+            if self.goes_back and stage in self._stages:
+                return forward(*arguments[0], **arguments[1])
             raise UsageError(
                 f"a call of the model's submodule {name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
                 "call the object that world.prepare returned",
             )
+        arguments = self.arrive(name, stage, first, arguments)
         if stage == passage.stage:
-            if not passage.inside:
-                if passage.sent is not None or not first:
-                    raise _out_of_order(name, stage)
-                arguments = passage.enter(arguments)
             return forward(*arguments[0], **arguments[1])
-        if passage.inside:
-            if stage != passage.stage + 1 or not first:
-                raise _out_of_order(name, stage)
-            passage.leave(arguments)
         if stub is None:
             raise RuntimeError(f"no stub for {name}, a submodule of stage {stage}")
-        return stub(arguments)
+        return pytree.tree_map_only(Tensor, self._as_shape, stub(arguments))
+
+    def _as_shape(self, tensor: Tensor) -> Tensor:
+        return tensor.as_subclass(self._shape)
 
 
 class _Piece:
@@ -189,16 +240,42 @@ class _Piece:
         name: str,
         stage: int,
         first: bool,
-        forward: Callable[..., Any],
+        piece: nn.Module,
         stub: _Stub | None,
     ) -> None:
-        self._call = model.call
+        self._model = model
         self._what = name, stage, first
-        self.__wrapped__ = forward
+        self.__wrapped__ = piece.forward
         self._stub = stub
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*self._what, (args, kwargs), self.__wrapped__, self._stub)
+        return self._model.call(*self._what, (args, kwargs), self.__wrapped__, self._stub)
+
+    def arrive(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Its first forward pre-hook."""
+        return self._model.arrive(*self._what, (args, kwargs))
+
+
+class _Received(torch.autograd.Function):
+    """What was received, as a tensor that the model may write to: a leaf it may not.
+
+    The gradient arrives at the leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """The same memory; not `detach()`, which is a view of a leaf."""
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """As it is."""
+        return gradient
+
+
+def _writable(leaf: Tensor) -> Tensor:
+    found: Tensor = _Received.apply(leaf)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Stub:
@@ -211,7 +288,7 @@ class _Stub:
     def __call__(self, arguments: Arguments) -> Any:
         kind = signature(arguments)
         if kind is None or kind not in self._known:
-            args, kwargs = pytree.tree_map_only(Tensor, _shape_of, arguments)
+            args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
             output = self._forward(*args, **kwargs)
             if kind is None:
                 return output
@@ -220,35 +297,6 @@ class _Stub:
             self._known[kind] = output
         # Not the same object twice: the caller may change its shape in place.
         return pytree.tree_map_only(Tensor, torch.empty_like, self._known[kind])
-
-
-class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            args, kwargs = pytree.tree_map_only(Tensor, _shape_of, (args, kwargs))
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
-
-
-def signature(value: Any) -> Any:
-    """What decides about shapes: equal for values that a model treats alike; None: unknown."""
-    leaves, spec = pytree.tree_flatten(value)
-    parts = [
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    ]
-    plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
-    return (str(spec), *parts) if plain else None
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 def _on_meta(piece: nn.Module) -> nn.Module:
@@ -284,6 +332,18 @@ def _move(
             if buffer is not None:
                 part._buffers[own] = buffer.to("meta" if foreign else device)
     return gone
+
+
+def _send_plain_tensors(module: nn.Module, split: Split) -> None:
+    """In evaluation torch's encoder makes nested tensors of padded ones, for all of its layers.
+
+    They are an optimisation of its own, and have no shape that could be sent.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.TransformerEncoder) and not any(
+            _within(name, piece) for piece in split.pieces
+        ):
+            part.use_nested_tensor = False
 
 
 def _within(name: str, piece: str) -> bool:

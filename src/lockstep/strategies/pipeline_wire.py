@@ -19,7 +19,13 @@ from lockstep.errors import UsageError
 from lockstep.runtime import payload
 from lockstep.runtime.process_group import carrier_device
 
+_REMEMBERED = 256
+"""Kinds of which each side of a cut remembers the form. Both forget at the same moment."""
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+
+
+Kind = tuple[int, Hashable]
+"""Of a message: the stage it goes to, and what decides about its form."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +56,25 @@ class Wire:
         self._device = device
         self._carrier = carrier_device(device, group)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._forms: dict[Hashable, list[Form]] = {}
+        self._forms: dict[int, dict[Hashable, list[Form]]] = {}
 
-    def send(self, tensors: Sequence[Tensor], to: int, kind: Hashable) -> None:
+    def send(self, tensors: Sequence[Tensor], to: int, kind: Kind | None) -> None:
         """Starts to send; says first what it looks like, where the kind is new.
 
         Raises:
             UsageError: other shapes than the last time for the same kind of input.
         """
         forms = [Form.of(tensor) for tensor in tensors]
-        if kind is None or kind not in self._forms:
+        known = self._known(kind)
+        if known is None:
             text = torch.tensor(_encoded(forms), dtype=torch.int64)
             self._start(torch.tensor([len(text)]), to)
             self._start(text, to)
-            self._forms[kind] = forms
-        elif self._forms[kind] != forms:
+            self._remember(kind, forms)
+        elif known != forms:
             raise UsageError(
                 "a pipeline between whose stages the shapes change",
-                f"the same kind of input first gave {self._forms[kind]}, now {forms}",
+                f"the same kind of input first gave {known}, now {forms}",
                 "let the shapes of activations depend on the shapes of inputs alone",
             )
         self.send_known(tensors, to)
@@ -79,15 +86,16 @@ class Wire:
                 self._start(payload.to_bytes(tensor).to(self._carrier), to)
         self._under_way = [(w, data) for w, data in self._under_way if not w.is_completed()]
 
-    def receive(self, source: int, kind: Hashable) -> list[Tensor]:
+    def receive(self, source: int, kind: Kind | None) -> list[Tensor]:
         """What `send` sends, with a gradient to come back where it needs one."""
-        if kind is None or kind not in self._forms:
+        forms = self._known(kind)
+        if forms is None:
             length = torch.empty(1, dtype=torch.int64)
             dist.recv(length, source, self._group)
             text = torch.empty(int(length), dtype=torch.int64)
             dist.recv(text, source, self._group)
-            self._forms[kind] = _read(text.tolist())
-        forms = self._forms[kind]
+            forms = _read(text.tolist())
+            self._remember(kind, forms)
         tensors = self.receive_known(source, forms)
         for tensor, form in zip(tensors, forms, strict=True):
             if form.trained and torch.is_grad_enabled():
@@ -130,6 +138,16 @@ class Wire:
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
+
+    def _known(self, kind: Kind | None) -> list[Form] | None:
+        return None if kind is None else self._forms.get(kind[0], {}).get(kind[1])
+
+    def _remember(self, kind: Kind | None, forms: list[Form]) -> None:
+        if kind is not None:
+            known = self._forms.setdefault(kind[0], {})
+            if len(known) >= _REMEMBERED:
+                known.clear()
+            known[kind[1]] = forms
 
     def _start(self, data: Tensor, to: int) -> None:
         work = dist.isend(data, to, self._group)

@@ -198,7 +198,8 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)
-        self._replace_parameters(optimizer)
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        places = self._replace_parameters(optimizer)
         reason = choose_foreach(optimizer, self._run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
@@ -212,6 +213,8 @@ class Preparer:
                 self._strategy.after_step(module)
 
         prepared = PreparedOptimizer(optimizer, self._run.step, self._precision, before, after)
+        if any(new is None for _, new in self._replaced.values()):
+            prepared.places, prepared.counts = places, counts
         self._optimizers.append(prepared)
         return prepared
 
@@ -235,10 +238,17 @@ class Preparer:
             )
         return found
 
-    def _replace_parameters(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer what the strategy has put in the place of its parameters."""
+    def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
+        """Gives the optimizer what the strategy has put in the place of its parameters.
+
+        Returns:
+            For each group where, among all its parameters, those stand that are on this rank.
+        """
+        places: list[list[int]] = []
+        number = 0
         for group in optimizer.param_groups:
             now = []
+            places.append([])
             for parameter in group["params"]:
                 old, new = self._replaced.get(id(parameter), (None, parameter))
                 if old is not None and old() is not parameter:  # an id that was used again
@@ -252,7 +262,10 @@ class Preparer:
                     )
                 if new is not None:
                     now.append(new)
+                    places[-1].append(number)
+                number += 1
             group["params"] = now
+        return places
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         prepared = PreparedScheduler(scheduler, self._run.step, self._run.collectives)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.errors import UsageError
 from lockstep.runtime.process_group import carrier_device
 
 _BUCKET_BYTES = 25 * 2**20
@@ -25,12 +26,21 @@ def average_gradients(
         parameters: the same on all ranks, in the same order.
         group: the ranks.
         ranks: how many.
+
+    Raises:
+        UsageError: a gradient is sparse.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         return
     has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
     dist.all_reduce(has, dist.ReduceOp.MAX, group)
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in trained):
+        raise UsageError(
+            "an average of sparse gradients over pipelines side by side",
+            "a layer was built with sparse=True",
+            "leave sparse=True out, or use one pipeline: Pipeline(stages=<world size>)",
+        )
     with torch.no_grad():
         for parameter, somewhere in zip(trained, has.tolist(), strict=True):
             if somewhere and parameter.grad is None:

@@ -27,8 +27,8 @@ from lockstep.runtime.seeding import kept_random_state
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
-_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 20, 0.05
-"""A time is the shortest of 3 runs; of more, up to 20, where those take less than 50 ms."""
+_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 50, 0.15
+"""A time is the shortest of 3 runs; of more, up to 50, where those take less than 150 ms."""
 _MARGIN = 0.05
 """Of a GPU's memory, kept free while sizes are tried: what is free is in pieces, later as well."""
 _STATE = 2

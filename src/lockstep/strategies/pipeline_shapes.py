@@ -1,0 +1,75 @@
+"""Shapes: what tensors of other stages are on a rank of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Shape(Tensor):
+    """A tensor of another stage, which is only a shape but says that it is on the device.
+
+    `torch.arange(length, device=x.device)` makes real numbers then, whatever `x` is. What is
+    computed with such a tensor is one, too.
+    """
+
+    on: ClassVar[torch.device | None] = None
+    """In a subclass, while `Shapes` is on; None while torch itself looks."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it would be."""
+        return self.on or super().device
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
+
+    def __init__(self, shape: type[Shape], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shape = shape
+        self._device = device
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._shape.on = self._device
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._shape.on = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+        self._shape.on = None
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._shape.on = self._device
+
+
+def signature(value: Any) -> Any:
+    """What decides about forms: equal for values that a model treats alike; None: unknown."""
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
+    return (str(spec), *parts) if plain else None
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Of this dtype and shape, on the meta device."""
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
