@@ -18,7 +18,7 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
 from lockstep.strategies.data_parallel import set_shares
-from lockstep.strategies.replicas import DataParallel
+from lockstep.strategies.replicas.modules import DataParallel
 
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {

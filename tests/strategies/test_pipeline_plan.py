@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.pipeline_cost import measure
-from lockstep.strategies.pipeline_order import Action, order
-from lockstep.strategies.pipeline_split import balanced, split, units
+from lockstep.strategies.pipelining.cost import measure
+from lockstep.strategies.pipelining.order import Action, order
+from lockstep.strategies.pipelining.split import balanced, split, units
 
 SIZES = [
     (schedule, positions, per_rank, micro_batches)

@@ -18,9 +18,9 @@ import lockstep
 from lockstep import BalancedDataParallel
 from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
 from lockstep.errors import DataError, SettingError, UsageError
-from lockstep.strategies import module_copies
-from lockstep.strategies.meeting import place
-from lockstep.strategies.replicas import DataParallel
+from lockstep.strategies.replicas import copies
+from lockstep.strategies.replicas.meeting import place
+from lockstep.strategies.replicas.modules import DataParallel
 
 FEATURES = 5
 Pair = namedtuple("Pair", ["one", "other"])
@@ -578,7 +578,7 @@ def test_methods_set_on_the_object_are_those_of_the_copy():
 
 
 def test_the_private_parts_of_torch_are_there():
-    """What `module_copies` and `replica_batchnorm` use of torch, so that a change is noticed."""
+    """What `replicas.copies` and `replicas.batchnorm` use of torch, so that a change is noticed."""
     lstm = nn.LSTM(FEATURES, 4)
     new = lstm._replicate_for_data_parallel()
     assert new._is_replica
@@ -598,8 +598,8 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
     def reduce_add(inputs: Any, destination: Any) -> Any:
         return [sum(column) for column in zip(*inputs, strict=True)]
 
-    monkeypatch.setattr(module_copies, "_broadcast", broadcast)
-    monkeypatch.setattr(module_copies, "_reduce_add", reduce_add)
+    monkeypatch.setattr(copies, "_broadcast", broadcast)
+    monkeypatch.setattr(copies, "_reduce_add", reduce_add)
     devices = [torch.device("cpu"), torch.device("cpu")]
     tensors = [
         torch.randn(3, dtype=torch.float64, requires_grad=True),
@@ -608,7 +608,7 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
         torch.arange(3),
         torch.randn(2, dtype=torch.float64),
     ]
-    flat = module_copies._Broadcast.apply(devices, *tensors)
+    flat = copies._Broadcast.apply(devices, *tensors)
     one, other = flat[:5], flat[5:]
     for new, tensor in zip(flat, tensors * 2, strict=True):
         assert torch.equal(new, tensor)
@@ -625,7 +625,7 @@ def test_copies_with_parameters_of_their_own_work_as_modules():
     """As on another GPU: plain tensors in the place of parameters, seen by `parameters()`."""
     module = nn.Sequential(net(norm=False), nn.LSTM(3, 4).double())
     held = {id(t): t.detach() * 1 for t in [*module.parameters(), *module.buffers()]}
-    new = module_copies._copy(module, held)
+    new = copies._copy(module, held)
     assert len(list(new.parameters())) == len(list(module.parameters()))
     assert next(new.parameters()).dtype is torch.float64
     x = data(4).view(2, 2, FEATURES)

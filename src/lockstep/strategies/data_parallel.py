@@ -23,7 +23,7 @@ from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import mix
 from lockstep.runtime.settings import AUTO
 from lockstep.strategies.base import Strategy, Wrapped
-from lockstep.strategies.replicas import DataParallel
+from lockstep.strategies.replicas.modules import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)

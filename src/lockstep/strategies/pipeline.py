@@ -9,7 +9,7 @@ The last stage is on the first ranks, so that rank 0 has the model's output and 
 torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand and its
 shapes are fixed at the first step; here the loss is what the training loop computes, and the last
 batch of an epoch may be short. So the point-to-point operations and autograd of torch are used
-directly, under the orders of `pipeline_order`.
+directly, under the orders of `pipelining.order`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.process_group import carrier_device
 from lockstep.runtime.run import Run
-from lockstep.strategies import pipeline_cost
 from lockstep.strategies.base import Strategy, Wrapped
-from lockstep.strategies.pipeline_place import Groups, Place
-from lockstep.strategies.pipeline_run import PipelinedModule
-from lockstep.strategies.pipeline_split import Split, balanced, split, units
-from lockstep.strategies.pipeline_stage import StagedModel
+from lockstep.strategies.pipelining import cost
+from lockstep.strategies.pipelining.place import Groups, Place
+from lockstep.strategies.pipelining.run import PipelinedModule
+from lockstep.strategies.pipelining.split import Split, balanced, split, units
+from lockstep.strategies.pipelining.stage import StagedModel
 from lockstep.topology import Part, Topology
 
 _SCHEDULES = ("1f1b", "gpipe")
@@ -277,7 +277,7 @@ class Pipeline(Strategy):
             )
         text = ""
         if run.topology.is_main:
-            costs = pipeline_cost.measure(module, names, run.examples)
+            costs = cost.measure(module, names, run.examples)
             text = json.dumps(costs)
         numbers, reason = json.loads(run.collectives.exchange(text)[0])
         cuts = [names[at] for at in balanced(numbers, place.last_stage + 1)]

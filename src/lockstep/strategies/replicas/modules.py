@@ -20,11 +20,11 @@ from torch import nn
 from lockstep.data.global_batch import parse_shares, split_batch
 from lockstep.data.nest import joined, map_tensors
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies import replica_batchnorm
-from lockstep.strategies.batch_parts import join, part_of, samples
-from lockstep.strategies.meeting import run_together
-from lockstep.strategies.module_copies import copies
-from lockstep.strategies.replica_batchnorm import ReplicaBatchNorm
+from lockstep.strategies.replicas import batchnorm
+from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
+from lockstep.strategies.replicas.copies import copies
+from lockstep.strategies.replicas.meeting import run_together
+from lockstep.strategies.replicas.parts import join, part_of, samples
 
 Device = int | str | torch.device
 
@@ -88,7 +88,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.left: list[str] = []
         """Names of those that do not because they have a forward of their own."""
         if sync_batchnorm and self.count > 1:
-            self.synchronised, self.left = replica_batchnorm.convert(module)
+            self.synchronised, self.left = batchnorm.convert(module)
 
     @property
     def devices(self) -> list[torch.device]:

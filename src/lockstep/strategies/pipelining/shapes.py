@@ -72,4 +72,9 @@ def signature(value: Any) -> Any:
 
 def shape_of(tensor: Tensor) -> Tensor:
     """Of this dtype and shape, on the meta device."""
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+    return tensor if tensor.is_meta else like(tensor)
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Another shape like it; `empty_like` on the meta device is Python, and 20 times slower."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -2,7 +2,7 @@
 
 Each turn of the loop brings one micro-batch: the model is called with it, and `world.backward` is
 called with its loss. Between two turns a rank knows which inputs and which losses it has, and takes
-from its list of actions (`pipeline_order`) all that can be done with these. The ranks of the last
+from its list of actions (`pipelining.order`) all that can be done with these. The ranks of the last
 stage return the model's real output from the call. The others return NaN of the same shapes, whose
 loss is not used; in evaluation every rank gets the real output.
 """
@@ -25,11 +25,11 @@ from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import mix
 from lockstep.runtime.step import Pass
 from lockstep.strategies.buffers import MovingBuffers
-from lockstep.strategies.pipeline_order import Action, order
-from lockstep.strategies.pipeline_place import Groups, Place
-from lockstep.strategies.pipeline_shapes import signature
-from lockstep.strategies.pipeline_stage import Arguments, StagedModel
-from lockstep.strategies.pipeline_wire import Form, Wire
+from lockstep.strategies.pipelining.order import Action, order
+from lockstep.strategies.pipelining.place import Groups, Place
+from lockstep.strategies.pipelining.shapes import signature
+from lockstep.strategies.pipelining.stage import Arguments, StagedModel
+from lockstep.strategies.pipelining.wire import Form, Wire
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import DataError, UsageError
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.meeting import place
+from lockstep.strategies.replicas.meeting import place
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, _Moments
 
 

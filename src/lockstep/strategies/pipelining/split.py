@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.optim.blocks import repeated_blocks
 
 _CONTAINERS = nn.Sequential | nn.ModuleList
 
@@ -34,11 +34,12 @@ class Split:
 def units(module: nn.Module) -> list[str]:
     """Names of the submodules before which the model can be cut, in order.
 
-    Containers are chains of what they hold. Other modules are opened where they hold a list of
-    blocks of one class, and blocks themselves stay whole: what is inside of them (a residual
+    Containers are chains of what they hold. Other modules are opened where they hold the blocks
+    that the model repeats, and blocks themselves stay whole: what is inside of them (a residual
     connection, say) need not be a chain.
     """
-    return [name for name, unit in _units("", module, whole=False) if _has_parameters(unit)]
+    blocks = [name for name, _ in repeated_blocks(module)]
+    return [name for name, unit in _units("", module, blocks) if _has_parameters(unit)]
 
 
 def split(module: nn.Module, cuts: Sequence[str]) -> Split:
@@ -110,27 +111,15 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     return found[::-1]
 
 
-def _units(name: str, module: nn.Module, *, whole: bool) -> list[tuple[str, nn.Module]]:
-    container = isinstance(module, _CONTAINERS)
+def _units(name: str, module: nn.Module, blocks: list[str]) -> Iterator[tuple[str, nn.Module]]:
     children = list(module.named_children())
-    if not children or not (container or not name or (not whole and _holds_blocks(module))):
-        return [(name, module)]
-    kinds = Counter(type(child) for _, child in children)
-    found = []
+    prefix = f"{name}." if name else ""
+    opened = isinstance(module, _CONTAINERS) or any(b.startswith(prefix) for b in blocks)
+    if not children or name in blocks or not (opened or not name):
+        yield name, module
+        return
     for child_name, child in children:
-        path = f"{name}.{child_name}" if name else child_name
-        found += _units(path, child, whole=container and kinds[type(child)] > 1)
-    return found
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Whether somewhere inside is a list of at least two composed modules of one class."""
-    for part in module.modules():
-        if isinstance(part, _CONTAINERS):
-            kinds = Counter(type(c) for c in part.children() if any(c.children()))
-            if any(count > 1 for count in kinds.values()):
-                return True
-    return False
+        yield from _units(f"{prefix}{child_name}", child, blocks)
 
 
 def _assign(module: nn.Module, names: list[str], places: list[int], cuts: tuple[str, ...]) -> Split:

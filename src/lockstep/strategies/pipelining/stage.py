@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
-from lockstep.strategies.pipeline_random import draw_from, drawing_from, seed_of_stage
-from lockstep.strategies.pipeline_shapes import Shape, Shapes, shape_of, signature
-from lockstep.strategies.pipeline_split import Split
+from lockstep.strategies.pipelining.random import draw_from, drawing_from, seed_of_stage
+from lockstep.strategies.pipelining.shapes import Shape, Shapes, like, shape_of, signature
+from lockstep.strategies.pipelining.split import Split
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _REMEMBERED = 64
@@ -296,7 +296,7 @@ class _Stub:
                 self._known.clear()
             self._known[kind] = output
         # Not the same object twice: the caller may change its shape in place.
-        return pytree.tree_map_only(Tensor, torch.empty_like, self._known[kind])
+        return pytree.tree_map_only(Tensor, like, self._known[kind])
 
 
 def _on_meta(piece: nn.Module) -> nn.Module:
@@ -324,8 +324,8 @@ def _move(
             if stage in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
-                data = torch.empty_like(parameter, device="meta")
-                part._parameters[own] = shape = nn.Parameter(data, parameter.requires_grad)
+                shape = nn.Parameter(like(parameter), parameter.requires_grad)
+                part._parameters[own] = shape
                 gone += [parameter, shape]
         foreign = piece is not None and split.pieces[piece] not in stages
         for own, buffer in list(part._buffers.items()):

@@ -1,0 +1,1 @@
+"""How `pipeline` runs a model in stages: where it is cut, in which order, and what is sent."""

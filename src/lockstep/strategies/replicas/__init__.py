@@ -1,0 +1,1 @@
+"""How `dp` computes on several devices of one process: replicas that meet and are joined."""
