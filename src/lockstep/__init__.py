@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.optim.learning_rate import scale_learning_rate as scale_learning_rate
     from lockstep.optim.learning_rate import warmup as warmup
     from lockstep.start import init as init
-    from lockstep.strategies.replicas import BalancedDataParallel as BalancedDataParallel
+    from lockstep.strategies.replicas.modules import BalancedDataParallel as BalancedDataParallel
     from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.world import World as World
 
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {
-    "BalancedDataParallel": "lockstep.strategies.replicas",
+    "BalancedDataParallel": "lockstep.strategies.replicas.modules",
     "LAMB": "lockstep.optim.large_batch",
     "LARS": "lockstep.optim.large_batch",
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",

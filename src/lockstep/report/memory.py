@@ -24,7 +24,7 @@ from lockstep.optim.precision import Precision
 from lockstep.report.allocations import bytes_by_device, local, storages
 from lockstep.report.trial import Found, Subject, state_of, try_out
 from lockstep.runtime.run import Run
-from lockstep.strategies.replicas import DataParallel
+from lockstep.strategies.replicas.modules import DataParallel
 
 _COLUMNS = 8
 """Devices beside each other; more are shown below."""

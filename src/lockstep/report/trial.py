@@ -34,7 +34,7 @@ from lockstep.report.allocations import (
 )
 from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import kept_random_state
-from lockstep.strategies.replicas import DataParallel
+from lockstep.strategies.replicas.modules import DataParallel
 
 _TIMED = 5
 """Global batches whose median time is the time of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -59,8 +60,11 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._shape.on = self._device
 
 
-def signature(value: Any) -> Any:
-    """What decides about forms: equal for values that a model treats alike; None: unknown."""
+def signature(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """What decides about forms: equal for arguments that a model treats alike; None: unknown."""
+    args, kwargs = value
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # as nearly always
+        return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
     leaves, spec = pytree.tree_flatten(value)
     parts = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -73,6 +77,13 @@ def signature(value: Any) -> Any:
 def shape_of(tensor: Tensor) -> Tensor:
     """Of this dtype and shape, on the meta device."""
     return tensor if tensor.is_meta else like(tensor)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """A nest with its tensors changed."""
+    if isinstance(nest, Tensor):  # without the detour that a nest takes
+        return change(nest)
+    return pytree.tree_map_only(Tensor, change, nest)
 
 
 def like(tensor: Tensor) -> Tensor:
