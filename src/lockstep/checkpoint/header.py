@@ -70,7 +70,7 @@ class Entry:
         memory = bytearray((end - begin) * size)
         if not memory:
             return torch.empty(0, dtype=self.dtype)
-        with layout.plain_errors("reading", self.file), self.file.open("rb") as file:
+        with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
             file.seek(self.offset + begin * size)
             got = file.readinto(memory)
         if got != len(memory):
@@ -85,7 +85,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: the file cannot be read, is cut short, or its header is not sound: it is
             no JSON, a dtype is unknown, or shapes, places and the file's size contradict.
     """
-    with layout.plain_errors("reading", path), path.open("rb") as file:
+    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise _broken(path, f"its header is to have {length} bytes, the whole file has {size}")
         text = file.read(length)
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         content.pop("__metadata__", None)
@@ -152,11 +152,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = "".join(c if c.isprintable() else "?" for c in str(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _broken(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"reading {path}", found, "copy or download the file again, or use another one"
+        f"reading weights from {path}", found, "copy or download the file again, or use another one"
     )

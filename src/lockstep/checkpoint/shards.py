@@ -34,7 +34,7 @@ SHARD_SIZE = 5_000_000_000
 """Bytes; above it `convert` writes several files."""
 
 _MAX_INDEX = 100_000_000  # bytes
-_UNITS = {"": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     f"{letter}{middle}b": base**power
     for middle, base in (("", 1000), ("i", 1024))
     for power, letter in enumerate("kmgt", 1)
@@ -57,7 +57,7 @@ def in_bytes(size: int | str) -> int:
     Raises:
         SettingError: it is no size, or nothing fits into it.
     """
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b|)", str(size).strip().lower())
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|)", str(size).strip().lower())
     if parts is None or (found := int(float(parts[1]) * _UNITS[parts[2]])) < 1:
         raise SettingError(
             f"a shard size of {size!r}",
@@ -84,14 +84,14 @@ def read_index(path: Path) -> dict[str, Entry]:
     for name, file in places.items():
         if name not in headers[file]:
             raise CheckpointError(
-                f"reading {path}",
+                f"reading weights from {path}",
                 f"the tensor {name!r} is to be in {file}, which does not hold it",
                 "the files do not belong together: copy or download all of them again",
             )
     extra = [n for header in headers.values() for n in header if n not in places]
     if extra:
         raise CheckpointError(
-            f"reading {path}",
+            f"reading weights from {path}",
             f"it does not name {len(extra)} tensors of its files ({', '.join(extra[:3])})",
             "the files do not belong together: copy or download all of them again",
         )
@@ -203,7 +203,7 @@ def _former(index: Path) -> list[Path]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        with layout.plain_errors("reading", path), path.open("rb") as file:
+        with layout.plain_errors("reading weights from", path), path.open("rb") as file:
             text = file.read(_MAX_INDEX + 1)
         if len(text) > _MAX_INDEX:
             raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
@@ -212,14 +212,14 @@ def _weight_map(path: Path) -> dict[str, str]:
             raise ValueError("its weight_map is no object, or empty")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"reading {path}",
+            f"reading weights from {path}",
             f"it is no index of weights: {type(error).__name__}: {error}",
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
     for file in places.values():
         if not _is_beside(file):
             raise CheckpointError(
-                f"reading {path}",
+                f"reading weights from {path}",
                 f"it names the file {str(file)[:80]!r}, which is not one beside it",
                 "use no index from a source that you do not trust; its files are plain names",
             )
@@ -231,6 +231,6 @@ def _is_beside(name: object) -> bool:
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
-        and not set(name) & set('/\\:\0')
+        and not set(name) & set("/\\:\0")
         and not name.startswith(".")
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import on_cpu, separate, unstorable
+from lockstep.checkpoint.conversion import cast, cast_to
+from lockstep.checkpoint.encoding import on_cpu, unstorable
 from lockstep.checkpoint.matching import Match, match_names
 from lockstep.checkpoint.modules import (
     Differences,
@@ -24,9 +23,9 @@ from lockstep.checkpoint.modules import (
     unwrap,
 )
 from lockstep.checkpoint.reading import Found, read_states
-from lockstep.checkpoint.save import flush, write_tensors
+from lockstep.checkpoint.shards import Piece, in_bytes, write_weights
 from lockstep.checkpoint.whole import address
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, SettingError
 
 __all__ = ["WeightsReport", "load_weights", "save_weights", "unwrap"]
 
@@ -44,21 +43,41 @@ class WeightsReport:
     """What was done to names and types to make them fit, in words."""
 
 
-def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes a model's parameters and buffers to one safetensors file.
+def save_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_size: int | str | None = None,
+) -> None:
+    """Writes a model's parameters and buffers as safetensors.
 
     The names are those of the bare model, whatever it is wrapped in. Tied weights are written
     under each of their names, so that any reader finds them. The file is there in full or not at
     all; missing folders are made. It takes part in no collective: call it on one rank
     (`if world.is_main:`).
 
+    Args:
+        model: bare or wrapped; its values on any device, but whole.
+        path: of the file. What is there already is replaced once the new is complete.
+        dtype: of what is written, for tensors with fractions and at least 16 bits, such as
+            `torch.bfloat16`; None: as they are.
+        shard_size: bytes, or a text such as "5GB"; a larger model is written to several files
+            beside `path`, and `path` + ".index.json" names them. None: one file.
+
     Raises:
         CheckpointError: the state holds what safetensors cannot (such as an extra state that is
-            not a tensor), or the file cannot be written.
+            not a tensor), a value does not fit into `dtype`, or the file cannot be written.
+        SettingError: `dtype` has no fractions, or `shard_size` is no size.
     """
     path = Path(path)
-    tensors: dict[str, Tensor] = {}
-    memory: set[int] = set()
+    if dtype is not None and not dtype.is_floating_point:
+        raise SettingError(
+            f"saving weights to {path} with dtype={dtype}",
+            "it holds no fractions",
+            "give torch.float32, torch.bfloat16 or torch.float16",
+        )
+    pieces = []
     for name, value in plain_state_dict(model).items():
         held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         if held:
@@ -67,19 +86,13 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 f"{name} {held}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
-        tensors[name] = separate(on_cpu(value), memory)
-    with layout.plain_errors("saving weights to", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
-        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
-        try:
-            write_tensors(temporary, tensors)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        flush(path.parent)
+        size = value.numel() * cast_to(value.dtype, dtype).itemsize
+        pieces.append(Piece(name, size, _getter(name, value, dtype)))
+    write_weights(path, pieces, None if shard_size is None else in_bytes(shard_size))
+
+
+def _getter(name: str, value: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    return lambda: cast(on_cpu(value), dtype, name)
 
 
 def load_weights(
@@ -91,11 +104,11 @@ def load_weights(
 ) -> WeightsReport:
     """Copies weights from a file into a model, on whatever device the model is.
 
-    Reads safetensors files, what `torch.save` wrote (a state dict, also under one of the usual
-    names such as `state_dict` or `model`; a whole model if trusted), a checkpoint of Lockstep and
-    the folder that holds checkpoints. Prefixes that wrappers leave (`module.`, `_orig_mod.`,
-    `model.`, `net.`) are removed or added as the model's own names ask for. Nothing is copied
-    unless all checks have passed.
+    Reads safetensors files (also several, by their index), what `torch.save` wrote (a state dict,
+    also under one of the usual names such as `state_dict` or `model`; a whole model if trusted), a
+    checkpoint of Lockstep and the folder that holds checkpoints. Prefixes that wrappers leave
+    (`module.`, `_orig_mod.`, `model.`, `net.`) are removed or added as the model's own names ask
+    for. Nothing is copied unless all checks have passed.
 
     Args:
         model: bare or wrapped; every rank of a run loads for itself.

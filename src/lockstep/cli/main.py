@@ -14,6 +14,7 @@ from lockstep.errors import LockstepError
 
 COMMANDS = {
     "run": "lockstep.cli.run",
+    "checkpoint": "lockstep.cli.checkpoint",
 }
 
 

@@ -1,0 +1,363 @@
+"""`lockstep checkpoint`: looks at, compares, converts and repairs checkpoints and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:  # torch comes with these
+    from lockstep.checkpoint.comparison import Pair
+    from lockstep.checkpoint.inspection import Inspection
+    from lockstep.checkpoint.stored import Contents, Stored
+
+_PATH = click.Path(path_type=Path)
+_NAME = click.option("--name", metavar="NAME", help="One model, where there are several.")
+_TRUST = click.option(
+    "--trust", is_flag=True, help="Read a pickled model, which runs the code in the file."
+)
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@click.group(name="checkpoint")
+def command() -> None:
+    """Looks at, compares, converts and repairs checkpoints and weights.
+
+    A PATH is a safetensors file, the index of several, a file of torch.save, a checkpoint of
+    Lockstep, or the folder of a run, which stands for its latest complete checkpoint.
+    """
+
+
+@command.command("inspect")
+@click.argument("path", type=_PATH)
+@_NAME
+@_TRUST
+@click.option(
+    "--sort",
+    type=click.Choice(["size", "file"]),
+    default="size",
+    show_default=True,
+    help="The largest first, or the order of the file.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=40,
+    show_default=True,
+    metavar="ROWS",
+    help="Most tensors shown; 0: all.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
+@click.pass_context
+def inspect_command(
+    ctx: click.Context,
+    path: Path,
+    name: str | None,
+    trust: bool,
+    sort: str,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Shows what is in PATH, and whether it is whole.
+
+    Ends with 0, or with 1 where something is broken.
+    """
+    from lockstep.checkpoint.inspection import inspect
+
+    found = inspect(path, name=name, trust=trust)
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        _show_health(found)
+        if found.contents is not None:
+            _show_contents(found.contents, sort, limit)
+    ctx.exit(0 if found.sound else 1)
+
+
+@command.command("diff")
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+@_NAME
+@_TRUST
+@click.option("--match", is_flag=True, help="Pair names that differ in wrappers' prefixes alone.")
+@click.option("--training", is_flag=True, help="Compare the optimizer's tensors and the like too.")
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, metavar="X", help="See --rtol.")
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="Y",
+    help="Values are equal where |a - b| <= X + Y * |b|.  [default: only if they are the same]",
+)
+@click.option("--all", "show_all", is_flag=True, help="Show the tensors that are equal too.")
+@click.pass_context
+def diff_command(
+    ctx: click.Context,
+    a: Path,
+    b: Path,
+    name: str | None,
+    trust: bool,
+    match: bool,
+    training: bool,
+    atol: float,
+    rtol: float,
+    show_all: bool,
+) -> None:
+    """Says which tensors of A and B differ, and by how much.
+
+    Ends with 0 where they are equal, 1 where they differ, 2 where they cannot be compared.
+    """
+    from lockstep.checkpoint.comparison import compare, renamed
+    from lockstep.checkpoint.stored import open_contents
+    from lockstep.errors import LockstepError
+
+    try:
+        sides = [
+            open_contents(p, name=name, trust=trust, everything=True, training=training)
+            for p in (a, b)
+        ]
+        first, second = (_tensors(side) for side in sides)
+        other, changes = renamed(first, second)
+        second = other if match else second
+        if changes:
+            pairing = "paired after this" if match else "with --match they would pair after this"
+            _say(f"names in {b}: {pairing}: {changes}")
+        pairs = list(compare(first, second, atol=atol, rtol=rtol))
+        extra = _differing_extra(*(side.extra for side in sides))
+    except LockstepError as error:
+        error.exit_code = 2  # 1 says that they differ
+        raise
+    shown = [pair for pair in pairs if pair.differs or show_all]
+    if shown:
+        head = ("name", "what", "a", "b", "values", "largest |a-b|", "relative")
+        _table(head, [_difference(pair) for pair in shown], right=(4, 5, 6))
+    for key in extra:
+        _say(f"{key}: differs, and is no tensor")
+    different = sum(pair.differs for pair in pairs)
+    _say(f"{different} of {len(pairs)} tensors differ")
+    ctx.exit(1 if different or extra else 0)
+
+
+@command.command("convert")
+@click.argument("source", metavar="IN", type=_PATH)
+@click.argument("out", type=_PATH)
+@_NAME
+@_TRUST
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Of the tensors with fractions.  [default: as they are]",
+)
+@click.option("--prefix", default="", metavar="TEXT", help="Put before every name.")
+@click.option(
+    "--remove-prefix",
+    multiple=True,
+    metavar="TEXT",
+    help="Taken from the front of names, as in module.; may be repeated.",
+)
+@click.option(
+    "--shard-size",
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Above it, safetensors are several files and an index.",
+)
+@click.option("--overwrite", is_flag=True, help="Take the place of what OUT is now.")
+def convert_command(
+    source: Path,
+    out: Path,
+    name: str | None,
+    trust: bool,
+    dtype: str | None,
+    prefix: str,
+    remove_prefix: tuple[str, ...],
+    shard_size: str,
+    overwrite: bool,
+) -> None:
+    """Writes the weights in IN to OUT, in full or not at all.
+
+    OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
+    """
+    from lockstep.checkpoint.conversion import DTYPES, convert
+    from lockstep.checkpoint.shards import in_bytes, index_of
+    from lockstep.checkpoint.stored import open_contents
+    from lockstep.errors import SettingError
+
+    size = in_bytes(shard_size)
+    there = next((path for path in (out, index_of(out)) if path.exists()), None)
+    if there is not None and not overwrite:
+        raise SettingError(
+            f"the output {out}", f"{there} is there already", "add --overwrite, or another name"
+        )
+    contents = open_contents(source, name=name, trust=trust)
+    done = convert(
+        contents,
+        out,
+        dtype=None if dtype is None else DTYPES[dtype],
+        remove=remove_prefix,
+        add=prefix,
+        shard_size=size,
+    )
+    what = contents.facts.get("read", "")
+    _say(f"read    {contents.path}: {contents.kind}{what and f', {what}'}")
+    changes = f"; {done.renamed} renamed" if done.renamed else ""
+    changes += f"; {done.cast} converted to {dtype}" if done.cast else ""
+    _say(f"tensors {done.tensors}{changes}")
+    for file in done.files:
+        _say(f"wrote   {file} ({_size(file.stat().st_size)})")
+
+
+@command.command("repair")
+@click.argument("folder", type=_PATH)
+@click.option("--yes", is_flag=True, help="Do it. Without, it is only said what would be done.")
+@click.pass_context
+def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
+    """Says what is wrong in the FOLDER of a run or a checkpoint, and puts it in order with --yes.
+
+    Ends with 0 where nothing is wrong any more. Complete checkpoints are not touched.
+    """
+    from lockstep.checkpoint.repair import carry_out, plan_repairs
+
+    plan = plan_repairs(folder)
+    for repair in plan:
+        _say(f"{repair.path}\n  found: {repair.why}\n  do:    {_REPAIRS[repair.what]}")
+    if not plan:
+        _say(f"{folder}: nothing is wrong")
+        return
+    todo = [repair for repair in plan if repair.what != "leave"]
+    if yes:
+        carry_out(todo)
+        _say(f"{len(todo)} done, {len(plan) - len(todo)} left as they are")
+    elif todo:
+        _say("nothing was changed; add --yes to do it")
+    ctx.exit(0 if yes and len(todo) == len(plan) else 1)
+
+
+_REPAIRS = {
+    "remove": "remove it",
+    "finish": "rename it into place",
+    "rebuild": "write the manifest's list of files anew",
+    "leave": "leave it",
+}
+
+
+def _show_health(found: Inspection) -> None:
+    for health in found.checkpoints:
+        _say(f"{health.path}: {'; '.join(health.problems) or 'complete'}")
+    for path in found.leftovers:
+        _say(f"{path}: a save that was stopped, or goes on")
+    if found.contents is None:
+        _say("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
+    elif found.checkpoints:
+        _say()
+
+
+def _show_contents(contents: Contents, sort: str, limit: int) -> None:
+    from lockstep.checkpoint.inspection import dtype_name, totals
+
+    _say(f"{contents.path}: {contents.kind}")
+    for key, value in contents.facts.items():
+        _say(f"  {key.replace('_', ' '):12} {value}")
+    if len(contents.modules) > 1:
+        _say(f"  {'models':12} {', '.join(contents.modules)}")
+    for name, size in contents.files.items():
+        _say(f"  {'file':12} {name}, {_size(size)}")
+    shown = list(contents.tensors.values())
+    if sort == "size":
+        shown.sort(key=lambda stored: -stored.nbytes)
+    kept = shown[:limit] if limit else shown
+    _say()
+    rows = [
+        (s.name, _shape(s), dtype_name(s), f"is {s.tied_to}" if s.tied_to else _size(s.nbytes))
+        for s in kept
+    ]
+    _table(("name", "shape", "dtype", "size"), rows, right=(3,))
+    if len(kept) < len(shown):
+        _say(f"... and {len(shown) - len(kept)} more (--limit 0 shows all)")
+    _say()
+    _show_total("total", totals(shown))
+    if contents.training:
+        _show_total("besides, of the training", totals(contents.training.values()))
+    if contents.extra:
+        _say(f"no tensors: {', '.join(contents.extra)}")
+
+
+def _show_total(what: str, total: dict[str, Any]) -> None:
+    kinds = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
+    _say(
+        f"{what}: {total['tensors']} tensors ({kinds or 'none'}), {total['values']:,} values, "
+        f"{_size(total['bytes'])}"
+    )
+
+
+def _tensors(contents: Contents) -> dict[str, Stored]:
+    others = {f"training: {name}": stored for name, stored in contents.training.items()}
+    return {**contents.tensors, **others}
+
+
+def _difference(pair: Pair) -> tuple[str, ...]:
+    a, b, values = pair.a, pair.b, pair.values
+    sides = ["" if side is None else _kind(side) for side in (a, b)]
+    if a is None or b is None:
+        return (pair.name, f"in {'b' if a is None else 'a'} alone", *sides, "", "", "")
+    if values is None:
+        return (pair.name, "shape", *sides, "", "", "")
+    what = ["dtype"] if a.dtype is not b.dtype else []
+    what += ["values"] if values.count else []
+    if any(values.nans):
+        what.append(f"NaN {values.nans[0]}/{values.nans[1]}")
+    measures = (
+        (f"{values.count}/{a.count}", f"{values.absolute:.3g}", f"{values.relative:.3g}")
+        if values.count or values.absolute
+        else ("0", "", "")
+    )
+    return (pair.name, ", ".join(what) or "equal", *sides, *measures)
+
+
+def _kind(stored: Stored) -> str:
+    from lockstep.checkpoint.inspection import dtype_name
+
+    return f"{dtype_name(stored)} {_shape(stored)}"
+
+
+def _shape(stored: Stored) -> str:
+    return f"[{', '.join(map(str, stored.shape))}]"
+
+
+def _table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()
+) -> None:
+    table = [tuple(map(_printable, row)) for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    for row in table:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    from lockstep.checkpoint.comparison import same_extra
+
+    both = a.keys() & b.keys()
+    return [name for name in {**a, **b} if name not in both or not same_extra(a[name], b[name])]
+
+
+def _say(text: str = "") -> None:
+    click.echo("\n".join(map(_printable, text.split("\n"))))
+
+
+def _printable(text: str) -> str:
+    # Much of it comes from files: what would move the cursor is not sent.
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _size(size: float) -> str:
+    for unit, base in _UNITS:
+        if size >= base:
+            return f"{size / base:.1f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.shards import Piece, in_bytes, write_weights
+from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.errors import CheckpointError, SettingError
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    one, other = plain_state_dict(a), plain_state_dict(b)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_several_files_out_and_in(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "deep" / "w.safetensors"
+    save_weights(model, path, shard_size=300)
+    index = path.with_name("w.safetensors.index.json")
+    content = json.loads(index.read_text())
+    assert content["metadata"] == {"total_size": sum(v.nbytes for v in model.state_dict().values())}
+    assert content["weight_map"].keys() == model.state_dict().keys()
+    files = sorted(set(content["weight_map"].values()))
+    assert files == [f"w-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert names(path.parent) == [*files, index.name]
+    for file in files:  # as every reader of the common form finds them
+        held = load_file(path.parent / file)
+        assert held.keys() == {n for n, f in content["weight_map"].items() if f == file}
+        assert sum(v.nbytes for v in held.values()) <= 300
+    for given in (path, index, path.parent):
+        other = net()
+        assert not equal(model, other)
+        load_weights(other, given)
+        assert equal(model, other)
+
+
+def test_in_place_of_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    (tmp_path / "w-other.safetensors").write_bytes(b"not ours")
+    for size, count in ((None, 1), (300, 3), (150, 5), (300, 3), (None, 1)):
+        model, other = net(), net()
+        save_weights(model, path, shard_size=size)
+        assert len(names(tmp_path)) - 1 == count
+        load_weights(other, path)
+        assert equal(model, other)
+    assert names(tmp_path) == ["w-other.safetensors", "w.safetensors"]
+
+
+def test_stopped_at_any_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old weights or the new ones, and never a mixture."""
+    path, old, new = tmp_path / "w.safetensors", net(), net()
+    save_weights(old, path, shard_size=300)
+    before = names(tmp_path)
+    replace = os.replace
+    for allowed in range(4):
+        left = [allowed]
+
+        def limited(*arguments: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(28, "No space left on device")
+            replace(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", limited)
+            if allowed < 3:
+                with pytest.raises(CheckpointError, match="no space is left"):
+                    save_weights(new, path, shard_size=300)
+                assert names(tmp_path) == before
+            else:
+                save_weights(new, path, shard_size=300)
+        other = net()
+        load_weights(other, path)
+        assert equal(other, new if allowed == 3 else old)
+
+
+def test_killed_before_the_index(tmp_path: Path) -> None:
+    """Nothing cleans up after a kill; what is left over is in nobody's way."""
+    path, old = tmp_path / "w.safetensors", net()
+    save_weights(old, path, shard_size=300)
+    (tmp_path / "w-v2-00001-of-00002.safetensors").write_bytes(b"half of the new")
+    model, other = net(), net()
+    load_weights(other, path)
+    assert equal(old, other)
+    save_weights(model, path, shard_size=300)
+    load_weights(other, path)
+    assert equal(model, other)
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("../secret.safetensors", "not one beside it"),
+        ("/etc/secret.safetensors", "not one beside it"),
+        ("below/secret.safetensors", "not one beside it"),
+        ("..\\secret.safetensors", "not one beside it"),
+        ("c:secret.safetensors", "not one beside it"),
+        ("..", "not one beside it"),
+        ("w.pt", "not one beside it"),
+        ("a\0.safetensors", "not one beside it"),
+        (7, "not one beside it"),
+        ("absent.safetensors", "it is not there"),
+        ("other.safetensors", "does not hold it"),
+    ],
+)
+def test_an_index_that_leads_elsewhere(tmp_path: Path, place: object, found: str) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "secret.safetensors")
+    save_file({"another": torch.ones(2)}, folder / "other.safetensors")
+    index = folder / "w.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": place}}))
+    with pytest.raises(CheckpointError, match=found):
+        load_weights(nn.Linear(2, 2), index)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', "[" * 100_000, "\udcff"])
+def test_no_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / "w.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match="it is no index of weights"):
+        load_weights(nn.Linear(2, 2), tmp_path / "w.json")
+
+
+def test_tensors_that_an_index_leaves_out(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2), "more": torch.ones(1)}, tmp_path / "a.safetensors")
+    (tmp_path / "w.json").write_text(json.dumps({"weight_map": {"weight": "a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"does not name 1 tensors of its files \(more\)"):
+        load_weights(nn.Linear(2, 2, bias=False), tmp_path / "w.json")
+
+
+def test_one_files_tensors_at_a_time(tmp_path: Path) -> None:
+    """Each file is written before the tensors of the next are asked for."""
+    seen: list[int] = []
+
+    def get() -> torch.Tensor:
+        seen.append(len(list(tmp_path.glob("w-*"))))
+        return torch.ones(4)
+
+    pieces = [Piece(f"t{i}", 16, get) for i in range(6)]
+    write_weights(tmp_path / "w.safetensors", pieces, 32)
+    assert seen == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(CheckpointError, match="is a folder"):
+        write_weights(tmp_path, pieces, None)
+
+
+def test_sizes() -> None:
+    for text, size in {
+        "5GB": 5 * 10**9,
+        "1.5 MiB": 1572864,
+        "70": 70,
+        "500B": 500,
+        "2kb": 2000,
+    }.items():
+        assert in_bytes(text) == size
+    for wrong in ("", "much", "0", "-5GB", "5 XB", "0.1"):
+        with pytest.raises(SettingError, match="a shard size of"):
+            in_bytes(wrong)
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    save_weights(model, path, dtype=torch.bfloat16)
+    saved = load_file(path)
+    assert saved["0.weight"].dtype is torch.bfloat16
+    assert saved["1.num_batches_tracked"].dtype is torch.int64
+    assert torch.equal(saved["0.weight"], model[0].weight.bfloat16())
+    with torch.no_grad():
+        model[0].bias[0] = 1e6
+    with pytest.raises(CheckpointError, match="its largest value 1e\\+06 is beyond"):
+        save_weights(model, path, dtype=torch.float16)
+    assert load_file(path).keys() == saved.keys()
+    with torch.no_grad():
+        model[0].bias[0] = float("inf")  # which it was before too
+    save_weights(model, path, dtype=torch.float16)
+    with pytest.raises(SettingError, match="holds no fractions"):
+        save_weights(model, path, dtype=torch.int8)
