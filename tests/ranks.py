@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "lockstep", "ranks"])
+context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.start", "ranks"]
+)
 
 
 class RankFailed(AssertionError):

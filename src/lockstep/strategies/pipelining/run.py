@@ -29,7 +29,7 @@ from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.shapes import signature
 from lockstep.strategies.pipelining.stage import Arguments, StagedModel
-from lockstep.strategies.pipelining.wire import Form, Wire
+from lockstep.strategies.pipelining.wire import Expected, Form, Wire
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
@@ -57,6 +57,8 @@ class _Batch:
     outputs: dict[int, Any] = field(default_factory=dict)
     kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     """By stage and micro-batch: what came in, and what went out and gets a gradient."""
+    expected: dict[int, list[Expected]] = field(default_factory=dict)
+    """Gradients that were asked for, by micro-batch."""
 
 
 class PipelinedModule(nn.Module):
@@ -162,6 +164,7 @@ class PipelinedModule(nn.Module):
         batch = self._batch
         assert batch is not None  # `waits_for_loss`
         batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else _none)
+        self._ask_early(batch, len(batch.losses) - 1)
         while self._can_do(batch):
             self._do(batch)
         if self.run.step.current.last:
@@ -272,9 +275,9 @@ class PipelinedModule(nn.Module):
                 batch.losses[action.micro_batch]()
                 batch.losses[action.micro_batch] = _none
             elif went:
-                forms = [Form.of(tensor) for tensor in went]
+                expected = batch.expected.pop(action.micro_batch, None)
                 wire = self._wire(self._gradients, stage)
-                gradients = wire.receive_known(place.rank_of(stage + 1), forms)
+                gradients = wire.take(expected or self._expect(wire, stage, went))
                 torch.autograd.backward(went, gradients)
         finally:
             self._model.goes_back = False
@@ -286,6 +289,19 @@ class PipelinedModule(nn.Module):
             ]
             wire = self._wire(self._gradients, stage - 1)
             wire.send_known(back, place.rank_of(stage - 1))
+
+    def _ask_early(self, batch: _Batch, number: int) -> None:
+        """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
+        stage, *others = self.place.stages
+        if others or stage == self.place.last_stage:  # several stages come in another order
+            return
+        wire, (_, went) = self._wire(self._gradients, stage), batch.kept[stage, number]
+        if wire.expects_early and went:
+            batch.expected[number] = self._expect(wire, stage, went)
+
+    def _expect(self, wire: Wire, stage: int, went: list[Tensor]) -> list[Expected]:
+        forms = [Form.of(tensor) for tensor in went]
+        return wire.expect(self.place.rank_of(stage + 1), forms)
 
     @staticmethod
     def _wire(wires: list[Wire], cut: int) -> Wire:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,14 @@ class Form:
     def of(cls, tensor: Tensor) -> Form:
         """The form of a tensor."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+class Expected(NamedTuple):
+    """A tensor that was asked for."""
+
+    form: Form
+    data: Tensor
+    work: dist.Work | None
 
 
 class Wire:
@@ -104,12 +113,32 @@ class Wire:
 
     def receive_known(self, source: int, forms: Sequence[Form]) -> list[Tensor]:
         """Tensors of known form."""
+        return self.take(self.expect(source, forms))
+
+    @property
+    def expects_early(self) -> bool:
+        """Whether it is worth asking before: Gloo sends nothing that nobody has asked for.
+
+        A GPU that waits for a message with NCCL is busy with it.
+        """
+        return self._carrier.type == "cpu"
+
+    def expect(self, source: int, forms: Sequence[Form]) -> list[Expected]:
+        """Asks for tensors of known form; they are asked for in the order in which they come."""
         found = []
         for form in forms:
             size = torch.Size(form.shape).numel() * form.dtype.itemsize
             data = torch.empty(size, dtype=torch.uint8, device=self._carrier)
-            if size:
-                dist.recv(data, source, self._group)
+            work = dist.irecv(data, source, self._group) if size else None
+            found.append(Expected(form, data, work))
+        return found
+
+    def take(self, expected: Sequence[Expected]) -> list[Tensor]:
+        """Waits for what was asked for."""
+        found = []
+        for form, data, work in expected:
+            if work is not None:
+                work.wait()
             found.append(payload.from_bytes(data.to(self._device), form.dtype, form.shape))
         return found
 
