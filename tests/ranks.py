@@ -43,19 +43,22 @@ def run_ranks(
     env: dict[str, str] | None = None,
     timeout: float = 60.0,
     environment: Callable[[int], dict[str, str]] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Runs `fn(*args)` on `size` processes as a launcher would start them; returns their results.
 
     `fn` must be a module-level function. `environment(rank)` replaces the default environment.
+    With `fresh` nothing is imported in the processes but what `fn`'s module imports.
     Fails with `RankFailed` when any rank raises, dies, leaves a thread or a process group behind,
     or is still running after `timeout` seconds.
     """
     with _store(size) as port:
         make = environment or (lambda rank: rank_environment(rank, size, port))
         pipes, processes = [], []
+        made = multiprocessing.get_context("spawn") if fresh else context
         for rank in range(size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
+            ours, theirs = made.Pipe(duplex=False)
+            process = made.Process(
                 target=_rank_main, args=(theirs, fn, args, {**make(rank), **(env or {})})
             )
             process.start()

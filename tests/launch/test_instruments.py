@@ -203,7 +203,7 @@ def test_an_import_of_the_name_before_the_first_group_is_the_watched_one(tmp_pat
 
 
 def test_collectives_are_told_on_request(tmp_path: Path) -> None:
-    run_ranks(_tell, 2, tmp_path, env=instruments.FLIGHT_RECORDER)
+    run_ranks(_tell, 2, tmp_path, env=instruments.FLIGHT_RECORDER, fresh=True)
 
 
 def _tell(folder: Path) -> None:
