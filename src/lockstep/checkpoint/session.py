@@ -166,12 +166,12 @@ class Checkpoint:
         return result, [heard["text"] for heard in answers]
 
     def _collect(self) -> tuple[dict[str, Any], str]:
-        self._world_state.state_dict()  # raises where a loss of this rank was NaN
         # On every rank, since what is sharded can only be had from all together.
         states = {
             name: plain_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
             for name, value in self._state.items()
         }
+        states["world"] = self._world_state.state_dict()
         return states, random_state.to_text(random_state.capture(self._collectives.device))
 
     def _whole(self, value: Any, state: Any) -> Any:
@@ -192,9 +192,9 @@ class Checkpoint:
         modules: dict[str, Any] = {}
         for name in self._modules():
             modules[name], files[layout.weights_file(name)] = encode(states[name], inside=name)
-        world = self._world_state.state_dict()
+        world = states["world"]
         others = {name: state for name, state in states.items() if name not in modules}
-        tree, files[layout.TRAINING] = encode({**others, "world": world, "random": streams})
+        tree, files[layout.TRAINING] = encode({**others, "random": streams})
         manifest = {
             # Tells apart two checkpoints of one name, on machines that share no file system.
             "id": secrets.token_hex(8),

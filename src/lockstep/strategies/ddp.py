@@ -27,12 +27,9 @@ from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped, place
 from lockstep.strategies.buffers import MovingBuffers
-from lockstep.strategies.replica_check import check_replicas
+from lockstep.strategies.replica_check import check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
-_EARLY_CHECKS = frozenset({1, 2, 3, 10})
-_LOOK_EVERY = 100
-"""Global batches between two looks for buffers that have begun to move."""
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
 
@@ -132,11 +129,10 @@ class DDP(Strategy):
         if not isinstance(module, ExactDDP):
             return
         number = module.run.step.number
-        early = number in _EARLY_CHECKS
-        if early or number % _LOOK_EVERY == 0:
+        if due(number):
             module.moving_buffers.find()
         module.moving_buffers.share()
-        if self.check_every and (early or number % self.check_every == 0):
+        if self.check_every and due(number, self.check_every):
             module.check_parameters()
             check_replicas(module.module, f"step {number}")
 

@@ -20,11 +20,9 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import UsageError
 from lockstep.runtime.run import Run
 from lockstep.strategies.buffers import MovingBuffers
+from lockstep.strategies.replica_check import due
 
 _ATTRIBUTE = "_lockstep_sharded"
-_EARLY_CHECKS = frozenset({1, 2, 3, 10})
-_LOOK_EVERY = 100
-"""Global batches between two looks for buffers that have begun to move, and for new parameters."""
 
 
 class Sharded:
@@ -93,7 +91,7 @@ class Sharded:
     def after_step(self) -> None:
         """Shares buffers that move; looks for new parameters."""
         number = self.run.step.number
-        if number in _EARLY_CHECKS or number % _LOOK_EVERY == 0:
+        if due(number):
             self.moving_buffers.find()
             self._check_parameters()
         self.moving_buffers.share()

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lockstep.optim import activation_bytes
 from lockstep.runtime.seeding import kept_random_state
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from lockstep.strategies.pipelining.shapes import Arguments
 
 
 class Call(NamedTuple):
-    """How a submodule was called."""
+    """How a submodule was called, and what it kept for the backward pass."""
 
     arguments: Arguments
     autocast: torch.dtype | None
+    kept: int = 0
+    """Bytes."""
 
 
 _TRIALS = 3
@@ -60,13 +62,13 @@ def measure(
     try:
         with kept_random_state():
             calls = _record(module, units, examples)
-            measured = [_one(module.get_submodule(n), calls.get(n)) for n in units if calls]
+            seconds = [_seconds(module.get_submodule(n), calls.get(n)) for n in units if calls]
     finally:
         for m in training:
             m.training = True
-    if not measured:
+    if not calls:
         return Costs([float(size) for size in sizes], "of parameters: no example to measure with")
-    seconds, kept = [took for took, _ in measured], [held for _, held in measured]
+    kept = [calls[name].kept if name in calls else 0 for name in units]
     memory = [_STATE * size + held for size, held in zip(sizes, kept, strict=True)]
     return Costs(
         [
@@ -102,16 +104,19 @@ def _calls(module: nn.Module, units: Sequence[str], arguments: Arguments) -> dic
 
         return record
 
+    parts = [module.get_submodule(name) for name in units]
     handles = [
-        module.get_submodule(name).register_forward_pre_hook(recorder(name), with_kwargs=True)
-        for name in units
+        part.register_forward_pre_hook(recorder(name), with_kwargs=True)
+        for name, part in zip(units, parts, strict=True)
     ]
     try:
-        with torch.no_grad():
-            module(*arguments[0], **arguments[1])
+        found = activation_bytes.measure(module, parts, *arguments)
     finally:
         for handle in handles:
             handle.remove()
+    for place, inside in zip(found.order, found.inside, strict=True):
+        name = units[place]
+        calls[name] = calls[name]._replace(kept=sum(inside.values()))
     return calls
 
 
@@ -123,29 +128,17 @@ def _ways(batch: Any) -> list[Arguments]:
     return [((batch,), {})]
 
 
-def _one(unit: nn.Module, call: Call | None) -> tuple[float, int]:
-    """Seconds and bytes of one forward and backward pass: the least of a few."""
+def _seconds(unit: nn.Module, call: Call | None) -> float:
+    """Of one forward and backward pass: the least of a few."""
     if call is None:
-        return 0.0, 0
-    best, held = float("inf"), 0
+        return 0.0
+    best = float("inf")
     device = next(unit.parameters()).device
     for _ in range(_TRIALS):
         args, kwargs = pytree.tree_map_only(Tensor, _fresh, call.arguments)
-        sizes: dict[int, int] = {}
-        own = {p.untyped_storage().data_ptr() for p in unit.parameters()}
-
-        def keep(tensor: Tensor, sizes: dict[int, int] = sizes, own: set[int] = own) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         _settle(device)
         begin = time.perf_counter()
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            torch.autocast(device.type, call.autocast, enabled=call.autocast is not None),
-        ):
+        with torch.autocast(device.type, call.autocast, enabled=call.autocast is not None):
             output = unit(*args, **kwargs)
         roots = [
             leaf.sum()
@@ -156,8 +149,8 @@ def _one(unit: nn.Module, call: Call | None) -> tuple[float, int]:
             trained = [p for p in unit.parameters() if p.requires_grad]
             torch.autograd.grad(roots, trained, allow_unused=True)
         _settle(device)
-        best, held = min(best, time.perf_counter() - begin), sum(sizes.values())
-    return best, held
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def _fresh(tensor: Tensor) -> Tensor:

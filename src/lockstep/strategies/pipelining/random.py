@@ -19,15 +19,9 @@ from lockstep.runtime.seeding import mix
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
     """Torch's streams of the CPU and the device start at a seed; afterwards they are as before."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    draw_from(seed, device)
-    try:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        draw_from(seed, device)
         yield
-    finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
 
 
 def draw_from(seed: int, device: torch.device) -> None:

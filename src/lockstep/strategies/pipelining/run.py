@@ -27,15 +27,12 @@ from lockstep.runtime.step import Pass
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.place import Groups, Place
-from lockstep.strategies.pipelining.shapes import signature
-from lockstep.strategies.pipelining.stage import Arguments, StagedModel
+from lockstep.strategies.pipelining.shapes import Arguments, signature
+from lockstep.strategies.pipelining.stage import StagedModel
 from lockstep.strategies.pipelining.wire import Expected, Form, Wire
 from lockstep.strategies.replica_average import average_gradients
-from lockstep.strategies.replica_check import check_replicas
+from lockstep.strategies.replica_check import check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-
-_EARLY_CHECKS = frozenset({1, 2, 3, 10})
-_CHECK_EVERY = 100
 
 
 @dataclass
@@ -187,7 +184,7 @@ class PipelinedModule(nn.Module):
         """
         if self._moving_buffers is None:
             return
-        looks = number in _EARLY_CHECKS or number % _CHECK_EVERY == 0
+        looks = due(number)
         if looks:
             self._moving_buffers.find()
         self._moving_buffers.share()

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call, by place and by name."""
+
 
 class Shape(Tensor):
     """A tensor of another stage, which is only a shape but says that it is on the device.
@@ -60,7 +63,7 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._shape.on = self._device
 
 
-def signature(value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def signature(value: Arguments) -> Any:
     """What decides about forms: equal for arguments that a model treats alike; None: unknown."""
     args, kwargs = value
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # as nearly always
@@ -79,7 +82,7 @@ def shape_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else like(tensor)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
+def map_shapes(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
     """A nest with its tensors changed."""
     if isinstance(nest, Tensor):  # without the detour that a nest takes
         return change(nest)

@@ -27,16 +27,16 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import UsageError
 from lockstep.strategies.pipelining.random import draw_from, drawing_from, seed_of_stage
 from lockstep.strategies.pipelining.shapes import (
+    Arguments,
     Shape,
     Shapes,
     like,
-    map_tensors,
+    map_shapes,
     shape_of,
     signature,
 )
 from lockstep.strategies.pipelining.split import Split
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _REMEMBERED = 64
 """Kinds of input for which a stub remembers its output."""
 
@@ -232,7 +232,7 @@ class StagedModel:
             return forward(*arguments[0], **arguments[1])
         if stub is None:
             raise RuntimeError(f"no stub for {name}, a submodule of stage {stage}")
-        return map_tensors(self._as_shape, stub(arguments))
+        return map_shapes(self._as_shape, stub(arguments))
 
     def _as_shape(self, tensor: Tensor) -> Tensor:
         return tensor.as_subclass(self._shape)
@@ -303,7 +303,7 @@ class _Stub:
                 self._known.clear()
             self._known[kind] = output
         # Not the same object twice: the caller may change its shape in place.
-        return map_tensors(like, self._known[kind])
+        return map_shapes(like, self._known[kind])
 
 
 def _on_meta(piece: nn.Module) -> nn.Module:

@@ -38,6 +38,11 @@ class Form:
     trained: bool = False
     """A gradient comes back for it."""
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
         """The form of a tensor."""
@@ -127,9 +132,8 @@ class Wire:
         """Asks for tensors of known form; they are asked for in the order in which they come."""
         found = []
         for form in forms:
-            size = torch.Size(form.shape).numel() * form.dtype.itemsize
-            data = torch.empty(size, dtype=torch.uint8, device=self._carrier)
-            work = dist.irecv(data, source, self._group) if size else None
+            data = torch.empty(form.size, dtype=torch.uint8, device=self._carrier)
+            work = dist.irecv(data, source, self._group) if form.size else None
             found.append(Expected(form, data, work))
         return found
 
@@ -155,9 +159,8 @@ class Wire:
             if tensors is not None:
                 data = payload.to_bytes(tensors[place]).to(self._carrier, copy=True)
             else:
-                size = torch.Size(form.shape).numel() * form.dtype.itemsize
-                data = torch.empty(size, dtype=torch.uint8, device=self._carrier)
-            if data.numel():
+                data = torch.empty(form.size, dtype=torch.uint8, device=self._carrier)
+            if form.size:
                 dist.broadcast(data, source, self._group)
             found.append(payload.from_bytes(data.to(self._device), form.dtype, form.shape))
         return found
