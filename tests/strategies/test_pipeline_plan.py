@@ -14,6 +14,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.pipelining.cost import measure
 from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.split import balanced, split, units
+from lockstep.strategies.pipelining.stage import StagedModel
 
 SIZES = [
     (schedule, positions, per_rank, micro_batches)
@@ -229,3 +230,13 @@ def test_costs_without_a_usable_example_are_those_of_parameters():
         costs = measure(model, ["0", "1"], examples)
         assert costs.numbers == [80.0, 48.0]
         assert "no example" in costs.reason
+
+
+def test_a_module_that_is_cut_may_have_parameters_that_are_not_there():
+    model = Model()
+    model.encoder.register_parameter("shift", None)
+    staged = StagedModel(model, split(model, ["encoder.layers.1"]), [1], torch.device("cpu"))
+    assert model.encoder.shift is None
+    assert model.embed.weight.is_meta
+    assert not model.head.weight.is_meta
+    assert len(staged.gone) == 2 * len([p for p in model.parameters() if p.is_meta])

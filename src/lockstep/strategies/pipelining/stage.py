@@ -325,9 +325,9 @@ def _move(
     for name, part in module.named_modules():
         piece = next((p for p in split.pieces if _within(name, p)), None)
         for own, parameter in list(part._parameters.items()):
-            stage = split.own[f"{name}.{own}".lstrip(".")] if piece is None else split.pieces[piece]
             if parameter is None:
                 continue
+            stage = split.own[f"{name}.{own}".lstrip(".")] if piece is None else split.pieces[piece]
             if stage in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
