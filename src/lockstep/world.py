@@ -219,10 +219,9 @@ class World:
         present = running.micro_batch
         if not (present.first and present.last):
             self._preparer.check_accumulation(running)
-        scale = present.scale
-        self._preparer.backward(loss if scale == 1.0 else loss * scale, **options)
+        self._preparer.backward(self._run.step.weighted(loss), **options)
         running.backwards += 1
-        if scale == 0.0 and self.collectives.counts:
+        if present.scale == 0.0 and self.collectives.counts:
             self._check_loss.after_backward(loss, self._preparer.gradients())
 
     def clip_grad_norm(

@@ -28,7 +28,7 @@ from lockstep.errors import CheckpointError, DataError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.seeding import kept_random_state, mix
-from lockstep.runtime.step import MicroBatch, Pass, Step
+from lockstep.runtime.step import Handed, MicroBatch, Pass, Step
 
 
 class Loader:
@@ -247,10 +247,13 @@ class Loader:
                 self._collectives.blocked = _SOME_SKIP
             for portion in portions:
                 placed = self._place(self._pairs(epoch, portion, training))
-                for (position, _, _, _), (micro, batch) in zip(portion.pieces, placed, strict=True):
+                for piece, (micro, batch) in zip(portion.pieces, placed, strict=True):
+                    position, _, samples, _ = piece
                     self.current = step.seen = step.latest = micro
                     if training:
                         step.begin(running, micro)
+                        for watcher in step.watchers:
+                            watcher.handed_out(Handed(self, epoch, position, samples, micro, batch))
                         if self._running is running:
                             self._position = position
                     yield batch

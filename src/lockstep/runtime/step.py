@@ -11,6 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from lockstep.errors import UsageError
 
@@ -33,6 +38,34 @@ class MicroBatch:
     is the gradient of the mean over the global batch."""
     plain: bool = True
     """The scale is 1 on every rank and there is one micro-batch: `loss.backward()` is right too."""
+
+
+class Handed(NamedTuple):
+    """A micro-batch that a loader hands out to be trained on, on this rank."""
+
+    loader: Any
+    epoch: int
+    position: int
+    """Which global batch of the epoch it is part of, from 0."""
+    samples: npt.NDArray[np.int64]
+    """The indices of its samples in the dataset."""
+    micro_batch: MicroBatch
+    batch: Any
+    """What the training loop gets."""
+
+
+class Watcher(Protocol):
+    """Looks on at a training, on its rank; it changes nothing and exchanges nothing."""
+
+    def handed_out(self, handed: Handed) -> None:
+        """A training loop is about to get a micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """`World.backward` was given a loss; here it is weighted, so that the mean over ranks of
+        its sums over the micro-batches is the loss of the global batch."""
+
+    def stepped(self, number: int) -> None:
+        """The first of the optimizers has stepped for the global batch of this number, from 0."""
 
 
 class Pass:
@@ -63,6 +96,7 @@ class Step:
         """Samples, over all ranks, that this process has seen trained on."""
         self.clear_gradients: list[Callable[[], None]] = []
         """Of the prepared optimizers."""
+        self.watchers: list[Watcher] = []
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
         self._passes: list[Pass] = []
@@ -123,10 +157,20 @@ class Step:
             for clear in self.clear_gradients:
                 clear()
 
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The loss of the present micro-batch, as much as it counts in that of the global batch."""
+        scale = self.running.micro_batch.scale
+        weighted = loss if scale == 1.0 else loss * scale
+        for watcher in self.watchers:
+            watcher.backward(weighted)
+        return weighted
+
     def mark_stepped(self) -> None:
         """A prepared optimizer has stepped; several of them make one step together."""
         running = self.running
         if not running.stepped or running is self._outside:
+            for watcher in self.watchers:
+                watcher.stepped(self.number)
             self.number += 1
             self.samples += running.micro_batch.count
             self._until = time.perf_counter()
