@@ -62,7 +62,8 @@ class Watcher(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """`World.backward` was given a loss; here it is weighted, so that the mean over ranks of
-        its sums over the micro-batches is the loss of the global batch."""
+        its sums over the micro-batches is the loss of the global batch.
+        """
 
     def stepped(self, number: int) -> None:
         """The first of the optimizers has stepped for the global batch of this number, from 0."""
