@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step bench-strategies bench-start bench-supervision bench-false-alarms gpu clean
+.PHONY: train test lint types unit bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms gpu clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -23,8 +23,14 @@ unit: .venv/.installed
 bench-step: .venv/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py
 
+bench-checkpoint: .venv/.installed
+	$(BIN)/python benchmarks/bench_checkpoint.py --out benchmarks/results/checkpoint.json
+
 bench-strategies: .venv/.installed
 	$(BIN)/python benchmarks/bench_strategies.py --out benchmarks/results/strategies.json
+
+bench-checks: .venv/.installed
+	$(BIN)/python benchmarks/bench_checks.py --out benchmarks/results/checks.json
 
 bench-start: .venv/.installed
 	$(BIN)/python benchmarks/bench_start.py

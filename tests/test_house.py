@@ -32,7 +32,8 @@ LAYERS: dict[str, set[str]] = {
 LAYERS["report"] = LAYERS["strategies"] | {"strategies"}
 LAYERS["world"] = LAYERS["report"] | {"report"}
 LAYERS["start"] = LAYERS["world"] | {"world"}
-LAYERS["cli"] = LAYERS["start"] | {"start", "diagnose", "launch"}
+LAYERS["verify"] = LAYERS["start"] | {"start", "diagnose", "launch"}
+LAYERS["cli"] = LAYERS["verify"] | {"verify"}
 
 
 def part_of(path: Path) -> str:

@@ -4,6 +4,7 @@
     ├── SettingError                2   an argument, flag or variable that cannot be honoured
     ├── UsageError                  2   an object used in a way that would give wrong numbers
     ├── DataError                   2   a dataset, sampler or batch that cannot be cut into shares
+    │   └── LengthUnknownError      2   the length of a stream that does not say its own
     ├── CheckpointError             1   a file that cannot be read, written or matched
     ├── RankFailedError             1   a process of `lockstep.launch` raised, died or was late
     ├── RanksDifferError            4   something that must be equal on all ranks is not
@@ -17,7 +18,8 @@
         └── TokenDiffersError       3
 
 Every message says what was set, what was found and what to do, and closes with the rank and the
-user's own line.
+user's own line. Where the numbers are right here but may be wrong elsewhere the same is said by
+`warn`, as a `LockstepWarning`. A code, LS303 say, names the entry of the catalogue that tells more.
 
 `lockstep run` ends with 0, or with what failed first: the exit code of that rank's script (1 for
 an exception of Python's, the codes above for ours), `EXIT_DEADLOCK`, `EXIT_LOST_RANK`, or 128 + N
@@ -29,6 +31,7 @@ from __future__ import annotations
 import linecache
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import FrameType
 
@@ -63,14 +66,16 @@ class LockstepError(Exception):
         was_set: what the user asked for, in the user's own terms.
         found: what stands against it.
         do: what to change.
+        code: of its entry in the catalogue (`lockstep.diagnose.catalogue`), where it has one.
     """
 
     exit_code = 1
 
-    def __init__(self, was_set: str, found: str, do: str) -> None:
+    def __init__(self, was_set: str, found: str, do: str, *, code: str | None = None) -> None:
         self.was_set = was_set
         self.found = found
         self.do = do
+        self.code = code
         self.rank = _rank
         self.line = user_line()
         super().__init__(self._text())
@@ -79,7 +84,7 @@ class LockstepError(Exception):
         place = ", ".join(
             part for part in (None if self.rank is None else f"rank {self.rank}", self.line) if part
         )
-        text = f"{self.was_set}\n  found: {self.found}\n  do:    {self.do}"
+        text = _three_parts(self.was_set, self.found, self.do, self.code)
         return f"{text}\n  at:    {place}" if place else text
 
 
@@ -99,6 +104,10 @@ class DataError(LockstepError, ValueError):
     """A dataset, sampler or batch that cannot be cut into shares."""
 
     exit_code = 2
+
+
+class LengthUnknownError(DataError, TypeError):
+    """The length of a stream that does not say its own; for `list()` it is a missing `len()`."""
 
 
 class CheckpointError(LockstepError, RuntimeError):
@@ -163,13 +172,52 @@ class RankFailedError(LockstepError, RuntimeError):
         return f"{text}\n\n{self.remote_traceback}" if self.remote_traceback else text
 
 
+class LockstepWarning(UserWarning):
+    """Numbers that are right here and may be wrong elsewhere; `warn` gives it."""
+
+
+def warn(was_set: str, found: str, do: str, *, code: str) -> None:
+    """Warns of an entry of the catalogue, at the user's own line; on rank 0 alone.
+
+    Args:
+        was_set: what the user asked for, in the user's own terms.
+        found: what stands against it.
+        do: what to change.
+        code: of the entry.
+    """
+    if _rank:
+        return
+    frame = _user_frame()
+    file, line = ("lockstep", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    text = _three_parts(was_set, found, do, code)
+    warnings.warn_explicit(text, LockstepWarning, file, line)
+
+
+def reference(code: str) -> str:
+    """What follows a message that has an entry in the catalogue."""
+    return f"[{code}: lockstep explain {code}]"
+
+
+def _three_parts(was_set: str, found: str, do: str, code: str | None) -> str:
+    text = f"{was_set}\n  found: {found}\n  do:    {do}"
+    return text if code is None else f"{text}\n  more:  {reference(code)}"
+
+
 def user_line() -> str | None:
     """The innermost line of the stack that is the user's own, `file:line: code`."""
+    frame = _user_frame()
+    if frame is None:
+        return None
+    name = frame.f_code.co_filename
+    code = linecache.getline(name, frame.f_lineno).strip()
+    return f"{Path(name).name}:{frame.f_lineno}" + (f": {code}" if code else "")
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_THE_USERS) and "site-packages" not in name:
-            code = linecache.getline(name, frame.f_lineno).strip()
-            return f"{Path(name).name}:{frame.f_lineno}" + (f": {code}" if code else "")
+            return frame
         frame = frame.f_back
     return None

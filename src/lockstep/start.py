@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from lockstep.data.ledger import Ledger
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import join_run, leave
 from lockstep.runtime.seeding import seed_everything
@@ -28,6 +30,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     micro_batch: int | str | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
+    ledger: str | Path | None = None,
     timeout: float | timedelta | None = None,
     collective_timeout: float | timedelta | None = None,
 ) -> World:
@@ -40,7 +43,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, or options such as
             `lockstep.strategies.DDP(...)`; left out, `single` on one process, `ddp` on several.
         seed: of everything random (left out: 0).
-        precision: `fp32` (left out), `bf16` or `fp16`.
+        precision: `fp32` (left out), `bf16`, `fp16` or `fp64`.
         backend: `nccl`, `gloo` or `mpi`; left out, by device.
         init_method: `env://`, `tcp://host:port` or `file:///path`.
         rank: with `world_size`, where no launcher tells.
@@ -51,6 +54,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             memory; left out, its whole part.
         device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
+        ledger: folder in which every rank writes down which samples it trains in which step; left
+            out, nothing is written. `lockstep verify --ledger` reads it.
         timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
 
@@ -60,6 +65,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         SettingError: a setting that cannot be honoured.
         UsageError: this process is in a run already.
     """
+    ledger = ledger if ledger is None else str(ledger)
     given = {name: value for name, value in locals().items() if name not in {"rank", "world_size"}}
     settings = settle(given, os.environ)
     run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
@@ -71,7 +77,12 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         run.collectives.part = chosen.part(run.topology)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
-        return World(run, chosen, choices)
+        world = World(run, chosen, choices)
+        if settings.ledger is not None:
+            written = Ledger(settings.ledger, run.collectives, run.loaders)
+            run.step.watchers.append(written)
+            run.at_end.append(lambda failed: written.close())
+        return world
     except BaseException:
         leave(run, failed=True)
         raise

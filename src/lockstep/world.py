@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -16,23 +16,24 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import __version__
 from lockstep.data.automatic import first_shares
 from lockstep.data.epochs import Epochs
-from lockstep.data.global_batch import global_batch_size
 from lockstep.data.loader import Loader
-from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.data.making import loader_of, source_of
+from lockstep.data.source import Source
+from lockstep.data.stream import Shard
 from lockstep.data.weighting import Weight
 from lockstep.errors import UsageError
 from lockstep.optim.loss_check import LossCheck
 from lockstep.optim.precision import Precision
-from lockstep.report.closing import closing_lines
-from lockstep.report.console import print_choices, say
+from lockstep.report.closing import say_closing
+from lockstep.report.console import print_choices, say, title_of
 from lockstep.report.metrics import RunningMeans
-from lockstep.report.progress import progress
+from lockstep.report.progress import check_loader, check_shown, progress
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.out_of_memory import advise
-from lockstep.runtime.run import Run, leave, main_first
+from lockstep.runtime.run import Run, close_at_exit, leave, main_first
 from lockstep.runtime.seeding import diverge
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.prepare import Preparer, agree, describe_loader
+from lockstep.strategies.prepare import Preparer, agree_on_loader
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -83,7 +84,7 @@ class World:
             run,
             strategy,
             self.precision,
-            make_loader=lambda loader: self._make_loader(from_loader(loader)),
+            make_loader=lambda loader: self._make_loader(source_of(loader)),
             say=self.print,
         )
         self._evaluates_together = strategy.evaluates_together
@@ -95,7 +96,7 @@ class World:
         self._folders: list[str] = []
         self._epochs = Epochs(self._preparer.loaders, run.step)
         _open.add(self)
-        atexit.register(self._close_at_exit)
+        atexit.register(close_at_exit, self._close)
 
     @property
     def epoch(self) -> int:
@@ -140,7 +141,7 @@ class World:
 
     def loader(
         self,
-        data: Dataset[Any] | DataLoader[Any],
+        data: Dataset[Any] | Iterable[Any] | DataLoader[Any],
         batch_size: int | None = None,
         *,
         batch_size_per_device: int | None = None,
@@ -151,12 +152,15 @@ class World:
         weight: Weight | None = None,
         sample_rng: bool = True,
         collate_fn: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        shard: Shard = None,
         **options: Any,
     ) -> Loader:
         """A prepared loader, with the options that a DataLoader does not have.
 
         Args:
-            data: a map-style dataset, or a DataLoader, which then brings `batch_size`, `shuffle`,
+            data: a map-style dataset or a stream (an IterableDataset, or what can be iterated again
+                and again), or a DataLoader, which then brings `batch_size`, `shuffle`,
                 `drop_last`, `collate_fn` and `options`.
             batch_size: samples of the global batch.
             batch_size_per_device: samples a device; the global batch is that times the world size.
@@ -169,6 +173,10 @@ class World:
             sample_rng: give every sample random streams of its own; False for datasets that draw
                 nothing, which are then read in whole batches.
             collate_fn: joins samples into a batch.
+            transform: of a stream: applied to each sample of this rank's.
+            shard: of a stream: how a rank comes by its part. Left out, it reads the whole and keeps
+                its own; `shard(start, step)` gives the samples start, start + step, ...; False: the
+                stream splits itself over the ranks.
             **options: of `torch.utils.data.DataLoader`: `num_workers`, `prefetch_factor`, ...
 
         Raises:
@@ -176,28 +184,22 @@ class World:
             RanksDifferError: data of other lengths on other ranks.
         """
         self._check_open("loader")
-        if isinstance(data, DataLoader):
-            if batch_size is not None or batch_size_per_device is not None or options:
-                raise UsageError(
-                    "world.loader of a DataLoader with batch_size or loader options",
-                    "the DataLoader has these already",
-                    "set them in the DataLoader, or pass its dataset",
-                )
-            source = from_loader(data)
-        else:
-            size = global_batch_size(batch_size, batch_size_per_device, self._devices)
-            source = from_dataset(
-                data,
-                size,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                collate=collate_fn,
-                options=options,
-            )
+        source = source_of(
+            data,
+            batch_size,
+            per_device=batch_size_per_device,
+            devices=self._devices,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate_fn,
+            transform=transform,
+            shard=shard,
+            options=options,
+        )
         loader = self._make_loader(
             source, micro_batch=micro_batch, shares=shares, weight=weight, sample_rng=sample_rng
         )
-        agree(self._run, "world.loader", describe_loader(loader))
+        agree_on_loader(self._run, loader)
         self._preparer.loaders.append(loader)
         return loader
 
@@ -276,22 +278,12 @@ class World:
         Raises:
             UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
         """
-        if self.means is self._outside:
-            raise UsageError(
-                f"world.log({', '.join(values)})",
-                "no world.progress(loader) is being iterated, so nothing would show it",
-                "iterate world.progress(loader) instead of the loader, or use world.print",
-            )
+        check_shown(self.means is not self._outside, values)
         self.means.add(self._run.step.seen.local, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
-        if not isinstance(loader, Loader):
-            raise UsageError(
-                f"world.progress of a {type(loader).__name__}",
-                "it is not a prepared loader",
-                "iterate what world.prepare or world.loader returned for it",
-            )
+        check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
         return progress(loader, self, text, done=loader.start)
 
@@ -311,19 +303,36 @@ class World:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
         return self._epochs.run(total)
 
-    def checkpoint(self, folder: str | Path, /, *, keep: int = 2, **state: Any) -> Checkpoint:
-        """Saves and resumes the whole training state: `.save()`, `.resume()`, `.wait()`.
+    def checkpoint(
+        self,
+        folder: str | Path,
+        /,
+        *,
+        keep: int = 2,
+        every: int | timedelta | None = None,
+        best: Literal["min", "max"] | None = None,
+        busy: Literal["wait", "skip"] = "wait",
+        asynchronous: bool = True,
+        **state: Any,
+    ) -> Checkpoint:
+        """Saves and resumes the whole state: `.save()`, `.step()`, `.resume()`, `.wait()`.
 
         Args:
             folder: where; made when it is needed.
             keep: how many of the newest checkpoints stay.
+            every: steps, or time, after which `.step()` saves.
+            best: the one with the smallest or largest `.save(metric=...)` stays too.
+            busy: what a save does while an earlier one is being written.
+            asynchronous: False: `.save()` returns when all is on disk.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
-        from lockstep.checkpoint.session import Checkpoint  # with safetensors; not all scripts save
+        from lockstep.checkpoint.policy import Policy  # not all scripts save
+        from lockstep.checkpoint.session import Checkpoint
 
         self._check_open("checkpoint")
+        policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
         self._folders.append(str(folder))
-        return Checkpoint(folder, self.collectives, keep=keep, state=state, world_state=self)
+        return Checkpoint(folder, self._run, policy, state, world=self)
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
@@ -344,28 +353,22 @@ class World:
         """Leaves the run; called at exit too. A second call does nothing."""
         self._close(failed=False)
 
-    def _close_at_exit(self) -> None:
-        self._close(failed=hasattr(sys, "last_type"))  # set by an uncaught exception
-
     def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
         _open.discard(self)
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(close_at_exit)
         self._preparer.release()
         leave(self._run, failed=failed)
         if not failed:
             self._check_loss.settle()
-        if self.is_main and self._run.step.number and not failed:
-            step, folder = self._run.step, next(reversed(self._folders), None)
-            words = closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds)
-            for line in words:
-                say(line)
+        if self.is_main and not failed:
+            say_closing(self._run.step, self._folders)
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
         shares, own = options.pop("shares", None), options.pop("micro_batch", None)
-        made = Loader(
+        made = loader_of(
             source,
             shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
             micro_batch=self._of_process(self.settings.micro_batch if own is None else own),
@@ -385,12 +388,7 @@ class World:
         choices, self._preparer.choices = [*self._choices, *self._preparer.choices], []
         self._choices = []
         if self.is_main and choices:
-            hosts = self.size // self.local_size
-            title = (
-                f"lockstep {__version__} · {self.size} process{'es' * (self.size > 1)} on "
-                f"{hosts} host{'s' * (hosts > 1)}"
-            )
-            print_choices(title, choices)
+            print_choices(title_of(self.topology, __version__), choices)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -1,7 +1,15 @@
-"""A training that goes on under another strategy on another number of ranks, in mid-epoch."""
+"""A training that goes on under another strategy on another number of ranks, again and again.
+
+One training is cut into pieces of two steps. Every piece resumes what another strategy, or another
+number of ranks, has saved: each strategy on each number of ranks once in the middle of an epoch and
+once at its end. The losses, the weights and the record of which sample was trained in which step
+are those of a training that was never interrupted.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +22,53 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.whole import gathered
+from lockstep.runtime import run
 from lockstep.strategies import DP, HSDP, Pipeline
 
-BATCH, SAMPLES = 12, 40
+BATCH, SAMPLES, STEPS_A_PIECE = 12, 40, 2
+STEPS_AN_EPOCH = 4
 STRATEGIES: dict[str, Any] = {
-    "single": None,
+    "single": "single",
     "dp": DP(replicas=2),
     "ddp": "ddp",
     "fsdp": "fsdp",
     "hsdp": HSDP(shard_size=1),
     "pipeline": Pipeline(micro_batches=3),
 }
-CHAIN = [
-    ("fsdp", 2, 2), ("pipeline", 2, 3), ("single", 1, 5), ("pipeline", 3, 7), ("dp", 1, 8),
-    ("hsdp", 2, 9), ("ddp", 3, 11),
+COMBINATIONS = [
+    ("fsdp", 3), ("pipeline", 2), ("single", 1), ("ddp", 3), ("hsdp", 2), ("pipeline", 1),
+    ("hsdp", 3), ("fsdp", 2), ("ddp", 1), ("pipeline", 3), ("ddp", 2), ("dp", 1), ("fsdp", 1),
+    ("hsdp", 1),
 ]  # fmt: skip
-"""Strategy, ranks, and the step to go to."""
+# Each twice; turned by one, so that who resumed at an epoch's end resumes in its middle then.
+PIECES = [*COMBINATIONS, *COMBINATIONS[1:], COMBINATIONS[0]]
+STEPS = len(PIECES) * STEPS_A_PIECE
+
+
+class Record:
+    """What happens on one rank: a watcher of its steps."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[int, int, list[int]]] = []
+        """Step, epoch, and the samples that count."""
+        self.losses: dict[int, float] = defaultdict(float)
+        self.step = 0
+
+    def prepared(self, module: nn.Module) -> None:
+        pass
+
+    def handed_out(self, handed: Any) -> None:
+        self.counts = handed.counts  # not on the ranks of a pipeline that have no loss
+        if self.counts:
+            self.samples.append((self.step, handed.epoch, handed.samples.tolist()))
+
+    def backward(self, loss: Tensor) -> None:
+        if self.counts:
+            self.losses[self.step] += float(loss.detach())
+
+    def stepped(self, number: int) -> None:
+        assert number == self.step
+        self.step += 1
 
 
 def model() -> nn.Module:
@@ -48,43 +87,100 @@ def data() -> TensorDataset:
     return TensorDataset(x, torch.randint(3, (SAMPLES,), generator=generator))
 
 
-def train(strategy: str, folder: Path | None, end: int) -> dict[str, Tensor]:
+def train(world: lockstep.World, folder: Path | None, end: int) -> tuple[Record, dict[str, Tensor]]:
     """Goes on from the folder's checkpoint to step `end`, and saves another."""
-    with lockstep.init(STRATEGIES[strategy], seed=5) as world:
-        made = model()
-        groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)
-        loader = world.loader(data(), BATCH, shuffle=True)
-        state = {"model": prepared, "optimizer": optimizer, "scheduler": scheduler}
-        if folder is not None:
-            checkpoint = world.checkpoint(folder, **state, loader=loader)
-            checkpoint.resume()
-        for _epoch in world.epochs(3):
-            for x, y in loader:
-                world.backward(F.cross_entropy(prepared(x), y))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                if world._run.step.number == end:
-                    if folder is not None:
-                        checkpoint.save()
-                    whole = gathered(plain_state_dict(prepared))
-                    return {n: v.detach().clone() for n, v in whole.items() if not v.is_meta}
+    made, record = model(), Record()
+    world._run.step.watchers.append(record)
+    groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+    prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)
+    loader = world.loader(data(), BATCH, shuffle=True)
+    state = {"model": prepared, "optimizer": optimizer, "scheduler": scheduler}
+    if folder is not None:
+        checkpoint = world.checkpoint(folder, **state, loader=loader)
+        assert checkpoint.resume() is (end > STEPS_A_PIECE)
+    record.step = world._run.step.number
+    for _epoch in world.epochs(STEPS):
+        for x, y in loader:
+            world.backward(F.cross_entropy(prepared(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if record.step == end:
+                if folder is not None:
+                    checkpoint.save()
+                whole = gathered(plain_state_dict(prepared))
+                return record, {n: v.detach().clone() for n, v in whole.items() if not v.is_meta}
     raise AssertionError("the loop has ended early")
 
 
-def test_it_goes_on_where_it_was(tmp_path):
-    expected = run_ranks(train, 1, "single", None, CHAIN[-1][2])[0]
-    for strategy, size, end in CHAIN:
-        found: dict[str, Tensor] = {}
-        for of_rank in run_ranks(train, size, strategy, tmp_path, end):
-            found |= of_rank
-        assert found.keys() == expected.keys(), strategy
+def train_alone() -> tuple[Record, dict[str, Tensor]]:
+    with lockstep.init(seed=5) as world:
+        return train(world, None, STEPS)
+
+
+def train_in_pieces(folder: Path) -> list[tuple[Record, dict[str, Tensor]] | None]:
+    """This rank's part of every piece; None where a piece has fewer ranks."""
+    rank = int(os.environ["TEST_RANK"])
+    parts: list[tuple[Record, dict[str, Tensor]] | None] = []
+    for piece, (strategy, size) in enumerate(PIECES):
+        if rank >= size:
+            parts.append(None)
+            continue
+        run._joins = piece  # all ranks of a run have joined as often, and here they have not
+        place = {} if size == 1 else {"rank": rank, "world_size": size}
+        if size > 1:
+            place["init_method"] = f"file://{folder}/meet-{piece}"
+        with lockstep.init(STRATEGIES[strategy], seed=5, timeout=60, **place) as world:
+            parts.append(train(world, folder / "run", (piece + 1) * STEPS_A_PIECE))
+    return parts
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    ((alone, expected),) = run_ranks(train_alone, 1)
+    by_rank = run_ranks(
+        train_in_pieces,
+        3,
+        tmp_path,
+        environment=lambda rank: {"TEST_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=120,
+    )
+    trained: list[list[int]] = [[] for _ in range(STEPS)]
+    for piece, (strategy, size) in enumerate(PIECES):
+        parts = [part for rank in by_rank if (part := rank[piece]) is not None]
+        assert len(parts) == size
+        weights: dict[str, Tensor] = {}
+        for record, of_rank in parts:
+            weights |= of_rank
+            for step, epoch, samples in record.samples:
+                assert epoch == step // STEPS_AN_EPOCH
+                trained[step] += samples
+        assert weights.keys() == expected.keys(), strategy
+        for step in range(piece * STEPS_A_PIECE, (piece + 1) * STEPS_A_PIECE):
+            losses = [record.losses[step] for record, _ in parts if record.counts]
+            assert abs(sum(losses) / len(losses) - alone.losses[step]) < 1e-9, (
+                strategy,
+                size,
+                step,
+            )
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+    for step, _, samples in alone.samples:
+        assert sorted(trained[step]) == sorted(samples), step
+    for begin in range(0, STEPS, STEPS_AN_EPOCH):
+        epoch = sum(trained[begin : begin + STEPS_AN_EPOCH], [])
+        assert sorted(epoch) == list(range(SAMPLES))
+
+
+def test_the_weights_alone_come_out_of_it(tmp_path: Path) -> None:
+    ((_, expected),) = run_ranks(save_alone, 1, tmp_path)
     bare = model()
     lockstep.load_weights(bare, tmp_path)
     for name, value in expected.items():
-        torch.testing.assert_close(bare.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+        assert torch.equal(bare.state_dict()[name], value)
+
+
+def save_alone(folder: Path) -> tuple[Record, dict[str, Tensor]]:
+    with lockstep.init(seed=5) as world:
+        return train(world, folder, STEPS_A_PIECE)

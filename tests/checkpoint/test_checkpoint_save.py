@@ -3,27 +3,29 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
+import resource
+import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint import layout, save
-from lockstep.checkpoint.save import write_checkpoint
+from lockstep.checkpoint import disk, layout
+from lockstep.checkpoint.save import write_checkpoint, write_tensors
 from lockstep.errors import CheckpointError
 
 
-def write(folder: Path, step: int, value: float, keep: int = 2) -> Path:
+def write(folder: Path, step: int, value: float, keep: int = 2, **more: Any) -> Path:
     files = {
         "model.safetensors": {"w": torch.full((3,), value)},
         "training.safetensors": {"m": torch.tensor(value)},
     }
-    return write_checkpoint(folder, step, files, {"epoch": 1}, keep=keep)
+    manifest = {"epoch": 1, "modules": {"model": {}}, "training": {}, **more}
+    return write_checkpoint(folder, step, files, manifest, keep=keep)
 
 
 def value_in(path: Path) -> float:
@@ -163,38 +165,38 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing cleans up after it."""
 
 
-CALLS = [
-    (os, "fsync"),
-    (os, "replace"),
-    (save, "save_file"),
-    (save, "write_text"),
-    (shutil, "rmtree"),
-    (Path, "mkdir"),
-    (Path, "touch"),
-    (Path, "chmod"),
-]
+CALLS = ["make_folder", "create", "write", "sync", "close", "rename", "unlink", "remove_folder"]
 
 
 def stop_at(patch: pytest.MonkeyPatch, number: int, error: BaseException) -> list[str]:
     """Counts the calls that change the disk; the one of that number and all later ones raise."""
     done: list[str] = []
 
-    def wrap(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def wrap(name: str) -> None:
+        original = getattr(disk, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any) -> Any:
             done.append(name)
             if len(done) > number:
-                if kwargs.get("ignore_errors"):
-                    return None
+                if name == "close":
+                    original(*args)
                 raise error
-            return original(*args, **kwargs)
+            # What was written outlives a process, whether it is on the disk yet or not.
+            return None if name == "sync" else original(*args)
 
-        patch.setattr(owner, name, call)
+        patch.setattr(disk, name, call)
 
-    for owner, name in CALLS:
-        wrap(owner, name)
+    for name in CALLS:
+        wrap(name)
     return done
+
+
+def test_there_is_no_other_way_to_the_disk() -> None:
+    """Every function of the module that changes something is among those that are stopped."""
+    defined = {n for n, v in vars(disk).items() if getattr(v, "__module__", "") == disk.__name__}
+    assert defined - set(CALLS) == {"new_file", "remove_tree", "sync_folder"}, (
+        "these use the others"
+    )
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
@@ -230,41 +232,74 @@ def test_stopped_anywhere_there_is_a_whole_checkpoint(
     assert outcomes.count(1.0) > 8
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return call
-
-
-FULL = SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
-
-
 @pytest.mark.parametrize(
-    ("owner", "name", "error", "found"),
+    ("name", "code", "found", "do"),
     [
-        (save, "save_file", FULL, "no space is left"),
-        (os, "fsync", OSError(errno.ENOSPC, "No space left on device"), "no space is left"),
-        (Path, "mkdir", PermissionError(errno.EACCES, "denied"), "permission is denied"),
-        (Path, "mkdir", OSError(errno.EROFS, "Read-only file system"), "permission is denied"),
-        (save, "save_file", SafetensorError("odd"), "odd"),
-        (save, "save_file", KeyError(torch.bits8), "cannot store torch.bits8"),
+        ("write", errno.ENOSPC, "no space is left", "free some space"),
+        ("sync", errno.ENOSPC, "no space is left", "the last complete checkpoint is untouched"),
+        ("write", errno.EDQUOT, "your quota", "ask for more"),
+        ("close", errno.EDQUOT, "your quota", "ask for more"),
+        ("make_folder", errno.EACCES, "permission is denied", "change its permissions"),
+        ("make_folder", errno.EROFS, "the file system is read-only", "a disk that fails"),
+        ("create", errno.ESTALE, "does not answer as it should", "look at the mount"),
+        ("write", errno.EIO, "does not answer as it should", "the machine's log"),
+        ("create", errno.ENOENT, "went away meanwhile", "still mounted"),
     ],
 )
 def test_what_the_disk_says_is_explained(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    error: Exception,
-    found: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, found: str, do: str
 ) -> None:
     write(tmp_path, 1, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, raising(error))
-        with pytest.raises(CheckpointError, match=found):
+        original = getattr(disk, name)
+
+        def fail(*arguments: Any) -> Any:
+            if name == "close":
+                original(*arguments)
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(disk, name, fail)
+        with pytest.raises(CheckpointError, match=found) as caught:
             write(tmp_path, 2, 2.0)
+    assert do in caught.value.do
     assert names(tmp_path) == ["step-000000001"]
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    """A real one, set by the system."""
+    write(tmp_path, 1, 1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(CheckpointError, match="limit on the size of a file"):
+            write(tmp_path, 2, 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert names(tmp_path) == ["step-000000001"]
+
+
+def test_a_dtype_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"safetensors cannot store torch.bits8"):
+        write_tensors(tmp_path / "x", {"w": torch.empty(2, dtype=torch.bits8)})
+
+
+def test_files_are_as_safetensors_writes_them(tmp_path: Path) -> None:
+    tensors = {
+        "é.weight": torch.randn(3, 2),
+        "half": torch.randn(5).bfloat16(),
+        "mask": torch.tensor([True, False, True]),
+        "count": torch.tensor(7),
+        "none": torch.empty(0, 4),
+    }
+    written = write_tensors(tmp_path / "ours", tensors)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    loaded, theirs = load_file(tmp_path / "ours"), load_file(tmp_path / "theirs")
+    assert loaded.keys() == theirs.keys()
+    assert all(torch.equal(loaded[name], theirs[name]) for name in theirs)
+    assert written.size == (tmp_path / "ours").stat().st_size
+    assert written.checksum == f"crc32:{zlib.crc32((tmp_path / 'ours').read_bytes()):08x}"
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:

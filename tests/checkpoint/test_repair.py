@@ -13,6 +13,7 @@ from saved import checkpoint
 from torch import nn
 
 from lockstep.checkpoint import layout
+from lockstep.checkpoint.checksums import sealed
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.repair import RECENT, Repair, carry_out, plan_repairs
 from lockstep.checkpoint.weights import load_weights
@@ -48,7 +49,13 @@ def flip(path: Path, byte: int = 20) -> None:
 
 def edit(path: Path, **changes: Any) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+    (path / "manifest.json").write_bytes(sealed({**manifest, **changes}))
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
@@ -74,6 +81,14 @@ BREAK = {
     "nested without end": (lambda p: (p / "manifest.json").write_text("[" * 10**5), "is damaged"),
     "a header's bit flipped": (lambda p: flip(p / "model.safetensors"), "header is damaged"),
     "a module elsewhere": (lambda p: edit(p, modules={"../x": {}}), "outside of its folder"),
+    "a value's bit flipped": (
+        lambda p: flip(p / "model.safetensors", -1),
+        "model.safetensors is damaged: its checksum differs",
+    ),
+    "a number in the manifest": (
+        lambda p: replace(p / "manifest.json", '"epoch": 2', '"epoch": 3'),
+        "manifest.json is damaged: its checksum differs",
+    ),
     "no state": (lambda p: edit(p, modules=None), "it lacks the state"),
     "another state": (
         lambda p: edit(p, training={"a": {"$tensor": "absent"}}),
@@ -172,8 +187,19 @@ def test_set_aside_stays_while_it_is_sound(tmp_path: Path) -> None:
     assert [(r.what, r.path) for r in plan(tmp_path)] == [("remove", aside)]
 
 
-def test_health_needs_no_values(tmp_path: Path) -> None:
-    """Values that have changed are seen by nobody: the manifest has no checksums."""
+def test_values_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "model.safetensors", -1)
     assert examine(path).problems == ()
+    assert examine(path, values=True).problems == (
+        "model.safetensors is damaged: its checksum differs",
+    )
+
+
+def test_a_manifest_of_an_older_version_has_no_checksums(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["checksums"], manifest["checksum"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert layout.damage(path) is None
+    assert plan(tmp_path) == []

@@ -15,11 +15,15 @@ from ranks import in_gloo_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.checkpoint import layout, save
+from lockstep.checkpoint import disk, layout
+from lockstep.checkpoint.policy import Policy
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.run import Run
+from lockstep.runtime.settings import Settings
+from lockstep.runtime.step import Step
 from lockstep.topology import Topology
 
 CPU = torch.device("cpu")
@@ -28,15 +32,42 @@ CPU = torch.device("cpu")
 class World:
     """The run's own state, as far as a checkpoint knows it."""
 
+    strategy = "by hand"
+
     def __init__(self) -> None:
         self.step = 0
         self.epoch = 0
+        self.said: list[str] = []
+        self.run: Run | None = None
+
+    def print(self, *values: object) -> None:
+        self.said += map(str, values)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step, self.epoch = state["step"], state["epoch"]
+        if self.run is not None:
+            self.run.step.number = self.step
+
+
+def run_of(collectives: Collectives) -> Run:
+    return Run(
+        topology=collectives.topology,
+        device=CPU,
+        backend="",
+        collectives=collectives,
+        step=Step(),
+        settings=Settings(),
+        joined=None,
+    )
+
+
+def checkpoint_of(folder: Path, state: dict[str, Any], **policy: Any) -> Checkpoint:
+    """On one process; written before `save` returns."""
+    run = run_of(Collectives(Topology(), CPU))
+    return Checkpoint(folder, run, Policy(asynchronous=False, **policy), state, world=World())
 
 
 class Net(nn.Module):
@@ -53,7 +84,13 @@ class Net(nn.Module):
 class Training:
     """A plain training, on one process or under DDP."""
 
-    def __init__(self, folder: Path, collectives: Collectives | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        collectives: Collectives | None = None,
+        policy: Policy | None = None,
+        **more: Any,
+    ) -> None:
         collectives = collectives or Collectives(Topology(), CPU)
         torch.manual_seed(0)
         net = Net()
@@ -61,17 +98,14 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=50)
         self.world = World()
+        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.run = self.world.run = run_of(collectives)
         self.checkpoint = Checkpoint(
             folder,
-            collectives,
-            keep=2,
-            state={
-                "model": self.model,
-                "optimizer": self.optimizer,
-                "scheduler": self.scheduler,
-                **more,
-            },
-            world_state=self.world,
+            self.run,
+            policy or Policy(asynchronous=False),
+            {**state, **more},
+            world=self.world,
         )
         torch.manual_seed(collectives.topology.rank)
 
@@ -84,6 +118,12 @@ class Training:
             self.optimizer.zero_grad()
             self.scheduler.step()
             self.world.step += 1
+            self.run.step.number += 1
+
+    def end(self, failed: bool = False) -> None:
+        """What the end of the run does."""
+        for finish in self.run.at_end:
+            finish(failed)
 
     def values(self) -> list[torch.Tensor]:
         moments = [t for s in self.optimizer.state_dict()["state"].values() for t in s.values()]
@@ -152,14 +192,102 @@ def test_what_is_incomplete_is_said(tmp_path: Path) -> None:
     (tmp_path / "step-000000002" / "manifest.json").unlink()
     assert run.checkpoint.resume()
     assert run.world.step == 1
-    assert run.checkpoint.last_resume_note.endswith("; passed over as incomplete: step-000000002")
+    assert run.checkpoint.last_resume_note.endswith("; passed over: step-000000002 (incomplete)")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x01
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "manifest.json"])
+def test_a_flipped_bit_is_found_and_passed_over(tmp_path: Path, name: str) -> None:
+    run = Training(tmp_path)
+    for _ in range(2):
+        run.train(2)
+        run.checkpoint.save()
+    damaged = tmp_path / "step-000000004"
+    epoch = (damaged / name).read_bytes().find(b'"epoch": 0')
+    flip(damaged / name, epoch + len('"epoch": ') if epoch > 0 else -5)
+    assert layout.is_complete(damaged), "or sizes are enough to see it"
+    note = f"passed over: step-000000004 ({name} is damaged: its checksum differs)"
+    # It neither forbids an earlier step, nor takes the place of a good one, nor is taken up.
+    for step in (2, 3):
+        again = Training(tmp_path)
+        assert again.checkpoint.resume()
+        assert again.world.step == step
+        assert note in again.checkpoint.last_resume_note
+        assert again.world.said == [again.checkpoint.last_resume_note]
+        again.train(1)
+        again.checkpoint.save()
+    assert layout.damage(damaged) is None, "it was replaced by that of the same step"
+    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [3, 4]
+
+
+def test_every_byte_of_a_manifest(tmp_path: Path) -> None:
+    """No change of one goes unseen."""
+    path = checkpoint_of(tmp_path, {"own": Counter({"lr": 0.125, "name": "a"})}).save()
+    assert path is not None
+    file = path / "manifest.json"
+    good = file.read_bytes()
+    for place in range(len(good)):
+        data = bytearray(good)
+        data[place] ^= 1 << place % 7
+        file.write_bytes(data)
+        assert not layout.is_complete(path) or layout.damage(path), f"byte {place}"
+    file.write_bytes(good)
+    assert layout.damage(path) is None
+
+
+def test_nothing_sound_is_no_beginning(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    for _ in range(2):
+        run.train(1)
+        run.checkpoint.save()
+    flip(tmp_path / "step-000000001" / "model.safetensors", -1)
+    (tmp_path / "step-000000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="none of its checkpoints is sound") as caught:
+        run.checkpoint.resume()
+    assert "step-000000002 (incomplete), step-000000001 (model" in caught.value.found
+    assert "checkpoint repair" in caught.value.do
+
+
+def test_a_checkpoint_of_an_older_version_has_no_checksums(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    path = run.checkpoint.save()
+    assert path is not None
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in ("checksums", "checksum", "strategy", "metric"):
+        del manifest[name]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert Training(tmp_path).checkpoint.resume()
+
+
+def test_a_schedule_of_another_length(tmp_path: Path) -> None:
+    def schedules(steps: int) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps // 10)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [steps // 10])
+        return {"cycle": cycle, "schedule": schedule}
+
+    checkpoint_of(tmp_path, schedules(50)).save()
+    longer = schedules(80)
+    before = longer["cycle"].state_dict()
+    with pytest.raises(CheckpointError, match="total_steps=50 and is built with total_steps=80"):
+        checkpoint_of(tmp_path, longer).resume()
+    assert longer["cycle"].state_dict() == before
+    mixed = checkpoint_of(tmp_path, {**schedules(50), "schedule": longer["schedule"]})
+    assert mixed.resume()
+    assert "T_max=50 as saved, not 80 as built" in mixed.last_resume_note
+    assert "total_iters=5 as saved, not 8 as built" in mixed.last_resume_note
 
 
 def test_a_compiled_model_is_saved_bare(tmp_path: Path) -> None:
     net = torch.compile(Net(), backend="eager")
-    checkpoint = Checkpoint(
-        tmp_path, Collectives(Topology(), CPU), keep=1, state={"net": net}, world_state=World()
-    )
+    checkpoint = checkpoint_of(tmp_path, {"net": net})
     path = checkpoint.save()
     bare = Net()
     load_weights(bare, path / "net.safetensors")
@@ -238,7 +366,8 @@ def test_state_that_cannot_be_stored(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         run.checkpoint.save()
     assert caught.value.found == "own.f[0] is a builtin_function_or_method"
-    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+    run.end()
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_pickle_is_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,15 +388,9 @@ def test_no_pickle_is_read_or_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, None])
-def test_keep_must_be_a_count(tmp_path: Path, keep: Any) -> None:
+def test_keep_must_be_a_count(keep: Any) -> None:
     with pytest.raises(SettingError, match="keep="):
-        Checkpoint(
-            tmp_path,
-            Collectives(Topology(), CPU),
-            keep=keep,
-            state={"model": Net()},
-            world_state=World(),
-        )
+        Policy(keep=keep)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +407,7 @@ def test_keep_must_be_a_count(tmp_path: Path, keep: Any) -> None:
 )
 def test_what_can_be_given(tmp_path: Path, state: dict[str, Any], found: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Checkpoint(tmp_path, Collectives(Topology(), CPU), keep=1, state=state, world_state=World())
+        checkpoint_of(tmp_path, state)
     assert found in caught.value.found
 
 
@@ -370,15 +493,15 @@ def failing(folder: str) -> list[tuple[str, str]]:
     run = Training(Path(folder) / "a", collectives, own=own)
     seen = []
 
-    original, full = save.save_file, OSError(28, "No space left on device")
+    original, full = disk.write, OSError(28, "No space left on device")
 
     def no_space(*_: Any, **__: Any) -> None:
         raise full
 
     if rank == 0:
-        save.save_file = no_space
+        disk.write = no_space
     seen.append(caught(run.checkpoint.save))
-    save.save_file = original
+    disk.write = original
 
     if rank == 1:
         own.state_dict = lambda: 1 / 0  # type: ignore[method-assign]
@@ -412,10 +535,10 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert zero[1] == ("CheckpointError", "rank 1: ZeroDivisionError: division by zero")
     assert one[2] == ("CheckpointError", "ZeroDivisionError: division by zero")
     assert zero[2] == ("CheckpointError", "rank 1: ZeroDivisionError: division by zero")
-    assert "not complete" in one[3][1]
+    assert "this rank does not see it" in one[3][1]
     assert zero[3][1] == f"rank 1: {one[3][1]}"
     assert "another checkpoint under that name" in one[4][1]
     assert zero[4][1] == f"rank 1: {one[4][1]}"
     assert one[5] == zero[5]
     assert zero[5][1] == "rank 1 sees a complete checkpoint there, rank 0 sees none"
-    assert os.listdir(tmp_path / "a") == ["step-000000000"]
+    assert sorted(os.listdir(tmp_path / "a")) == [".lock", "step-000000000"]

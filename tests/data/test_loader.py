@@ -278,11 +278,6 @@ def test_a_batch_sampler_of_the_users_makes_the_global_batches():
     assert make(source).steps == 3
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        yield from range(3)
-
-
 class Endless(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
@@ -291,7 +286,6 @@ class Endless(Dataset[int]):
 @pytest.mark.parametrize(
     ("error", "text", "loader"),
     [
-        (DataError, "IterableDataset", lambda: DataLoader(Stream(), batch_size=2)),
         (DataError, "without a length", lambda: DataLoader(Endless(), batch_size=2,
                                                            sampler=range(3))),
         (DataError, "batch_size=None", lambda: DataLoader(Numbers(3), batch_size=None)),

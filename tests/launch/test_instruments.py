@@ -32,6 +32,7 @@ def installed(folder: Path) -> Iterator[None]:
         yield
     finally:
         instruments.uninstall()
+        instruments._groups.clear()
 
 
 @contextlib.contextmanager
@@ -42,6 +43,7 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        instruments._groups.clear()
         until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
@@ -121,6 +123,18 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
         beacon = read_beacon(tmp_path)
         assert beacon is not None
         assert (beacon.pid, beacon.steps) == (os.getpid(), 1)
+
+
+@in_clean_process
+def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_path: Path) -> None:
+    with installed(tmp_path):
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.destroy_process_group()
+        until(lambda: "pt_gloo_runloop" in names_of_tasks())  # a thread is named by itself
+        assert len(instruments._groups) == 1
+        instruments._groups.clear()
+        until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
 @in_clean_process

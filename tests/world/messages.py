@@ -29,9 +29,9 @@ MESSAGES: dict[str, str] = {
         "  do:    give it a __len__ that returns the number of samples (batches for a batch sampler)"
     ),
     "stream": (
-        "a Stream, which is an IterableDataset\n"
-        "  found: a stream has no length and no index, so its samples cannot be planned\n"
-        "  do:    use a map-style dataset (with __getitem__ and __len__)"
+        "shuffle=True for the stream Stream\n"
+        "  found: a stream is read in the order that it has\n"
+        "  do:    shuffle inside its __iter__ (whose random streams are seeded alike on all ranks), or with the stream's own .shuffle(...)"
     ),
     "not a dataset": (
         "data of type int\n"
@@ -46,7 +46,8 @@ MESSAGES: dict[str, str] = {
     "DistributedSampler": (
         "a DataLoader with a DistributedSampler\n"
         "  found: it is already cut into shards; Lockstep would cut each shard again\n"
-        "  do:    leave the sampler out and pass shuffle=True: every rank gets its part of the batch"
+        "  do:    leave the sampler out and pass shuffle=True: every rank gets its part of the batch\n"
+        "  more:  [LS102: lockstep explain LS102]"
     ),
     "DataLoader and batch size": (
         "world.loader of a DataLoader with batch_size or loader options\n"
@@ -80,8 +81,8 @@ MESSAGES: dict[str, str] = {
     ),
     "unknown precision": (
         "precision='bf61'\n"
-        "  found: precisions are fp32, bf16, fp16\n"
-        "  do:    choose one of them; float64 models run under fp32, which changes no dtype"
+        "  found: precisions are fp32, bf16, fp16, fp64\n"
+        "  do:    choose one of them"
     ),
     "nccl on the CPU": (
         "backend='nccl'\n"
@@ -133,7 +134,8 @@ MESSAGES: dict[str, str] = {
     "parameters added after prepare": (
         "optimizer.add_param_group after world.prepare\n"
         "  found: gradients of parameters that came later would not be averaged over the ranks\n"
-        "  do:    add all parameters first (frozen ones may be in it), then call world.prepare"
+        "  do:    add all parameters first (frozen ones may be in it), then call world.prepare\n"
+        "  more:  [LS303: lockstep explain LS303]"
     ),
     "loss that is a number": (
         "world.backward of a float\n"
@@ -163,7 +165,8 @@ MESSAGES: dict[str, str] = {
     "loss.backward() of a part": (
         "loss.backward() before optimizer.step()\n"
         "  found: this rank's part is 4 of 8 samples, so its mean counts as much as others only when weighted\n"
-        "  do:    call world.backward(loss), which weighs the loss exactly"
+        "  do:    call world.backward(loss), which weighs the loss exactly\n"
+        "  more:  [LS206: lockstep explain LS206]"
     ),
     "sum of an object": (
         "a collective on a type\n"
@@ -196,32 +199,38 @@ MESSAGES: dict[str, str] = {
     "forward through .module": (
         "a training forward pass through .module\n"
         "  found: DDP averages the gradients of its own forward passes only; these would stay here\n"
-        "  do:    call the object that world.prepare returned; .module is for reading and for evaluation under torch.no_grad()"
+        "  do:    call the object that world.prepare returned; .module is for reading and for evaluation under torch.no_grad()\n"
+        "  more:  [LS302: lockstep explain LS302]"
     ),
     "layers of .module": (
         "a backward pass whose forward pass did not go through the prepared model\n"
         "  found: its gradients stayed on this rank: they were not averaged\n"
-        "  do:    call the object that world.prepare returned, not its .module or a method of it"
+        "  do:    call the object that world.prepare returned, not its .module or a method of it\n"
+        "  more:  [LS302: lockstep explain LS302]"
     ),
     "unused parameters": (
         "an optimizer step while some parameters have no gradient\n"
         "  found: 2 of 4 were not used for the loss: spare.weight, spare.bias; DDP waits for them, so others may not be averaged either\n"
-        "  do:    use them, freeze them with requires_grad_(False) before world.prepare, or pass strategy=lockstep.strategies.DDP(find_unused_parameters=True)"
+        "  do:    use them, freeze them with requires_grad_(False) before world.prepare, or pass strategy=lockstep.strategies.DDP(find_unused_parameters=True)\n"
+        "  more:  [LS301: lockstep explain LS301]"
     ),
     "loss.backward() of uneven parts": (
         "loss.backward() before optimizer.step()\n"
         "  found: this rank's part is 5 of 9 samples, so its mean counts as much as others only when weighted\n"
-        "  do:    call world.backward(loss), which weighs the loss exactly"
+        "  do:    call world.backward(loss), which weighs the loss exactly\n"
+        "  more:  [LS206: lockstep explain LS206]"
     ),
     "layer added after prepare": (
         "parameters added, replaced or unfrozen after world.prepare\n"
         "  found: DDP does not average the gradients of 0.weight, 0.bias\n"
-        "  do:    change the model first, then call world.prepare"
+        "  do:    change the model first, then call world.prepare\n"
+        "  more:  [LS303: lockstep explain LS303]"
     ),
     "replicas part": (
         "replicas that stay equal (step 1)\n"
         "  found: 1 of 4 tensors differ between ranks: 2.bias\n"
-        "  do:    look for a forward pass that goes around the prepared model, parameters changed by hand on some ranks, or a step taken on some ranks only"
+        "  do:    look for a forward pass that goes around the prepared model, parameters changed by hand on some ranks, or a step taken on some ranks only\n"
+        "  more:  [LS304: lockstep explain LS304]"
     ),
     "other models": (
         "world.prepare\n"
@@ -231,12 +240,20 @@ MESSAGES: dict[str, str] = {
     "data of other lengths": (
         "world.loader\n"
         "  found: rank 0: a loader over 8 samples in global batches of 4 (checksum 20f0fcb7); rank 1: a loader over 9 samples in global batches of 4 (checksum a4e42c80)\n"
-        "  do:    build the same on every rank: same code, arguments, seed and data"
+        "  do:    build the same on every rank: same code, arguments, seed and data\n"
+        "  more:  [LS104: lockstep explain LS104]"
+    ),
+    "data of other content": (
+        "a TensorDataset that is the same on every rank\n"
+        "  found: sample 0 of rank 1 is another one than that of rank 0\n"
+        "  do:    compare the copies of the data on the machines; sort what os.listdir or a set gives, and seed what shuffles or draws\n"
+        "  more:  [LS104: lockstep explain LS104]"
     ),
     "plateau of other metrics": (
         "ReduceLROnPlateau.step(metric)\n"
         "  found: rank 0: 0.5, rank 1: 1.5\n"
-        "  do:    give it a value that is equal everywhere: world.mean(metric) or world.sum(...)"
+        "  do:    give it a value that is equal everywhere: world.mean(metric) or world.sum(...)\n"
+        "  more:  [LS402: lockstep explain LS402]"
     ),
     "sum in an evaluation loop": (
         "world.sum in the body of an evaluation loop\n"

@@ -228,7 +228,8 @@ def refused(kind: str, rank: int | None, **init: Any) -> str:
         object.__setattr__(net, "world", world)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model, optimizer = world.prepare(net, optimizer)
-        data = torch.utils.data.TensorDataset(torch.randn(24, FEATURES))
+        numbers = torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(0))
+        data = torch.utils.data.TensorDataset(numbers)
         for (x,) in world.loader(data, 12):
             net.given = x
             used = torch.zeros(()) if kind == "arguments" else x

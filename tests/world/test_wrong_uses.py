@@ -12,7 +12,13 @@ from messages import MESSAGES
 from problems import mlp, tensors
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 import lockstep
 from lockstep.errors import LockstepError
@@ -91,7 +97,7 @@ ALONE_CASES: dict[str, Case] = {
     "no batch size": lambda: within(lambda w: w.loader(tensors())),
     "two batch sizes": lambda: within(lambda w: w.loader(tensors(), 4, batch_size_per_device=2)),
     "dataset without length": lambda: within(lambda w: w.loader(NoLength(), 4)),
-    "stream": lambda: within(lambda w: w.prepare(DataLoader(Stream(), batch_size=2))),
+    "stream": lambda: within(lambda w: w.loader(Stream(), 2, shuffle=True)),
     "not a dataset": lambda: within(lambda w: w.loader(7, 4)),  # type: ignore[arg-type]
     "DataLoader without batch size": lambda: within(
         lambda w: w.prepare(DataLoader(tensors(), batch_size=None))
@@ -243,6 +249,7 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "replicas part": changed_by_hand,
     "other models": lambda w: w.prepare(nn.Linear(2 + w.rank, 1)),
     "data of other lengths": lambda w: w.loader(tensors(8 + w.rank), 4),
+    "data of other content": lambda w: w.loader(TensorDataset(torch.ones(8) + w.rank), 4),
     "plateau of other metrics": plateau,
     "sum in an evaluation loop": sum_in_evaluation,
     "shapes that do not match": lambda w: w.sum(torch.ones(2 + w.rank)),

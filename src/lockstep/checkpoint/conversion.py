@@ -14,13 +14,19 @@ from torch import Tensor
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import separate
 from lockstep.checkpoint.save import flush
-from lockstep.checkpoint.shards import SHARD_SIZE, Piece, in_place, index_of, write_weights
+from lockstep.checkpoint.shards import (
+    SHARD_SIZE,
+    TORCH_ENDINGS,
+    Piece,
+    in_place,
+    index_of,
+    write_weights,
+)
 from lockstep.checkpoint.stored import Contents, Stored
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `--dtype` may be."""
-TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 # Not the 8-bit ones: their scales stand beside them, in tensors of their own.
 _CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -34,17 +34,24 @@ NATIVE = frozenset(getattr(torch, name) for name in _NATIVE.split())
 """The dtypes that every release of safetensors can store."""
 STORABLE = NATIVE | {getattr(torch, name) for name in _AS_BYTES.split() if hasattr(torch, name)}
 """The dtypes that `encode` can store, the others of them as bytes."""
+BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
+"""What a tree calls them."""
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""All of them, as values of their own."""
 
 _RESERVED = "__metadata__"  # not a tensor's name in a safetensors file
 
 
-def encode(state: object, *, inside: str = "") -> tuple[Tree, dict[str, Tensor]]:
+def encode(
+    state: object, *, inside: str = "", to_host: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tree, dict[str, Tensor]]:
     """Takes a state apart.
 
     Args:
         state: any nest of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
         inside: what `state` is called, for messages only.
+        to_host: gives a tensor's values in contiguous CPU memory; None: `on_cpu`.
 
     Returns:
         A tree for `json.dumps`, and CPU tensors under the names that the tree uses: contiguous,
@@ -54,7 +61,7 @@ def encode(state: object, *, inside: str = "") -> tuple[Tree, dict[str, Tensor]]
     Raises:
         CheckpointError: something else is in there; names where.
     """
-    encoder = _Encoder(inside)
+    encoder = _Encoder(inside, to_host or on_cpu)
     return encoder.tree(state, ()), encoder.tensors
 
 
@@ -64,20 +71,16 @@ def decode(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         CheckpointError: the tree names a tensor that is not there, or holds a form unknown here.
     """
-    if isinstance(tree, list):
-        return [decode(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    tag = next((key for key in tree if key.startswith("$")), None)
-    if tag is None:
-        return {key: decode(value, tensors) for key, value in tree.items()}
-    if tag not in _DECODERS:
+    try:
+        return _Decoder(tensors).value(tree)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
             "reading a saved state",
-            f"a value of the kind {tag[1:]!r}, which this version does not know",
-            "read it with the version of Lockstep that saved it, or a newer one",
-        )
-    return _DECODERS[tag](tree, tensors)
+            f"it is damaged: {type(error).__name__}: {str(error)[:200]!r}",
+            "use another checkpoint",
+        ) from error
 
 
 def unstorable(value: Tensor) -> str | None:
@@ -116,8 +119,9 @@ def separate(tensor: Tensor, memory: set[int]) -> Tensor:
 class _Encoder:
     """The tensors met so far in one call of `encode`."""
 
-    def __init__(self, inside: str) -> None:
+    def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor]) -> None:
         self.inside = inside
+        self._to_host = to_host
         self.tensors: dict[str, Tensor] = {}
         self._trees: dict[object, Tree] = {}  # of each view of a storage
         self._memory: set[int] = set()
@@ -179,7 +183,7 @@ class _Encoder:
         view = _view(value)
         if value.numel() and view in self._trees:
             return self._trees[view]
-        self._trees[view] = tree = self._add(on_cpu(value), path)
+        self._trees[view] = tree = self._add(self._to_host(value), path)
         return tree
 
     def _array(self, value: Any, path: tuple[object, ...]) -> Tree:
@@ -236,42 +240,70 @@ def _view(value: Tensor) -> object:
     )
 
 
-def _stored(tree: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    name = tree["$tensor"]
-    if name not in tensors:
-        raise CheckpointError(
-            "reading a saved state",
-            f"its list names the tensor {name!r}, which is in none of its files",
-            "the files do not belong together: use another checkpoint",
-        )
-    tensor = tensors[name]
-    if "dtype" in tree:
-        # Copied, since bytes in a mapped file may begin at any address.
-        tensor = tensor.clone().view(getattr(torch, tree["dtype"])).reshape(tree["shape"])
-    return tensor
+class _Decoder:
+    """The tensors of one call of `decode`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._viewed: dict[str, Tensor] = {}  # those that are stored as bytes
+
+    def value(self, tree: Tree) -> Any:
+        if isinstance(tree, list):
+            return [self.value(item) for item in tree]
+        if not isinstance(tree, dict):
+            return tree
+        tag = next((key for key in tree if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.value(item) for key, item in tree.items()}
+        if tag not in _DECODERS:
+            raise CheckpointError(
+                "reading a saved state",
+                f"a value of the kind {tag[1:80]!r}, which this version does not know",
+                "read it with the version of Lockstep that saved it, or a newer one",
+            )
+        return _DECODERS[tag](self, tree)
+
+    def stored(self, tree: Any) -> Tensor:
+        name = tree["$tensor"]
+        if name not in self._tensors:
+            raise CheckpointError(
+                "reading a saved state",
+                f"its list names the tensor {str(name)[:80]!r}, which is in none of its files",
+                "the files do not belong together: use another checkpoint",
+            )
+        if "dtype" not in tree:
+            return self._tensors[name]
+        if name not in self._viewed:
+            # Copied, since bytes in a mapped file may begin at any address.
+            self._viewed[name] = self._tensors[name].clone().view(BY_NAME[tree["dtype"]])
+        return self._viewed[name].reshape(_sizes(tree["shape"]))
+
+    def pairs(self, items: Iterable[Any]) -> list[tuple[Any, Any]]:
+        return [(self.value(key), self.value(value)) for key, value in items]
+
+    def ordered(self, tree: Any) -> OrderedDict[Any, Any]:
+        state = OrderedDict(self.pairs(tree["$ordered"]))
+        if "metadata" in tree:
+            state._metadata = self.value(tree["metadata"])  # type: ignore[attr-defined]
+        return state
 
 
-def _pairs(items: Iterable[Any], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
-    return [(decode(key, tensors), decode(value, tensors)) for key, value in items]
+def _sizes(value: Any) -> list[int]:
+    if type(value) is not list or not all(type(item) is int and item >= 0 for item in value):
+        raise ValueError(f"a shape of {str(value)[:80]}")
+    return value
 
 
-def _ordered(tree: Any, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
-    state = OrderedDict(_pairs(tree["$ordered"], tensors))
-    if "metadata" in tree:
-        state._metadata = decode(tree["metadata"], tensors)  # type: ignore[attr-defined]
-    return state
-
-
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
-    "$float": lambda tree, _: float(tree["$float"]),
-    "$tensor": lambda tree, tensors: _stored(tree, tensors),
-    "$array": lambda tree, tensors: _stored(tree["$array"], tensors).numpy(),
-    "$scalar": lambda tree, tensors: _stored(tree["$scalar"], tensors).numpy()[()],
-    "$dtype": lambda tree, _: getattr(torch, tree["$dtype"]),
-    "$device": lambda tree, _: torch.device(tree["$device"]),
-    "$size": lambda tree, _: torch.Size(tree["$size"]),
-    "$tuple": lambda tree, tensors: tuple(decode(tree["$tuple"], tensors)),
-    "$dict": lambda tree, tensors: dict(_pairs(tree["$dict"], tensors)),
-    "$counter": lambda tree, tensors: Counter(dict(_pairs(tree["$counter"], tensors))),
-    "$ordered": _ordered,
+_DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$float": lambda _, tree: float(tree["$float"]),
+    "$tensor": lambda decoder, tree: decoder.stored(tree),
+    "$array": lambda decoder, tree: decoder.stored(tree["$array"]).numpy(),
+    "$scalar": lambda decoder, tree: decoder.stored(tree["$scalar"]).numpy()[()],
+    "$dtype": lambda _, tree: _DTYPES[tree["$dtype"]],
+    "$device": lambda _, tree: torch.device(tree["$device"]),
+    "$size": lambda _, tree: torch.Size(_sizes(tree["$size"])),
+    "$tuple": lambda decoder, tree: tuple(decoder.value(tree["$tuple"])),
+    "$dict": lambda decoder, tree: dict(decoder.pairs(tree["$dict"])),
+    "$counter": lambda decoder, tree: Counter(dict(decoder.pairs(tree["$counter"]))),
+    "$ordered": lambda decoder, tree: decoder.ordered(tree),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ class Entry:
         return torch.frombuffer(memory, dtype=self.dtype)
 
 
+def check_plain(path: Path) -> None:
+    """Looks whether it is a file: what is none, such as a pipe, may keep its reader waiting.
+
+    Raises:
+        CheckpointError: it is none, or not there.
+    """
+    with layout.plain_errors("reading weights from", path):
+        mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise _broken(path, "it is no file, but a folder, a pipe or a device")
+
+
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file in the order of their values. Reads the header alone.
 
@@ -85,6 +98,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: the file cannot be read, is cut short, or its header is not sound: it is
             no JSON, a dtype is unknown, or shapes, places and the file's size contradict.
     """
+    check_plain(path)
     with layout.plain_errors("reading weights from", path), path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -93,7 +107,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise _broken(path, f"its header is to have {length} bytes, the whole file has {size}")
         text = file.read(length)
     try:
-        content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+        content = json.loads(text.decode(), object_pairs_hook=without_duplicates)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         content.pop("__metadata__", None)
@@ -107,16 +121,16 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, says: Any, begin: int) -> Entry:
     if not isinstance(says, dict) or not {"dtype", "shape", "data_offsets"} <= says.keys():
-        raise ValueError(f"{_short(name)} lacks a dtype, a shape or a place")
+        raise ValueError(f"{short(name)} lacks a dtype, a shape or a place")
     dtype, shape, places = says["dtype"], says["shape"], says["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{_short(name)} has the dtype {_short(dtype)}, which is not known here")
+        raise ValueError(f"{short(name)} has the dtype {short(dtype)}, which is not known here")
     if not _are_sizes(shape) or not _are_sizes(places) or len(places) != 2:
-        raise ValueError(f"{_short(name)} has the shape {_short(shape)} at {_short(places)}")
+        raise ValueError(f"{short(name)} has the shape {short(shape)} at {short(places)}")
     entry = Entry(path, DTYPES[dtype], tuple(shape), begin + places[0])
     if places[1] - places[0] != entry.nbytes:
         raise ValueError(
-            f"{_short(name)} of shape {_short(shape)} takes {entry.nbytes} bytes and has "
+            f"{short(name)} of shape {short(shape)} takes {entry.nbytes} bytes and has "
             f"{places[1] - places[0]}"
         )
     return entry
@@ -127,7 +141,7 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
     end = begin
     for name, entry in entries.items():
         if entry.offset != end:
-            raise ValueError(f"{_short(name)} is at byte {entry.offset}, where {end} is next")
+            raise ValueError(f"{short(name)} is at byte {entry.offset}, where {end} is next")
         end += entry.nbytes
     if end > size:
         raise ValueError(f"its tensors end at byte {end}, the file at {size}: it was cut short")
@@ -144,16 +158,22 @@ def _are_sizes(value: Any) -> bool:
     )
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(..., object_pairs_hook=...)`: an object in which each name is there once.
+
+    Raises:
+        ValueError: one is there twice.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
     return content
 
 
-def _short(value: object) -> str:
-    text = "".join(c if c.isprintable() else "?" for c in str(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def short(value: object, length: int = 80) -> str:
+    """A text of a file's in a message: what would move the cursor, or fill the screen, is not."""
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[: length + 1])
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _broken(path: Path, found: str) -> CheckpointError:

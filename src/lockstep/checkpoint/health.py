@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import checksums, layout
 from lockstep.checkpoint.header import read_header
 from lockstep.checkpoint.stored import leaves
 from lockstep.errors import CheckpointError
@@ -29,23 +28,34 @@ class Health:
     """It is of another version of Lockstep, and cannot be judged here."""
 
 
-def examine(path: Path) -> Health:
-    """Compares a checkpoint's manifest with its files; reads no values.
+def examine(path: Path, *, values: bool = False) -> Health:
+    """Compares a checkpoint's manifest with its files.
+
+    Args:
+        path: of the checkpoint.
+        values: read all of the files, and compare their checksums.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
     try:
-        manifest = _manifest(path)
+        text = _manifest(path)
+        manifest = _parsed(text)
         if manifest.get("format") != layout.FORMAT:
             found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
             return Health(path, (found,), None, foreign=True)
         _check_state(manifest)
+        if checksums.seal_is_broken(text):
+            raise ValueError("is damaged: its checksum differs")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Health(path, (f"{layout.MANIFEST} {error}",), None)
     wrong = [_wrong_inside(path, name, trees) for name, trees in _needed(manifest).items()]
     inside = [problem for problem in wrong if problem]
     sizes = _wrong_sizes(path, manifest)
+    if values and not sizes and not inside:
+        with layout.plain_errors("looking at", path):
+            damaged = checksums.damaged_files(path, manifest)
+        inside = [f"{name} is damaged: its checksum differs" for name in damaged]
     return Health(path, (*sizes, *inside), manifest, only_sizes=bool(sizes) and not inside)
 
 
@@ -61,31 +71,34 @@ def whole_files(path: Path) -> list[Path]:
     return found
 
 
-def sizes_of(path: Path, manifest: Mapping[str, Any]) -> dict[str, int]:
-    """What the manifest's list of files should say."""
-    return {name: (path / name).stat().st_size for name in _needed(manifest)}
+def listed(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest should say of its files, as they are."""
+    names = list(_needed(manifest))
+    return {
+        "files": {name: (path / name).stat().st_size for name in names},
+        "checksums": {name: checksums.of_file(path / name) for name in names},
+    }
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    file = path / layout.MANIFEST
+def _manifest(path: Path) -> bytes:
     with layout.plain_errors("looking at", path):
-        if not file.exists():
+        if not (path / layout.MANIFEST).exists():
             raise ValueError("is missing, which is written last")
-        text = file.read_bytes()
+        return layout.manifest_text(path)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return layout.parsed(text)
+    except ValueError as error:
         raise ValueError(f"is damaged: {error}") from error
-    if not isinstance(manifest, dict):
-        raise ValueError("is damaged: it is no JSON object")
-    return manifest
 
 
 def _check_state(manifest: Mapping[str, Any]) -> None:
     modules = manifest.get("modules")
     if not isinstance(modules, dict) or "training" not in manifest:
         raise ValueError("is damaged: it lacks the state")
-    if not all(map(_is_plain, modules)):
+    if not all(map(layout.is_plain, modules)):
         raise ValueError("names files outside of its folder")
     for tree in (*modules.values(), manifest["training"]):
         if not all(isinstance(leaf["$tensor"], str) for leaf in leaves(tree)):
@@ -105,7 +118,7 @@ def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     wrong = []
     for name, size in listed.items():
         file = path / name
-        if not file.is_file():
+        if not file.is_file() or file.is_symlink():
             wrong.append(f"{name} is missing")
         elif file.stat().st_size != size:
             wrong.append(f"{name} has {file.stat().st_size} bytes, the manifest says {size}")
@@ -122,7 +135,3 @@ def _wrong_inside(path: Path, name: str, tree: Any) -> str:
         return f"{name}: {error.found}"
     lost = {leaf["$tensor"] for leaf in leaves(tree)} - entries.keys()
     return f"{name} lacks {len(lost)} tensors of the state ({min(lost)})" if lost else ""
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and not set(name) & set("/\\:\0") and not name.startswith(".")

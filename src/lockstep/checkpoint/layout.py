@@ -4,12 +4,15 @@
       step-000000120/
         model.safetensors       one file for each module, its keys as the bare module has them
         training.safetensors    the tensors of everything else
-        manifest.json           step, epoch, versions, the files with their sizes, the state's tree
+        manifest.json           step, epoch, versions, the state's tree, the files with their
+                                sizes and checksums, and a checksum of all that
       .step-000000110.tmp-...   being written or removed; never read, cleaned up by the next save
       .step-000000120.replaced  steps aside for a second save of the same step, then goes
+      .lock                     who writes here, while a run does
 
 A checkpoint is complete when its manifest can be read and every file that it lists is there in
-the size that it lists. Everything else in the folder is left alone.
+the size that it lists; it is sound when the checksums agree too. Everything else in the folder is
+left alone.
 """
 
 from __future__ import annotations
@@ -17,20 +20,40 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EEXIST, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import (
+    EACCES,
+    EDQUOT,
+    EEXIST,
+    EFBIG,
+    EIO,
+    ENODEV,
+    ENOENT,
+    ENOSPC,
+    ENOTCONN,
+    ENOTDIR,
+    ENXIO,
+    EPERM,
+    EROFS,
+    ESTALE,
+    ETIMEDOUT,
+)
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
+from lockstep.checkpoint import checksums
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 TRAINING = "training.safetensors"
 
+_MAX_MANIFEST = 1 << 28
+"""Bytes; a model of a million tensors has less."""
 _CHECKPOINT = re.compile(r"step-(\d{9,})|\.step-(\d{9,})\.replaced")
 _TEMPORARY = re.compile(r"\.step-\d{9,}\.tmp-[0-9a-f]{16}")
 
@@ -95,6 +118,38 @@ def incomplete(folder: Path) -> list[Path]:
     return broken
 
 
+def damage(path: Path) -> str | None:
+    """What is wrong with a complete checkpoint, in words; None: it is sound. Reads all of it.
+
+    A format that is not known here is not judged.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with plain_errors("checking the checkpoint", path):
+        text = manifest_text(path)
+        if checksums.seal_is_broken(text):
+            return f"{MANIFEST} is damaged: its checksum differs"
+        manifest = parsed(text)
+        if manifest.get("format") != FORMAT:
+            return None
+        wrong = checksums.damaged_files(path, manifest)
+    return f"{', '.join(wrong)} is damaged: its checksum differs" if wrong else None
+
+
+def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
+    """The complete checkpoint that was saved with the smallest or largest metric, or None.
+
+    Of equal ones the earliest; one without a metric is none.
+    """
+    found: list[tuple[float, Path]] = []
+    for path in sorted(paths, key=step_of):
+        metric: Any = parsed(manifest_text(path)).get("metric")
+        if type(metric) in (int, float):
+            found.append((metric if by == "min" else -metric, path))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
 def leftovers(folder: Path) -> list[Path]:
     """What interrupted saves have left in a folder."""
     return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
@@ -103,14 +158,65 @@ def leftovers(folder: Path) -> list[Path]:
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint's manifest can be read and its files are there in full."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
+        files = parsed(manifest_text(path))["files"]
         return bool(files) and all(
-            Path(name).name == name and (path / name).stat().st_size == size
+            is_plain(name) and type(size) is int and _size(path / name) == size
             for name, size in files.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def manifest_text(path: Path) -> bytes:
+    """What stands in the manifest of a checkpoint.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is longer than any that is written here.
+    """
+    if _size(path / MANIFEST) > _MAX_MANIFEST:
+        raise ValueError(f"it is longer than {_MAX_MANIFEST} bytes")
+    return (path / MANIFEST).read_bytes()
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A manifest's text as values.
+
+    Raises:
+        ValueError: it is no JSON object, or names something twice.
+    """
+    try:
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    return values
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name is there twice")
+    return content
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file that is nothing else: no link, and no pipe, which would be waited for."""
+    status = file.lstat()
+    if not S_ISREG(status.st_mode):
+        raise ValueError(f"{file.name} is no plain file")
+    return status.st_size
+
+
+def is_plain(name: object) -> bool:
+    """Whether it is the name of a file beside the manifest, without a way out of the folder."""
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and not set(name) & set("/\\:\0")
+        and not name.startswith(".")
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -120,19 +226,30 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is incomplete, or of a format that is not known here.
     """
     if not is_complete(path):
-        raise CheckpointError(
-            f"the checkpoint {path}",
+        raise _damaged(
+            path,
             "it is not complete: its manifest is missing, or names files that are missing or short",
-            "use an earlier checkpoint of the same folder",
         )
-    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    manifest = parsed(manifest_text(path))
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"the checkpoint {path}",
             f"its format is {manifest.get('format')}, this version of Lockstep reads {FORMAT}",
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
+    if not isinstance(manifest.get("modules"), dict) or not isinstance(
+        manifest.get("training"), dict
+    ):
+        raise _damaged(path, "its manifest lacks the state")
+    if not all(is_plain(name) for name in manifest["modules"]):
+        raise _damaged(path, "its manifest names files outside of its folder")
     return manifest
+
+
+def _damaged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path}", found, "use an earlier checkpoint of the same folder"
+    )
 
 
 @contextmanager
@@ -150,19 +267,53 @@ def plain_errors(doing: str, path: Path) -> Iterator[None]:
 
 def _explained(doing: str, path: Path, code: int | None, text: str) -> CheckpointError:
     found, do = text, "see the cause above"
-    if code in {ENOSPC, EDQUOT}:
-        found = f"no space is left for it ({text})"
-        do = "free some space or choose another folder; the last complete checkpoint is untouched"
-    elif code in {EACCES, EPERM, EROFS}:
-        found = f"permission is denied ({text})"
-        do = "choose a folder that you may read and write, or change its permissions"
-    elif code in {ENOTDIR, EEXIST}:
-        found = f"a file is where a folder should be ({text})"
-        do = "choose another folder, or move the file away"
-    elif code == ENOENT:
-        found = f"it is not there, or went away meanwhile ({text})"
-        do = "check the path; no two runs may write checkpoints into one folder"
+    for codes, what, advice in _CAUSES:
+        if code in codes:
+            found, do = f"{what} ({text})", advice
     return CheckpointError(f"{doing} {path}", found, do)
+
+
+_CAUSES = (
+    (
+        {ENOSPC},
+        "no space is left for it",
+        "free some space or choose another folder; the last complete checkpoint is untouched",
+    ),
+    (
+        {EDQUOT, EFBIG},
+        "your quota, or a limit on the size of a file, is used up",
+        "remove what you do not need, ask for more, or choose another folder; the last complete "
+        "checkpoint is untouched",
+    ),
+    (
+        {EROFS},
+        "the file system is read-only",
+        "choose another folder; where it could be written before, look at the machine's log: a "
+        "disk that fails is made read-only",
+    ),
+    (
+        {EACCES, EPERM},
+        "permission is denied",
+        "choose a folder that you may read and write, or change its permissions",
+    ),
+    (
+        {ENOTDIR, EEXIST},
+        "a file is where a folder should be",
+        "choose another folder, or move the file away",
+    ),
+    (
+        {ENOENT},
+        "it is not there, or went away meanwhile",
+        "check the path, and whether its file system is still mounted",
+    ),
+    (
+        {ESTALE, EIO, ENOTCONN, ETIMEDOUT, ENODEV, ENXIO},
+        "the disk or the network file system does not answer as it should",
+        "look at the mount and the machine's log; a checkpoint that was complete before is "
+        "untouched there",
+    ),
+)
+"""Numbers of the system's errors, what they mean here, and what to do."""
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lockstep.checkpoint.dcp import Spread
 from lockstep.checkpoint.matching import Shape
 from lockstep.checkpoint.whole import spread
 
@@ -31,6 +32,12 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
         (_plain(path, wrappers), value) for path, value in versions.items()
     )
     return plain
+
+
+def plain_names(module: nn.Module) -> Callable[[str], str]:
+    """Turns the names of a module's parameters and buffers into those without wrappers."""
+    wrappers = _wrappers(module)
+    return lambda name: _plain(name, wrappers)
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -56,6 +63,8 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
 def shape_of(value: object) -> Shape:
     """A tensor's shape; None for what has none yet, or is not a tensor."""
+    if isinstance(value, Spread):
+        return value.shape
     if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
         return None
     return tuple(value.shape)
@@ -82,16 +91,22 @@ class Differences:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        parts = [
-            f"{len(names)} {word} ({_examples(names)})"
-            for names, word in (
-                (self.missing, "missing"),
-                (self.unexpected, "unexpected"),
-                (self.mismatched, "of another shape"),
-            )
-            if names
-        ]
+        parts = [f"{len(names)} {word} ({_examples(names)})" for names, word in self._kinds]
         return "; ".join(parts) or "no differences"
+
+    @property
+    def counts(self) -> str:
+        """How many of each, in words."""
+        return ", ".join(f"{len(names)} {word}" for names, word in self._kinds)
+
+    @property
+    def _kinds(self) -> list[tuple[tuple[str, ...], str]]:
+        kinds = (
+            (self.missing, "missing"),
+            (self.unexpected, "unexpected"),
+            (self.mismatched, "of another shape"),
+        )
+        return [(names, word) for names, word in kinds if names]
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:

@@ -10,18 +10,27 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, pickled
+from lockstep.checkpoint.dcp import Objects, Spread, is_dcp, read_dcp
 from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.header import Entry, read_header
+from lockstep.checkpoint.header import Entry, check_plain, read_header, short
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.shards import INDEX, index_of, read_index
+from lockstep.checkpoint.shards import (
+    INDEX,
+    index_of,
+    of_torch,
+    read_index,
+    weight_map,
+)
 from lockstep.errors import CheckpointError
+
+Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
 
 _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "net", "weights", "module")
 _DEPTH = 4
@@ -32,8 +41,21 @@ class Found:
     """One state of a model that a file holds."""
 
     state: Mapping[str, Any]
+    """By name. Tensors are views of the mapped file; a `Spread` or `Objects` is not read yet."""
     place: str
     """Where in the file, in words; empty for the top."""
+
+    def value(self, name: str) -> Any:
+        """A value of the state, read from the file if it has not been."""
+        return _read(self.state[name])
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _read(inner) for key, inner in value.items()}
+    if isinstance(value, Spread):
+        return value.whole()
+    return value.read() if isinstance(value, Objects) else value
 
 
 def read_states(path: Path, *, trust: bool) -> list[Found]:
@@ -46,23 +68,26 @@ def read_states(path: Path, *, trust: bool) -> list[Found]:
     path, kind = locate(path)
     if kind == "checkpoint":
         return [_from_checkpoint(path)]
+    if kind == "index" and of_torch(places := weight_map(path)):
+        return [Found(read_torch_index(path, places, trust), "")]
     if kind == "index":
         return [Found(_mapped(read_index(path)), "")]
     if kind == "safetensors":
         return [Found(_mapped(read_header(path)), "")]
-    return states_in(path, read_torch(path, trust))
+    return states_in(path, read_dcp(path) if kind == "dcp" else read_torch(path, trust))
 
 
-def locate(path: Path) -> tuple[Path, Literal["checkpoint", "index", "safetensors", "torch"]]:
+def locate(path: Path) -> tuple[Path, Kind]:
     """What is to be read where a user names a file or folder, and what it is.
 
     Raises:
-        CheckpointError: nothing is there, or a folder without weights.
+        CheckpointError: nothing is there, what is no file, or a folder without weights.
     """
     if path.is_dir():
         return _in_folder(path)
     if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
         path = index_of(path)
+    check_plain(path)
     with layout.plain_errors("reading weights from", path):
         path.open("rb").close()
     if path.suffix == ".json":
@@ -80,7 +105,8 @@ def states_in(path: Path, content: Any) -> list[Found]:
     if not found:
         held = type(content).__name__
         if isinstance(content, Mapping):
-            held += f" with {', '.join(map(repr, list(content)[:8])) or 'nothing in it'}"
+            keys = [short(repr(key)) for key in content if isinstance(key, str)]
+            held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
         raise CheckpointError(
             f"reading weights from {path}",
             f"no weights: it holds a {held}",
@@ -96,15 +122,37 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
         CheckpointError: the manifest does not list the module's file, or it cannot be read.
     """
     file = layout.weights_file(name)
+    modules = modules_of(path, manifest)
     if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
         raise CheckpointError(
             f"reading the checkpoint {path}",
-            f"its manifest has a module {name!r}, and does not list its file {file!r}",
+            f"its manifest has a module {short(name)!r}, and does not list its file",
             "use another checkpoint",
         )
-    with layout.plain_errors("reading the checkpoint", path):
-        tensors = safetensors.torch.load_file(path / file)
-    return decode(manifest["modules"][name], tensors)
+    state = decode(modules[name], _mapped(read_header(path / file)))
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            f"the state of {short(name)!r} is a {type(state).__name__} in its manifest",
+            "use another checkpoint",
+        )
+    return state
+
+
+def modules_of(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a checkpoint's modules, as its manifest has them.
+
+    Raises:
+        CheckpointError: it has none, or not by name.
+    """
+    modules = manifest.get("modules")
+    if not isinstance(modules, dict):
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            "its manifest does not say which modules are in it",
+            "use another checkpoint",
+        )
+    return modules
 
 
 def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
@@ -113,11 +161,11 @@ def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: there are several and none is called `model`, or there is none.
     """
-    names = list(manifest["modules"])
+    names = list(modules_of(path, manifest))
     if len(names) != 1 and "model" not in names:
         raise CheckpointError(
             f"reading weights from {path}",
-            f"it holds {len(names)} modules: {', '.join(names) or 'none'}",
+            f"it holds {len(names)} modules: {short(', '.join(names), 300) or 'none'}",
             f"give the file of one of them, such as {path / layout.weights_file('NAME')}",
         )
     return "model" if "model" in names else names[0]
@@ -129,7 +177,10 @@ def read_torch(path: Path, trust: bool) -> Any:
     Raises:
         CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
     """
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": _is_archive(path)}
+    check_plain(path)
+    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+        archive = _is_archive(path, file)
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": archive}
     try:
         return _load_tensors(path, options)
     except pickle.UnpicklingError as error:
@@ -138,8 +189,45 @@ def read_torch(path: Path, trust: bool) -> Any:
     except Exception as error:
         raise _unreadable(path, error) from error
     try:
-        return torch.load(path, weights_only=False, **options)
+        return torch.load(path, weights_only=False, pickle_module=pickled, **options)
     except Exception as error:  # unpickling runs the file's code, which may raise anything
+        raise _unreadable(path, error) from error
+
+
+def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict[str, Any]:
+    """The tensors of an index over files of `torch.save`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not hold what the index says.
+    """
+    state: dict[str, Any] = {}
+    for file in dict.fromkeys(places.values()):
+        content = read_torch(path.parent / file, trust)
+        held = content if isinstance(content, Mapping) else {}
+        for name in (name for name, place in places.items() if place == file):
+            if not isinstance(held.get(name), Tensor):
+                raise CheckpointError(
+                    f"reading weights from {path}",
+                    f"the tensor {short(name)!r} is to be in {file}, which does not hold it",
+                    "the files do not belong together: copy or download all of them again",
+                )
+            state[name] = held[name]
+    return {name: state[name] for name in places}
+
+
+def load_tensors(path: Path, content: IO[bytes]) -> Any:
+    """What `torch.save` wrote into a part of a file: tensors, numbers, text and nests of them.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds anything else.
+    """
+    _is_archive(path, content)
+    content.seek(0)
+    try:
+        return torch.load(content, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise _unreadable(path, error) from error
+    except Exception as error:
         raise _unreadable(path, error) from error
 
 
@@ -155,25 +243,25 @@ def _load_tensors(path: Path, options: dict[str, Any]) -> Any:
         return torch.load(path, weights_only=True, **options)
 
 
-def _is_archive(path: Path) -> bool:
+def _is_archive(path: Path, file: IO[bytes]) -> bool:
     """Whether it is of the newer format, a zip archive; and if so, whether it is one of torch's.
 
     A packed archive could take any amount of memory, and what is mapped is not unpacked.
     """
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return False
+    if file.read(4) != b"PK\x03\x04":
+        return False
+    size = file.seek(0, os.SEEK_END)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
         raise _unreadable(path, error) from error
     packed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(m.file_size for m in members) > path.stat().st_size:
+    if packed or sum(m.file_size for m in members) > size:
         raise CheckpointError(
             f"reading weights from {path}",
-            f"it is an archive with packed contents ({', '.join(packed[:3])}), as torch.save "
-            "never writes it; a TorchScript file may be one",
+            f"it is an archive with packed contents ({short(', '.join(packed[:3]))}), as "
+            "torch.save never writes it; a TorchScript file may be one",
             "save the state_dict of the model with torch.save or lockstep.save_weights",
         )
     return True
@@ -188,22 +276,27 @@ def _mapped(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     return {name: state[name] for name in entries}
 
 
-def _in_folder(folder: Path) -> tuple[Path, Literal["checkpoint", "index", "safetensors"]]:
+def _in_folder(folder: Path) -> tuple[Path, Kind]:
     if (folder / layout.MANIFEST).exists():
         return folder, "checkpoint"
     if (path := layout.latest(folder)) is not None:
         return path, "checkpoint"
+    if is_dcp(folder):
+        return folder, "dcp"
     with layout.plain_errors("reading weights from", folder):
         indexes = sorted(folder.glob(f"*{INDEX}"))
         files = sorted(folder.glob("*.safetensors"))
+        files += [] if indexes or files else sorted(folder.glob("pytorch_model.bin"))
+    # Others publish the same weights in both forms side by side.
+    indexes = [path for path in indexes if ".safetensors" in path.suffixes] or indexes
     if len(indexes) == 1:
         return indexes[0], "index"
     if len(files) == 1 and not indexes and not folder.name.startswith(("step-", ".step-")):
-        return files[0], "safetensors"
+        return files[0], "safetensors" if files[0].suffix == ".safetensors" else "torch"
     raise CheckpointError(
         f"reading weights from {folder}",
-        "it is a folder without a complete checkpoint of Lockstep in it, and without one "
-        "safetensors file or index",
+        "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
+        "file or index, and not one of torch's distributed checkpoint",
         "give a weights file, a checkpoint's folder, or the folder that holds checkpoints",
     )
 
@@ -221,7 +314,7 @@ def _not_trusted(path: Path, error: Exception) -> CheckpointError:
         asked = []
     if not asked and "nsupported" not in str(error):
         return _unreadable(path, error)
-    names = ", ".join(asked[:5]) or "names of code"
+    names = short(", ".join(asked[:5]), 300) or "names of code"
     return CheckpointError(
         f"reading weights from {path}",
         f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
@@ -235,7 +328,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = next((line for line in str(error).splitlines() if line.strip()), "")
     return CheckpointError(
         f"reading weights from {path}",
-        f"torch.load cannot read it: {type(error).__name__}: {reason}",
+        f"torch.load cannot read it: {type(error).__name__}: {short(reason, 300)}",
         "check that the file is whole, that it was written by torch.save, and that the classes of "
         "a pickled model can be imported",
     )
@@ -250,9 +343,10 @@ def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
     state = {
         name: value
         for name, value in content.items()
-        if isinstance(name, str) and (isinstance(value, Tensor) or name.endswith("_extra_state"))
+        if isinstance(name, str)
+        and (isinstance(value, Tensor | Spread) or name.endswith("_extra_state"))
     }
-    if any(isinstance(value, Tensor) for value in state.values()):
+    if any(isinstance(value, Tensor | Spread) for value in state.values()):
         yield Found(state, place)
     for name in _NESTED_UNDER:
         if name in content:

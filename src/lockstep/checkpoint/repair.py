@@ -13,7 +13,6 @@ Sound checkpoints are not touched, nor is what was changed a short time ago.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.health import Health, examine, sizes_of, whole_files
+from lockstep.checkpoint.checksums import sealed
+from lockstep.checkpoint.health import Health, examine, listed, whole_files
 from lockstep.checkpoint.inspection import checkpoints_at, named
 from lockstep.checkpoint.save import flush, write_text
 from lockstep.checkpoint.shards import in_place
@@ -55,7 +55,7 @@ def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
     folder = named(folder)
     paths = checkpoints_at(folder)
     one = paths == [folder]
-    run = folder.parent if one else folder
+    around = checkpoints_at(folder.parent) if one else paths
     with layout.plain_errors("looking at", folder):
         unfinished = [] if one or not folder.is_dir() else sorted(layout.leftovers(folder))
     if not paths and not unfinished:
@@ -64,9 +64,10 @@ def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
             "it is no checkpoint, and no folder that holds any",
             "give the folder of world.checkpoint, or one checkpoint in it",
         )
-    broken = [health for health in map(examine, paths) if health.problems]
-    sound = {layout.step_of(p) for p in checkpoints_at(run) if not _wrong(p)}
-    complete = {path: examine(path) for path in unfinished}
+    found = {path: examine(path, values=True) for path in dict.fromkeys((*paths, *around))}
+    broken = [found[path] for path in paths if found[path].problems]
+    sound = {layout.step_of(path) for path in around if not found[path].problems}
+    complete = {path: examine(path, values=True) for path in unfinished}
     finish = [
         path
         for path, health in complete.items()
@@ -136,9 +137,9 @@ def _rebuild(path: Path) -> None:
     health = examine(path)
     if health.manifest is None or not health.only_sizes:
         raise FileNotFoundError(f"{path} has changed meanwhile")
-    manifest = {**health.manifest, "files": sizes_of(path, health.manifest)}
+    manifest = {**health.manifest, **listed(path, health.manifest)}
     with in_place(path / layout.MANIFEST) as temporary:
-        write_text(temporary, json.dumps(manifest, allow_nan=False))
+        write_text(temporary, sealed(manifest))
 
 
 def _remove(path: Path) -> None:
@@ -146,10 +147,6 @@ def _remove(path: Path) -> None:
     hidden = layout.temporary_folder(path.parent, _step(path))
     os.replace(path, hidden)
     shutil.rmtree(hidden)
-
-
-def _wrong(path: Path) -> bool:
-    return bool(examine(path).problems)
 
 
 def _step(path: Path) -> int:

@@ -8,17 +8,32 @@ checkpoint readable, and a hidden folder that the next save removes.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import checksums, disk, layout
+from lockstep.checkpoint.disk import sync_folder as flush
+from lockstep.checkpoint.header import DTYPES
 from lockstep.errors import CheckpointError
+
+__all__ = ["Written", "check_order", "flush", "write_checkpoint", "write_tensors", "write_text"]
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CHUNK = 1 << 23
+"""Bytes that are summed up and written at a time."""
+
+
+class Written(NamedTuple):
+    """A file that is on the disk."""
+
+    size: int
+    """Bytes."""
+    checksum: str
 
 
 def write_checkpoint(
@@ -28,6 +43,8 @@ def write_checkpoint(
     manifest: Mapping[str, Any],
     *,
     keep: int,
+    best: Literal["min", "max"] | None = None,
+    passed_over: Collection[str] = (),
 ) -> Path:
     """Writes the checkpoint of one step. One process of the run calls it.
 
@@ -37,6 +54,8 @@ def write_checkpoint(
         files: the safetensors files by name, as `encode` gives their tensors.
         manifest: what else `manifest.json` is to say; JSON.
         keep: how many of the newest checkpoints remain, this one included.
+        best: which `metric` of their manifests lets one remain beside those.
+        passed_over: names of checkpoints that are known to be damaged: they do not count.
 
     Returns:
         The folder of the new checkpoint.
@@ -47,73 +66,88 @@ def write_checkpoint(
     """
     final = layout.step_folder(folder, step)
     with layout.plain_errors("saving the checkpoint", final):
-        _make_folder(folder)
-        _check_order(folder, step)
+        make_folders(folder)
+        check_order(folder, step, passed_over)
         for path in layout.leftovers(folder):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_if_possible(path)
         temporary = layout.temporary_folder(folder, step)
-        temporary.mkdir()
         try:
-            sizes = {name: write_tensors(temporary / name, files[name]) for name in files}
-            full = {"format": layout.FORMAT, "step": step, **manifest, "files": sizes}
-            write_text(temporary / layout.MANIFEST, json.dumps(full, allow_nan=False))
+            disk.make_folder(temporary)
+            written = {name: write_tensors(temporary / name, files[name]) for name in files}
+            full = {
+                "format": layout.FORMAT,
+                "step": step,
+                **manifest,
+                "files": {name: file.size for name, file in written.items()},
+                "checksums": {name: file.checksum for name, file in written.items()},
+            }
+            write_text(temporary / layout.MANIFEST, checksums.sealed(full))
             flush(temporary)
             _put_in_place(temporary, final, step)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove_if_possible(temporary)
             raise
-        for path in layout.list_checkpoints(folder)[:-keep]:
-            _remove(path, step)
+        _remove_old(folder, step, keep, best, {*passed_over} - {final.name})
     return final
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Writes a safetensors file and flushes it to disk; returns its size in bytes.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Writes a new safetensors file and flushes it to disk.
+
+    Straight from the tensors' memory, which `safetensors.torch.save_file` copies first; and what
+    is written is summed up on the way. The format:
+    https://huggingface.co/docs/safetensors/index#format
+
+    Args:
+        path: of a file that is not there yet.
+        tensors: by name, contiguous and on the CPU.
 
     Raises:
-        CheckpointError: the installed release of safetensors does not know a tensor's dtype.
+        CheckpointError: the format has no name for a tensor's dtype.
     """
-    path.touch()
-    mode = path.stat().st_mode  # safetensors makes a file that only its owner may read
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except KeyError as error:
-        raise CheckpointError(
-            f"writing {path.name}",
-            f"the installed release of safetensors cannot store {error}",
-            "convert these tensors, or install the newest safetensors",
-        ) from error
-    if path.stat().st_mode != mode:
-        path.chmod(mode)
-    flush(path)
-    return path.stat().st_size
+    # By size of their elements, so that each begins where one of its kind may; as safetensors does.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header = _header(path, ordered)
+    size, crc = 0, 0
+    with disk.new_file(path) as file:
+        for data in (memoryview(header), *(_memory(tensor) for _, tensor in ordered)):
+            for begin in range(0, len(data), _CHUNK):
+                chunk = data[begin : begin + _CHUNK]
+                crc = checksums.checksum(chunk, crc)
+                disk.write(file, chunk)
+            size += len(data)
+    return Written(size, checksums.in_words(crc))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file and flushes it to disk."""
-    path.write_text(text)
-    flush(path)
+def write_text(path: Path, text: str | bytes) -> None:
+    """Writes a new text file and flushes it to disk."""
+    with disk.new_file(path) as file:
+        disk.write(file, text.encode() if isinstance(text, str) else text)
 
 
-def flush(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_folder(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
+    """Makes a folder, and those above it, where they are missing."""
     if folder.is_dir():
         return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    make_folders(folder.parent)
+    with suppress(FileExistsError):
+        disk.make_folder(folder)
+    folder.stat()  # what is there instead may be a link to nowhere
     flush(folder.parent)
 
 
-def _check_order(folder: Path, step: int) -> None:
-    later = [path for path in layout.list_checkpoints(folder) if layout.step_of(path) > step]
+def check_order(folder: Path, step: int, passed_over: Collection[str] = ()) -> None:
+    """Refuses to save an earlier step than those that are there.
+
+    Args:
+        folder: holds the run's checkpoints.
+        step: about to be saved.
+        passed_over: names of checkpoints that do not count.
+
+    Raises:
+        CheckpointError: the folder holds a checkpoint of a later step, or cannot be read.
+    """
+    later = [p for p in _counting(folder, passed_over) if layout.step_of(p) > step]
     if later:
         raise CheckpointError(
             f"saving the checkpoint of step {step} in {folder}",
@@ -122,22 +156,75 @@ def _check_order(folder: Path, step: int) -> None:
         )
 
 
+def _header(path: Path, tensors: list[tuple[str, Tensor]]) -> bytes:
+    """The length of the header and the header of a safetensors file."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        if tensor.dtype not in _CODES:
+            raise CheckpointError(
+                f"writing {path.name}",
+                f"safetensors cannot store {tensor.dtype}",
+                "convert these tensors to another dtype",
+            )
+        begin, end = end, end + tensor.nbytes
+        content[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, not copied."""
+    if not tensor.numel():
+        return memoryview(b"")
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 def _put_in_place(temporary: Path, final: Path, step: int) -> None:
     """Renames; a complete checkpoint of the same step steps aside and can be read until then."""
     aside = layout.replaced_folder(final.parent, step)
     if layout.is_complete(final):
         if aside.exists():
-            shutil.rmtree(aside)
-        os.replace(final, aside)
+            disk.remove_tree(aside)
+        disk.rename(final, aside)
     elif final.exists():
-        shutil.rmtree(final)
-    os.replace(temporary, final)
+        disk.remove_tree(final)
+    disk.rename(temporary, final)
     flush(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        _remove_if_possible(aside)
 
 
-def _remove(path: Path, step: int) -> None:
-    # Renamed first, so that a removal that is cut short leaves nothing with a checkpoint's name.
-    hidden = layout.temporary_folder(path.parent, step)
-    os.replace(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _remove_old(
+    folder: Path,
+    step: int,
+    keep: int,
+    best: Literal["min", "max"] | None,
+    passed_over: Collection[str],
+) -> None:
+    counting = _counting(folder, passed_over)
+    kept = counting[-keep:]
+    if best is not None:
+        kept.append(layout.best(counting, best) or kept[-1])
+    for path in counting:
+        if path not in kept:
+            # Renamed first, so that a removal that is cut short leaves nothing with its name.
+            hidden = layout.temporary_folder(folder, step)
+            disk.rename(path, hidden)
+            _remove_if_possible(hidden)
+
+
+def _counting(folder: Path, passed_over: Collection[str]) -> list[Path]:
+    return [path for path in layout.list_checkpoints(folder) if path.name not in passed_over]
+
+
+def _remove_if_possible(path: Path) -> None:
+    # What stays is hidden, and the next save tries again.
+    with suppress(OSError):
+        disk.remove_tree(path)

@@ -1,47 +1,60 @@
 """`world.checkpoint(folder, **state)`: the whole state of a training, saved and taken up again.
 
-Communication: `save` is two small exchanges of text, `resume` three; each carries errors too, so
-that what goes wrong on one rank is raised on all of them. Between those of `save`, sharded tensors
-are gathered. Rank 0 alone writes; every rank reads.
+Communication: `save` is two small exchanges of text, `resume` three, `wait` one; each carries
+errors too, so that what goes wrong on one rank is raised on all of them. Between those of `save`,
+sharded tensors are gathered. Rank 0 alone writes, in a thread while the training goes on; what
+goes wrong there is carried by the next exchange. Every rank reads.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import layout, random_state
-from lockstep.checkpoint.encoding import decode, encode
-from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
-from lockstep.checkpoint.reading import read_module
-from lockstep.checkpoint.save import write_checkpoint
-from lockstep.checkpoint.whole import completed, gathered, lacks, spread_optimizer
-from lockstep.errors import CheckpointError, LockstepError, SettingError, UsageError
-from lockstep.runtime.collectives import Collectives
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.host_copies import HostCopies
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.policy import Moment, Policy
+from lockstep.checkpoint.resume import Finding, apply_all, find, read_all
+from lockstep.checkpoint.save import check_order, make_folders, write_checkpoint
+from lockstep.checkpoint.signals import Requests
+from lockstep.checkpoint.together import everywhere
+from lockstep.checkpoint.whole import completed, gathered, lacks
+from lockstep.checkpoint.writer import Writer
+from lockstep.errors import CheckpointError, RanksDifferError, UsageError
+from lockstep.runtime.run import Run
 
-_RESERVED = frozenset({"training", "world", "random"})
+RESERVED = frozenset({"training", "world", "random"})
+_STOPPED = 128 + 15
+"""What a shell says of a process that SIGTERM has ended."""
 
-T = TypeVar("T")
 
+class World(Protocol):
+    """The run's own state."""
 
-class Stateful(Protocol):
-    """What can be saved: modules, optimizers, schedulers, loaders, or a user's own objects."""
+    strategy: str
+    """Its name."""
 
-    def state_dict(self) -> Any:
-        """The state, in tensors, numbers, text, and lists and dictionaries of these."""
+    def state_dict(self) -> dict[str, Any]:
+        """With the integers `step` and `epoch`."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Takes a state up again."""
+
+    def print(self, *values: object) -> None:
+        """Tells the user something, once."""
 
 
 class Checkpoint:
@@ -49,130 +62,216 @@ class Checkpoint:
 
     Args:
         folder: holds the run's checkpoints; rank 0 makes it with the first save.
-        collectives: those of the run.
-        keep: how many checkpoints remain; older ones go once a new one is complete.
-        state: what to save, by name. Modules are saved under the names of the bare module, each
-            in a file of its own, so that they fit a run of any size and any wrapper.
-        world_state: the run's own state; its `state_dict()` has the integers `step` and `epoch`.
+        run: that it belongs to.
+        policy: when to save and what to keep.
+        state: what to save, by name: modules, optimizers, schedulers, loaders, and what else has
+            `state_dict` and `load_state_dict`. Modules are saved under the names of the bare
+            module, each in a file of its own, so that they fit a run of any size and any wrapper.
+        world: the run's own state.
 
     Raises:
-        SettingError: `keep` is not a positive integer.
         UsageError: there is nothing to save, or something that has no state.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        collectives: Collectives,
-        *,
-        keep: int,
+        run: Run,
+        policy: Policy,
         state: Mapping[str, Any],
-        world_state: Stateful,
+        *,
+        world: World,
     ) -> None:
-        _check_arguments(keep, state)
+        _check_state(state)
         self.folder = Path(folder)
         self.last_resume_note = ""
         """What the last `resume()` found and did, in a sentence or two."""
-        self._collectives = collectives
-        self._keep = keep
+        self._collectives = run.collectives
+        self._progress = run.step
+        self._policy = policy
         self._state = dict(state)
-        self._world_state = world_state
+        self._world = world
+        self._doing = f"saving a checkpoint in {self.folder}"
+        self._passed_over: tuple[str, ...] = ()
+        self._copies = HostCopies(run.collectives.device)
+        self._writer = Writer(self.folder, run.collectives)
+        requests = Requests()
+        self._moment = Moment(policy.every, run.collectives, requests)
+        self._stepped = 0
+        # Not this object, which holds a copy of the whole state: nobody may want it any more.
+        run.at_end.extend([self._writer.close, lambda failed: requests.close()])
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the present step; returns its folder when it is safely on disk.
+    def save(self, metric: float | Tensor | None = None) -> Path | None:
+        """Saves the present step; returns its folder, in which it will be complete soon.
 
-        The random state of every rank goes with it. It is complete or not there at all; an
-        earlier checkpoint of the same step is replaced.
+        What is saved is the state of this moment, the random state of every rank with it: the
+        training may go on while rank 0 writes. The checkpoint is complete or not there at all; an
+        earlier one of the same step is replaced. With `asynchronous=False` it is safely on disk
+        when this returns, else when `wait()` does.
+
+        Args:
+            metric: how good the training is just now, the same on all ranks; see `best`.
+
+        Returns:
+            None where it was left out, because an earlier one is being written and
+            `busy="skip"` was set.
 
         Raises:
-            CheckpointError: on all ranks, when any of them cannot do its part (disk full, not
-                writable, a state that cannot be stored, a later step in the folder).
+            CheckpointError: on all ranks, when any of them cannot do its part (a state that cannot
+                be stored, a later step in the folder, another run that writes there), or when the
+                checkpoint before this one could not be written (disk full, not writable). The
+                state of the training is as it was, and so are earlier checkpoints.
+            RanksDifferError: another metric on another rank.
         """
-        doing = f"saving a checkpoint in {self.folder}"
-        states, streams = self._everywhere(doing, self._collect)
+        collect = partial(self._collect, None if metric is None else float(metric))
+        states, texts = everywhere(self._collectives, self._doing, collect)
+        answers = [json.loads(text) for text in texts]
+        _check_metric([answer["metric"] for answer in answers])
+        if answers[0]["skip"]:
+            return None
+        self._writer.told(begun=False)
         # Not before all ranks have their states: one that failed would be waited for.
+        self._copies.begin(states.values())
         for name, value in self._state.items():
             if isinstance(value, nn.Module | Optimizer):
                 states[name] = self._whole(value, states[name])
+        streams = [answer["streams"] for answer in answers]
 
-        def write() -> tuple[Path | None, str]:
+        def hand_over() -> tuple[None, str]:
             if not self._collectives.topology.is_main:
                 return None, ""
-            path = self._write(states, [random_state.from_text(text) for text in streams])
-            return path, path.name
+            write, step = self._prepare(states, streams, answers[0]["metric"])
+            (self._writer.start if self._policy.asynchronous else _call)(write)
+            return None, layout.step_folder(self.folder, step).name
 
-        _, names = self._everywhere(doing, write)
-        return self.folder / names[0]
+        _, names = everywhere(self._collectives, self._doing, hand_over)
+        if self._policy.asynchronous:
+            self._writer.told(begun=True)
+        self._moment.saved()
+        path = self.folder / names[0]
+        self._passed_over = tuple(name for name in self._passed_over if name != path.name)
+        return path
+
+    def step(self) -> Path | None:
+        """To be called after each optimizer step: saves when `every` says so, or a signal asks.
+
+        SIGUSR1 to any process of the run: all save in the same step, and go on. SIGTERM: all save
+        in the same step, and the run ends with exit code 143, as one that SIGTERM has ended. Both
+        are noticed within about half a second of training, and only here.
+
+        Returns:
+            The folder, where it has saved.
+
+        Raises:
+            SystemExit: after SIGTERM, when the checkpoint is on disk.
+            CheckpointError: as `save` does.
+        """
+        number = self._progress.number
+        if number == self._stepped:  # in the middle of a global batch
+            return None
+        self._stepped = number
+        what = self._moment.decide(number)
+        if what is None:
+            return None
+        path = self.save()
+        if what == "stop":
+            self.wait()
+            path = path or self.save()  # it was left out for one that is complete now
+            self.wait()
+            self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
+            raise SystemExit(_STOPPED)
+        return path
 
     def resume(self) -> bool:
-        """Takes up the latest complete checkpoint; False where the folder has none.
+        """Takes up the latest sound checkpoint; False where the folder has none.
 
-        Rank 0 chooses, and all ranks read the same checkpoint. Everything is checked on all ranks
-        before anything is changed. Random states are restored where the number of ranks is that
-        of the run that saved; `last_resume_note` says what was done.
+        Rank 0 chooses, and all ranks read the same checkpoint. One whose files are not what was
+        written is passed over, which is said. Everything is checked on all ranks before anything
+        is changed. Random states are restored where the number of ranks is that of the run that
+        saved; `last_resume_note` says what was done.
 
         Raises:
             CheckpointError: on all ranks, when any of them cannot see or read the checkpoint that
-                rank 0 has found, or when it does not fit what this run has.
+                rank 0 has found, when it does not fit what this run has, or when there are
+                checkpoints and none of them is sound.
         """
+        self.wait()
         doing = f"resuming from {self.folder}"
-        _, answers = self._everywhere(doing, self._find)
-        choices = [json.loads(answer) for answer in answers]
-        chosen = choices[0]
-        if chosen["name"] is None:
-            seen = [str(rank) for rank, choice in enumerate(choices) if choice["name"]]
-            if seen:
-                raise CheckpointError(
-                    doing,
-                    f"rank {', '.join(seen)} sees a complete checkpoint there, rank 0 sees none",
-                    "use a folder that all machines share, or copy it to the machine of rank 0",
-                )
-            self.last_resume_note = f"nothing to resume in {self.folder}{chosen['broken']}"
+        main = self._collectives.topology.is_main
+        _, answers = everywhere(
+            self._collectives, doing, lambda: (None, find(self.folder, thoroughly=main).to_text())
+        )
+        found = [Finding.from_text(answer) for answer in answers]
+        chosen = found[0]
+        self._passed_over = tuple(chosen.passed_over)
+        _check_found(self.folder, found)
+        if chosen.name is None:
+            self.last_resume_note = f"nothing to resume in {self.folder}"
             return False
-        path = self.folder / chosen["name"]
-        loaded, _ = self._everywhere(doing, lambda: (self._read(path, chosen["id"]), ""))
-        note, _ = self._everywhere(doing, lambda: (self._apply(path, loaded), ""))
-        self.last_resume_note = note + chosen["broken"]
+        path = self.folder / chosen.name
+        targets = {**self._state, "world": self._world}
+        loaded, _ = everywhere(
+            self._collectives, doing, lambda: (read_all(path, chosen.id, self._state, RESERVED), "")
+        )
+        note, _ = everywhere(
+            self._collectives,
+            doing,
+            lambda: (apply_all(path, loaded, targets, self._collectives), ""),
+        )
+        self.last_resume_note = note + chosen.words
+        if chosen.words:
+            self._world.print(self.last_resume_note)
+        self._stepped = self._progress.number
         return True
 
     def wait(self) -> None:
         """Returns when everything saved so far is on disk, on all ranks.
 
-        `save` itself returns no earlier, so this is a barrier.
+        Raises:
+            CheckpointError: on all ranks, when something could not be written.
         """
-        self._collectives.barrier()
 
-    def _everywhere(self, doing: str, work: Callable[[], tuple[T, str]]) -> tuple[T, list[str]]:
-        """Runs `work` on every rank: its own result, and all ranks' texts; or an error on all."""
-        if self._collectives.blocked is not None:
+        def finish() -> tuple[None, str]:
+            self._writer.finish()
+            return None, ""
+
+        everywhere(self._collectives, self._doing, finish)
+        self._writer.told(begun=False)
+
+    @property
+    def best(self) -> Path | None:
+        """The complete checkpoint with the best metric, or None. What is being written is not.
+
+        Raises:
+            UsageError: `world.checkpoint` was not told which is the best.
+        """
+        if self._policy.best is None:
             raise UsageError(
-                f"{doing} in the body of an evaluation loop",
-                self._collectives.blocked,
-                "do it after the loop",
+                "checkpoint.best",
+                "nothing says which metric is the best",
+                'say world.checkpoint(..., best="min") or "max", and save(metric=...)',
             )
-        failure: Exception | None = None
-        try:
-            result, text = work()
-            answer: dict[str, Any] = {"text": text}
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            failure, answer = error, {"error": _in_parts(doing, error)}
-        answers = [json.loads(a) for a in self._collectives.exchange(json.dumps(answer))]
-        if failure is not None:
-            raise failure
-        for rank, heard in enumerate(answers):
-            if "error" in heard:
-                was_set, found, do = heard["error"]
-                raise CheckpointError(was_set, f"rank {rank}: {found}", do)
-        return result, [heard["text"] for heard in answers]
+        return layout.best(layout.list_checkpoints(self.folder), self._policy.best)
 
-    def _collect(self) -> tuple[dict[str, Any], str]:
-        # On every rank, since what is sharded can only be had from all together.
-        states = {
-            name: plain_state_dict(value) if isinstance(value, nn.Module) else value.state_dict()
-            for name, value in self._state.items()
-        }
-        states["world"] = self._world_state.state_dict()
-        return states, random_state.to_text(random_state.capture(self._collectives.device))
+    def _collect(self, metric: float | None) -> tuple[dict[str, Any], str]:
+        """This rank's states, and what the others need of it.
+
+        On every rank, since what is sharded can only be had from all together.
+        """
+        skip = self._policy.busy == "skip" and self._writer.busy
+        if not skip:
+            self._writer.finish()
+        states: dict[str, Any] = {"world": self._world.state_dict()}
+        if self._collectives.topology.is_main and not skip:
+            with layout.plain_errors("saving a checkpoint in", self.folder):
+                make_folders(self.folder)
+                self._writer.lock.hold()
+            check_order(self.folder, int(states["world"]["step"]), self._passed_over)
+        for name, value in self._state.items():
+            module = isinstance(value, nn.Module)
+            states[name] = plain_state_dict(value) if module else value.state_dict()
+        streams = random_state.to_text(random_state.capture(self._collectives.device))
+        return states, json.dumps({"skip": skip, "metric": metric, "streams": streams})
 
     def _whole(self, value: Any, state: Any) -> Any:
         """On rank 0 the whole state of a module or an optimizer that is spread over the ranks."""
@@ -185,16 +284,23 @@ class Checkpoint:
             state = {**state, "state": completed(state["state"], self._collectives)}
         return state
 
-    def _write(self, states: Mapping[str, Any], streams: list[dict[str, Any]]) -> Path:
+    def _prepare(
+        self, states: Mapping[str, Any], streams: list[str], metric: float | None
+    ) -> tuple[Callable[[], Path], int]:
+        """Copies the state to host memory; what writes the copy, and its step."""
         from lockstep import __version__  # the package itself imports this module
 
         files: dict[str, dict[str, Tensor]] = {}
         modules: dict[str, Any] = {}
+        take = self._copies.take
         for name in self._modules():
-            modules[name], files[layout.weights_file(name)] = encode(states[name], inside=name)
+            modules[name], tensors = encode(states[name], inside=name, to_host=take)
+            files[layout.weights_file(name)] = tensors
         world = states["world"]
         others = {name: state for name, state in states.items() if name not in modules}
-        tree, files[layout.TRAINING] = encode({**others, "random": streams})
+        random = [random_state.from_text(text) for text in streams]
+        tree, files[layout.TRAINING] = encode({**others, "random": random}, to_host=take)
+        self._copies.finish()
         manifest = {
             # Tells apart two checkpoints of one name, on machines that share no file system.
             "id": secrets.token_hex(8),
@@ -203,103 +309,61 @@ class Checkpoint:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "epoch": int(world["epoch"]),
             "world_size": self._collectives.topology.size,
+            "strategy": self._world.strategy,
+            "metric": metric if metric is not None and math.isfinite(metric) else None,
             "modules": modules,
             "training": tree,
         }
-        return write_checkpoint(self.folder, int(world["step"]), files, manifest, keep=self._keep)
+        step = int(world["step"])
+        write = partial(
+            write_checkpoint,
+            self.folder,
+            step,
+            files,
+            manifest,
+            keep=self._policy.keep,
+            best=self._policy.best,
+            passed_over=self._passed_over,
+        )
+        return write, step
 
     def _modules(self) -> list[str]:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
 
-    def _find(self) -> tuple[None, str]:
-        path = layout.latest(self.folder)
-        broken = ", ".join(p.name for p in layout.incomplete(self.folder))
-        choice = {
-            "name": path and path.name,
-            "id": path and layout.read_manifest(path).get("id"),
-            "broken": f"; passed over as incomplete: {broken}" if broken else "",
-        }
-        return None, json.dumps(choice)
 
-    def _read(self, path: Path, identity: str) -> dict[str, Any]:
-        """All states of a checkpoint, after every check that can be made before loading."""
-        manifest = layout.read_manifest(path)
-        if manifest.get("id") != identity:
-            raise CheckpointError(
-                f"resuming from {path}",
-                "this rank sees another checkpoint under that name than rank 0 does",
-                "use a folder that all machines share",
-            )
-        modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
-        with layout.plain_errors("reading the checkpoint", path):
-            mapped = safetensors.torch.load_file(path / layout.TRAINING)
-        # Copied out of the mapped file: an optimizer may keep these, and the file will go.
-        training = decode(manifest["training"], {k: v.clone() for k, v in mapped.items()})
-        self._check_names(path, {*modules, *training} - _RESERVED)
-        for name in self._state:
-            self._check_entry(path, name, modules.get(name))
-        return {"manifest": manifest, **training, **modules}
+def _call(work: Callable[[], object]) -> None:
+    work()
 
-    def _check_names(self, path: Path, saved: set[str]) -> None:
-        missing, extra = self._state.keys() - saved, saved - self._state.keys()
-        if missing or extra:
-            raise CheckpointError(
-                f"resuming from {path} with {', '.join(self._state)}",
-                f"not in the checkpoint: {', '.join(sorted(missing)) or 'nothing'}; "
-                f"in the checkpoint alone: {', '.join(sorted(extra)) or 'nothing'}",
-                "pass to world.checkpoint the names that the run was saved with, or load single "
-                "models with lockstep.load_weights",
-            )
 
-    def _check_entry(self, path: Path, name: str, saved: Mapping[str, Any] | None) -> None:
-        """Whether a state of a module (None: of something else) fits what the name stands for."""
-        own = self._state[name]
-        found = ""
-        if isinstance(own, nn.Module) != (saved is not None):
-            was = "was a module" if saved is not None else "was not a module"
-            found = f"{name} {was} when it was saved, and is a {type(own).__name__} now"
-        elif saved is not None and (differ := differences(saved, plain_state_dict(own))):
-            found = f"{name} does not fit: {differ}"
-        if not found:
-            return
+def _check_metric(metrics: list[float | None]) -> None:
+    if len(set(map(str, metrics))) > 1:
+        raise RanksDifferError(
+            "checkpoint.save(metric=...)",
+            ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(metrics)),
+            "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
+        )
+
+
+def _check_found(folder: Path, found: list[Finding]) -> None:
+    """Whether the ranks see one folder, and there is something sound in it, or nothing at all."""
+    chosen = found[0]
+    seen = [str(rank) for rank, finding in enumerate(found) if finding.name]
+    if chosen.name is None and seen and not chosen.passed_over:
         raise CheckpointError(
-            f"resuming from {path}", found, f"build {name} as it was in the run that saved it"
+            f"resuming from {folder}",
+            f"rank {', '.join(seen)} sees a complete checkpoint there, rank 0 sees none",
+            "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
+        )
+    if chosen.name is None and chosen.passed_over:
+        raise CheckpointError(
+            f"resuming from {folder}",
+            f"none of its checkpoints is sound{chosen.words}",
+            f"look at it with `lockstep checkpoint repair {folder}`; to begin anew, choose another "
+            "folder",
         )
 
-    def _apply(self, path: Path, loaded: Mapping[str, Any]) -> str:
-        targets = {**self._state, "world": self._world_state}
-        for name, target in targets.items():
-            try:
-                if isinstance(target, nn.Module):
-                    load_plain(target, loaded[name])
-                elif isinstance(target, Optimizer):
-                    target.load_state_dict(spread_optimizer(loaded[name], target))
-                else:
-                    target.load_state_dict(loaded[name])
-            except Exception as error:
-                raise CheckpointError(
-                    f"resuming {name} from {path}",
-                    f"{type(error).__name__}: {error}",
-                    f"build {name} as it was in the run that saved it",
-                ) from error
-        manifest, topology = loaded["manifest"], self._collectives.topology
-        note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']})"
-        if manifest["world_size"] != topology.size:
-            return (
-                f"{note}; it was saved by {manifest['world_size']} processes and this run has "
-                f"{topology.size}, so model-side randomness (dropout) starts from the seed"
-            )
-        random_state.restore(loaded["random"][topology.rank], self._collectives.device)
-        return note
 
-
-def _check_arguments(keep: int, state: Mapping[str, Any]) -> None:
-    if type(keep) is not int or keep < 1:
-        raise SettingError(
-            f"world.checkpoint(..., keep={keep!r})",
-            "it is how many checkpoints remain on disk, this run's newest among them",
-            "give an integer of at least 1",
-        )
+def _check_state(state: Mapping[str, Any]) -> None:
     if not state:
         raise UsageError(
             "world.checkpoint without anything to save",
@@ -313,7 +377,7 @@ def _check_arguments(keep: int, state: Mapping[str, Any]) -> None:
                 f"a {type(value).__name__} has no state_dict() and load_state_dict()",
                 "pass modules, optimizers, schedulers, loaders, or own objects that have both",
             )
-        if name in _RESERVED or not name.isidentifier():
+        if name in RESERVED or not name.isidentifier():
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
                 "the name is taken by the checkpoint itself, or is no plain word",
@@ -325,9 +389,3 @@ def _check_arguments(keep: int, state: Mapping[str, Any]) -> None:
             "names that differ in upper and lower case alone are one file on some systems",
             "use keywords that differ in more",
         )
-
-
-def _in_parts(doing: str, error: Exception) -> tuple[str, str, str]:
-    if isinstance(error, LockstepError):
-        return error.was_set, error.found, error.do
-    return doing, f"{type(error).__name__}: {error}", "see the traceback of that rank"

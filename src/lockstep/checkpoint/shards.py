@@ -15,7 +15,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,11 +25,13 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.header import Entry, read_header
+from lockstep.checkpoint.header import Entry, read_header, short, without_duplicates
 from lockstep.checkpoint.save import flush, write_tensors, write_text
 from lockstep.errors import CheckpointError, SettingError
 
 INDEX = ".index.json"
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+"""Of files that `torch.save` wrote."""
 SHARD_SIZE = 5_000_000_000
 """Bytes; above it `convert` writes several files."""
 
@@ -73,26 +75,26 @@ def index_of(path: Path) -> Path:
 
 
 def read_index(path: Path) -> dict[str, Entry]:
-    """The tensors of an index's files, all of which are looked at; reads their headers alone.
+    """The tensors of an index's safetensors files, all of which are looked at; reads the headers.
 
     Raises:
         CheckpointError: the index or a file cannot be read, the index names files outside of its
             folder, or a tensor is not in the file that it names.
     """
-    places = _weight_map(path)
+    places = weight_map(path)
     headers = {name: read_header(path.parent / name) for name in dict.fromkeys(places.values())}
     for name, file in places.items():
         if name not in headers[file]:
             raise CheckpointError(
                 f"reading weights from {path}",
-                f"the tensor {name!r} is to be in {file}, which does not hold it",
+                f"the tensor {short(name)!r} is to be in {file}, which does not hold it",
                 "the files do not belong together: copy or download all of them again",
             )
     extra = [n for header in headers.values() for n in header if n not in places]
     if extra:
         raise CheckpointError(
             f"reading weights from {path}",
-            f"it does not name {len(extra)} tensors of its files ({', '.join(extra[:3])})",
+            f"it does not name {len(extra)} tensors of its files ({short(', '.join(extra[:3]))})",
             "the files do not belong together: copy or download all of them again",
         )
     return {name: headers[file][name] for name, file in places.items()}
@@ -195,42 +197,58 @@ def _former(index: Path) -> list[Path]:
     stem = re.escape(index.name.removesuffix(INDEX).removesuffix(".safetensors"))
     ours = re.compile(rf"{stem}(-v\d+)?-\d{{5,}}-of-\d{{5,}}\.safetensors")
     try:
-        names = set(_weight_map(index).values())
+        names = set(weight_map(index).values())
     except CheckpointError:  # none there, or nothing that could be read through it
         return []
     return [index.with_name(name) for name in sorted(names) if ours.fullmatch(name)]
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def of_torch(places: Mapping[str, str]) -> bool:
+    """Whether an index is one over files of `torch.save`, as `pytorch_model.bin.index.json` is."""
+    return all(file.endswith(TORCH_ENDINGS) for file in places.values())
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Which file each tensor of an index is in; all of one kind.
+
+    Raises:
+        CheckpointError: it cannot be read, is no index, or names files that are not beside it.
+    """
     try:
         with layout.plain_errors("reading weights from", path), path.open("rb") as file:
             text = file.read(_MAX_INDEX + 1)
         if len(text) > _MAX_INDEX:
             raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
-        places = json.loads(text)["weight_map"]
+        places = json.loads(text, object_pairs_hook=without_duplicates)["weight_map"]
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is no object, or empty")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"reading weights from {path}",
-            f"it is no index of weights: {type(error).__name__}: {error}",
+            f"it is no index of weights: {type(error).__name__}: {short(error, 300)}",
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
     for file in places.values():
         if not _is_beside(file):
             raise CheckpointError(
                 f"reading weights from {path}",
-                f"it names the file {str(file)[:80]!r}, which is not one beside it",
+                f"it names the file {short(file)!r}, which is not one beside it",
                 "use no index from a source that you do not trust; its files are plain names",
             )
+    if not of_torch(places) and any(file.endswith(TORCH_ENDINGS) for file in places.values()):
+        raise CheckpointError(
+            f"reading weights from {path}",
+            "it names safetensors files and files of torch.save",
+            "make one form of them with lockstep checkpoint convert",
+        )
     return places
 
 
 def _is_beside(name: object) -> bool:
-    """Whether it is the plain name of a safetensors file, without a way out of the folder."""
+    """Whether it is the plain name of a file of weights, without a way out of the folder."""
     return (
         isinstance(name, str)
-        and name.endswith(".safetensors")
+        and name.endswith((".safetensors", *TORCH_ENDINGS))
         and not set(name) & set("/\\:\0")
         and not name.startswith(".")
     )

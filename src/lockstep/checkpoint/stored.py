@@ -7,7 +7,7 @@ read a part of one tensor, so that nothing has to fit into memory as a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import STORABLE, decode, unstorable
-from lockstep.checkpoint.header import Entry, read_header
-from lockstep.checkpoint.reading import Found, locate, read_torch, states_in, the_module
-from lockstep.checkpoint.shards import read_index
+from lockstep.checkpoint.dcp import METADATA, Spread, read_dcp, tensors_in
+from lockstep.checkpoint.encoding import BY_NAME, decode, unstorable
+from lockstep.checkpoint.header import Entry, read_header, short
+from lockstep.checkpoint.reading import (
+    Found,
+    locate,
+    read_torch,
+    read_torch_index,
+    states_in,
+    the_module,
+)
+from lockstep.checkpoint.shards import of_torch, read_index, weight_map
 from lockstep.errors import CheckpointError, SettingError
 
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do
@@ -86,8 +94,9 @@ def open_contents(
     """Finds out what is there; reads no values.
 
     Args:
-        path: a safetensors file, the index of several, a torch file, a checkpoint, or a folder
-            with one of these; of a run's folder the latest complete checkpoint.
+        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a
+            folder of DCP, or a folder with one of these; of a run's folder the latest complete
+            checkpoint.
         name: one model of several; the key above it in a torch file.
         trust: a torch file may run code of its author's while it is read.
         everything: where a checkpoint has several models and none is named, all of them.
@@ -102,8 +111,14 @@ def open_contents(
         return _checkpoint(path, name, everything=everything, training=training)
     if kind == "torch":
         return _torch(path, name, trust)
+    if kind == "dcp":
+        return _dcp(path, name, training=training)
     if name is not None:
         raise _no_such(path, name, ["one model without a name of its own"])
+    if kind == "index" and of_torch(places := weight_map(path)):
+        found = Found(read_torch_index(path, places, trust), "")
+        kind_of = f"torch files ({len(set(places.values()))} of them)"
+        return _of_state(path, kind_of, found, {}, sorted(set(places.values())))
     entries = read_index(path) if kind == "index" else read_header(path)
     files = {e.file.name: e.file.stat().st_size for e in entries.values()}
     return Contents(
@@ -148,7 +163,7 @@ def _checkpoint(path: Path, name: str | None, *, everything: bool, training: boo
             raise
         raise CheckpointError(
             f"reading the checkpoint {path}",
-            f"its manifest is damaged: {type(error).__name__}: {error}",
+            f"its manifest is damaged: {type(error).__name__}: {short(error, 300)}",
             "use another checkpoint; lockstep checkpoint repair says what can be saved of this",
         ) from error
     return Contents(
@@ -165,6 +180,8 @@ def _checkpoint(path: Path, name: str | None, *, everything: bool, training: boo
 
 def _of_training(path: Path, manifest: Mapping[str, Any]) -> dict[str, Stored]:
     entries = read_header(path / layout.TRAINING)
+    if not isinstance(manifest["training"], dict):
+        raise ValueError("it does not say what the training's state is")
     found = {}
     for leaf in leaves(manifest["training"]):
         name = leaf["$tensor"]
@@ -206,8 +223,7 @@ def _entry(leaf: Mapping[str, Any], entries: Mapping[str, Entry]) -> Entry:
         raise ValueError(f"the tensor {leaf['$tensor']!r} is in none of its files")
     if "dtype" not in leaf:
         return entry
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
-    own = Entry(entry.file, dtypes[leaf["dtype"]], tuple(map(int, leaf["shape"])), entry.offset)
+    own = Entry(entry.file, BY_NAME[leaf["dtype"]], tuple(map(int, leaf["shape"])), entry.offset)
     if own.nbytes != entry.nbytes:
         raise ValueError(f"{leaf['$tensor']!r} of shape {leaf['shape']} has {entry.nbytes} bytes")
     return own
@@ -220,6 +236,21 @@ def _stored(name: str, entry: Entry, tied_to: str | None = None) -> Stored:
 def _torch(path: Path, name: str | None, trust: bool) -> Contents:
     content = read_torch(path, trust)
     found = _chosen(path, states_in(path, content), name)
+    facts = {"read": found.place} if found.place else {}
+    if isinstance(content, Mapping):
+        facts |= {
+            key: value
+            for key, value in content.items()
+            if type(key) is str
+            and (type(value) in {int, float, bool} or (type(value) is str and len(value) < 200))
+        }
+    return _of_state(path, "a torch file", found, facts, [path.name])
+
+
+def _of_state(
+    path: Path, kind: str, found: Found, facts: Mapping[str, Any], files: Sequence[str]
+) -> Contents:
+    """What mapped tensors are, with those that are one tied."""
     tensors: dict[str, Stored] = {}
     first: dict[object, str] = {}
     for key, value in found.state.items():
@@ -235,21 +266,38 @@ def _torch(path: Path, name: str | None, trust: bool) -> Contents:
             partial(_part, value.detach()),
             None if tied_to == key else tied_to,
         )
-    facts = {"read": found.place} if found.place else {}
-    if isinstance(content, Mapping):
-        facts |= {
-            str(key): value
-            for key, value in content.items()
-            if type(value) in {int, float, bool} or (type(value) is str and len(value) < 200)
-        }
     return Contents(
         path,
-        "a torch file",
+        kind,
         tensors,
         {k: v for k, v in found.state.items() if not isinstance(v, Tensor)},
         facts,
-        {path.name: path.stat().st_size},
+        {name: (path.parent / name).stat().st_size for name in files},
     )
+
+
+def _dcp(path: Path, name: str | None, *, training: bool) -> Contents:
+    nest = read_dcp(path)
+    found = _chosen(path, states_in(path, nest), name)
+    chosen = [value for value in found.state.values() if isinstance(value, Spread)]
+    others = [(n, s) for n, s in tensors_in(nest) if not any(s is one for one in chosen)]
+    for _, spread in tensors_in(nest) if training else found.state.items():
+        if isinstance(spread, Spread):
+            spread.check()
+    files = {p.place.file for _, spread in tensors_in(nest) for p in spread.pieces}
+    return Contents(
+        path,
+        "a folder of torch.distributed.checkpoint",
+        {n: _spread(n, v) for n, v in found.state.items() if isinstance(v, Spread)},
+        {n: found.value(n) for n, v in found.state.items() if not isinstance(v, Spread)},
+        {"read": found.place} if found.place else {},
+        {file.name: file.stat().st_size for file in sorted({path / METADATA, *files})},
+        training={n: _spread(n, s) for n, s in others} if training else {},
+    )
+
+
+def _spread(name: str, spread: Spread) -> Stored:
+    return Stored(name, spread.dtype, spread.shape, spread.part)
 
 
 def _chosen(path: Path, states: list[Found], name: str | None) -> Found:
@@ -262,7 +310,7 @@ def _chosen(path: Path, states: list[Found], name: str | None) -> Found:
 
 
 def _size(value: object) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
+    return value.nbytes if isinstance(value, Tensor | Spread) else 0
 
 
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.conversion import cast, cast_to
+from lockstep.checkpoint.dcp import Spread
 from lockstep.checkpoint.encoding import on_cpu, unstorable
 from lockstep.checkpoint.matching import Match, match_names
+from lockstep.checkpoint.misfits import misfits
 from lockstep.checkpoint.modules import (
     Differences,
     conflict,
@@ -24,8 +26,13 @@ from lockstep.checkpoint.modules import (
 )
 from lockstep.checkpoint.reading import Found, read_states
 from lockstep.checkpoint.shards import Piece, in_bytes, write_weights
+from lockstep.checkpoint.together import everywhere
 from lockstep.checkpoint.whole import address
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.runtime.run import run_of
+
+_BATCH = 2**26
+"""Bytes of values that are in memory at a time, beside the model and the mapped file."""
 
 __all__ = ["WeightsReport", "load_weights", "save_weights", "unwrap"]
 
@@ -105,13 +112,21 @@ def load_weights(
     """Copies weights from a file into a model, on whatever device the model is.
 
     Reads safetensors files (also several, by their index), what `torch.save` wrote (a state dict,
-    also under one of the usual names such as `state_dict` or `model`; a whole model if trusted), a
-    checkpoint of Lockstep and the folder that holds checkpoints. Prefixes that wrappers leave
-    (`module.`, `_orig_mod.`, `model.`, `net.`) are removed or added as the model's own names ask
-    for. Nothing is copied unless all checks have passed.
+    also under one of the usual names such as `state_dict` or `model`, and several by their index; a
+    whole model if trusted), a folder of `torch.distributed.checkpoint`, a checkpoint of Lockstep
+    and the folder that holds checkpoints. Prefixes that wrappers leave (`module.`, `_orig_mod.`,
+    `model.`, `net.`) are removed or added as the model's own names ask for. Nothing is copied
+    unless all checks have passed, on all ranks where the model is a prepared one.
+
+    Files are mapped, so what many ranks of a machine read is in its memory once; folders of
+    `torch.distributed.checkpoint` are read some tensors at a time. The format of `torch.save`
+    before torch 1.6 alone has to be read whole by each rank.
+
+    Communication: none for a bare model, so any rank may load for itself; one exchange of text
+    for a prepared model, which all ranks load together.
 
     Args:
-        model: bare or wrapped; every rank of a run loads for itself.
+        model: bare, wrapped or prepared.
         path: the file or folder.
         strict: every name must be on both sides, in one shape. Otherwise what fits is loaded, as
             long as that is at least half of the model's names.
@@ -122,32 +137,91 @@ def load_weights(
             examples.
     """
     path = Path(path)
+    run = run_of(model)
+
+    def work() -> tuple[_Plan, str]:
+        return _plan(model, path, strict=strict, trust=trust, spread=run is not None), ""
+
+    if run is None:
+        plan, _ = work()
+    else:  # nothing is copied on any rank unless all can
+        plan, _ = everywhere(run.collectives, f"loading {path}", work)
+    for names in _batches(plan):
+        values = {target: plan.found.value(name) for name, target in names}
+        load_plain(model, values, strict=False)
+        del values  # before the next are read
+    return plan.report
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be copied, after all checks."""
+
+    found: Found
+    names: Mapping[str, str]
+    """In the file and in the model."""
+    copied: Collection[str]
+    """Those (in the file) that are copied into memory on their way into the model."""
+    report: WeightsReport
+
+
+def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, spread: bool) -> _Plan:
     own = plain_state_dict(model)
-    _check_model(own, path)
+    if not spread:  # else what is on the meta device is on another rank
+        _check_model(own, path)
     found, match = _best(read_states(path, trust=trust), own)
-    state = {match.names[name]: value for name, value in found.state.items() if name in match.names}
     groups = _tied(own)
-    _check_tied(groups, state, path)
+    _check_tied(groups, found, match, path)
     differ = _differences(found, match, own, groups)
-    fitting = {name: value for name, value in state.items() if not conflict(value, own[name])}
-    covered = len(_with_ties(fitting, groups))
+    fitting = {
+        name: target
+        for name, target in match.names.items()
+        if not conflict(found.state[name], own[target])
+    }
+    covered = len(_with_ties(fitting.values(), groups))
     enough = covered * 2 >= len(own)
     if (strict and differ) or not enough:
         raise CheckpointError(
             f"loading {path} into {type(unwrap(model)).__name__} with strict={strict}",
-            f"of the model's {len(own)} names {covered} fit; {differ}",
+            f"of the model's {len(own)} names {covered} fit; {differ.counts}\n"
+            + misfits(differ, found.state, own),
             "build the model as it was when the file was saved"
             + (", or pass strict=False to load what fits" if enough else ""),
         )
-    load_plain(model, fitting, strict=False)
     place = (f"read {found.place}",) if found.place else ()
-    return WeightsReport(
-        matched=tuple(name for name in own if name in fitting),
+    report = WeightsReport(
+        matched=tuple(name for name in own if name in set(fitting.values())),
         missing=differ.missing,
         unexpected=differ.unexpected,
         mismatched=differ.mismatched,
-        changes=(*place, *match.changes, *_casts(fitting, own)),
+        changes=(*place, *match.changes, *_casts(found, fitting, own)),
     )
+    here = {n: t for n, t in fitting.items() if not getattr(own[t], "is_meta", False)}
+    unread = {name for name in here if isinstance(found.state[name], Spread)}
+    for name in unread:
+        found.state[name].check()
+    cut = {name for name, target in here.items() if hasattr(own[target], "full_tensor")}
+    return _Plan(found, here, unread | cut, report)
+
+
+def _batches(plan: _Plan) -> Iterator[list[tuple[str, str]]]:
+    """The names in parts whose values are to be in memory at a time; those of a module together.
+
+    What goes from a mapped file into a whole tensor takes no memory of its own.
+    """
+    modules: dict[str, list[tuple[str, str]]] = {}
+    for name, target in plan.names.items():
+        modules.setdefault(target.rpartition(".")[0], []).append((name, target))
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for names in modules.values():
+        more = sum(plan.found.state[name].nbytes for name, _ in names if name in plan.copied)
+        if batch and size + more > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch = batch + names
+        size += more
+    yield batch
 
 
 def _check_model(own: Mapping[str, Any], path: Path) -> None:
@@ -186,16 +260,25 @@ def _with_ties(names: Iterable[str], groups: list[list[str]]) -> set[str]:
     return known.union(*(group for group in groups if known & set(group)))
 
 
-def _check_tied(groups: list[list[str]], state: Mapping[str, Any], path: Path) -> None:
-    for names in groups:
-        first, *rest = [name for name in names if name in state] or [""]
+def _check_tied(groups: list[list[str]], found: Found, match: Match, path: Path) -> None:
+    names = {target: name for name, target in match.names.items()}
+    for group in groups:
+        first, *rest = [names[target] for target in group if target in names] or [""]
         for name in rest:
-            if not torch.equal(state[first], state[name].to(state[first].dtype)):
+            if not _equal(found, first, name):
                 raise CheckpointError(
                     f"loading {path}",
-                    f"{first} and {name} are one tensor in the model, and differ in the file",
+                    f"{match.names[first]} and {match.names[name]} are one tensor in the model, "
+                    "and differ in the file",
                     "untie them in the model before loading",
                 )
+
+
+def _equal(found: Found, first: str, name: str) -> bool:
+    if shape_of(found.state[first]) != shape_of(found.state[name]):
+        return False
+    one, other = found.value(first), found.value(name)
+    return torch.equal(one, other.to(one.dtype))
 
 
 def _differences(
@@ -216,10 +299,11 @@ def _differences(
     )
 
 
-def _casts(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def _casts(found: Found, names: Mapping[str, str], own: Mapping[str, Any]) -> list[str]:
     counts: dict[tuple[str, str], int] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.dtype != own[name].dtype:
-            pair = (str(value.dtype), str(own[name].dtype))
+    for name, target in names.items():
+        value = found.state[name]
+        if isinstance(value, Tensor | Spread) and value.dtype != own[target].dtype:
+            pair = (str(value.dtype), str(own[target].dtype))
             counts[pair] = counts.get(pair, 0) + 1
     return [f"converted {n} tensors from {old} to {new}" for (old, new), n in counts.items()]

@@ -17,7 +17,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.runtime.collectives import Collectives
@@ -127,14 +128,32 @@ def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
+def memory_of(nest: Any) -> set[int]:
+    """Where the storages of the tensors in a nest, or of this rank's shards, begin in memory."""
+    found: set[int] = set()
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.layout is strided and not is_lazy(leaf):
+            found.add(_local(leaf).untyped_storage().data_ptr())
+        return leaf
+
+    _map(note, nest)
+    return found
+
+
 def address(tensor: Any) -> int:
     """Where a tensor, or this rank's shard of it, begins in memory; 0: it has none.
 
     The padded memory of a sharded parameter is never empty, so tied ones are seen on every rank.
     """
-    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    local = _local(tensor)
     begin = local.untyped_storage().data_ptr()
     return begin + int(local.storage_offset()) * local.element_size() if begin else 0
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    return local
 
 
 def _map(change: Callable[[Any], Any], nest: Any) -> Any:

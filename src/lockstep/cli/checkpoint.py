@@ -26,8 +26,9 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 def command() -> None:
     """Looks at, compares, converts and repairs checkpoints and weights.
 
-    A PATH is a safetensors file, the index of several, a file of torch.save, a checkpoint of
-    Lockstep, or the folder of a run, which stands for its latest complete checkpoint.
+    A PATH is a safetensors file, a file of torch.save, the index of several of either, a folder of
+    torch.distributed.checkpoint, a checkpoint of Lockstep, or the folder of a run, which stands for
+    its latest complete checkpoint.
     """
 
 

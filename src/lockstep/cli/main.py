@@ -14,7 +14,9 @@ from lockstep.errors import LockstepError
 
 COMMANDS = {
     "run": "lockstep.cli.run",
+    "verify": "lockstep.cli.verify",
     "checkpoint": "lockstep.cli.checkpoint",
+    "explain": "lockstep.cli.explain",
 }
 
 

@@ -85,7 +85,7 @@ def samples_or_auto(
     help="Give the script its local rank as this argument.  [default: where its source asks]",
 )
 @click.option("--strategy", metavar="NAME", help="How the model is distributed, such as ddp.")
-@click.option("--precision", metavar="NAME", help="fp32, bf16 or fp16.")
+@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
 @click.option(
     "--shares", metavar="A:B:...|auto", help="How a global batch is divided over the ranks."
 )
@@ -101,6 +101,9 @@ def samples_or_auto(
     "--join-timeout", type=float, metavar="SECONDS", help="How long the ranks wait to join."
 )
 @click.option("--seed", type=int, metavar="NUMBER", help="Of everything random.")
+@click.option(
+    "--ledger", metavar="FOLDER", help="Write down which samples are trained in which step."
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -121,7 +124,7 @@ def command(
 ) -> None:
     """Starts SCRIPT on several processes of this machine, and ends them all when one fails.
 
-    The settings (--strategy to --seed) reach `lockstep.init` in the script; a script that sets
+    The settings (--strategy to --ledger) reach `lockstep.init` in the script; a script that sets
     one itself to another value ends in an error.
     """
     spec = LaunchSpec(

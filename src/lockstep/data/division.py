@@ -6,6 +6,7 @@ portions: a piece in which they are found, then the rest, cut by what was found.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ Piece = tuple[int, MicroBatch, Indices, bool]
 class Portion:
     """Pieces that are cut, read and handed out together; the next portion may be cut otherwise."""
 
-    pieces: list[Piece]
+    pieces: deque[Piece]
+    """In order; each is taken off when it is handed out."""
     ahead: list[Piece] = field(default_factory=list)
     """The rest of the global batch, where it must be read already to weigh the whole."""
     begun: float = 0.0
@@ -102,17 +104,21 @@ class Division:
         """
         self.follow()
         while start < len(plan) and self._wish is not None and self._wish.open:
-            yield from self._opened(start, plan[start], part, self._wish, weighed)
+            yield from self.opened(start, plan[start], part, weighed=weighed)
             start += 1
-        yield Portion(self.pieces(plan, part, start))
+        yield Portion(deque(self.pieces(plan, part, start)))
 
-    def _opened(
-        self, step: int, batch: Indices, part: Part, wish: Wish, weighed: bool
+    def opened(
+        self, step: int, batch: Indices, part: Part, *, weighed: bool
     ) -> Generator[Portion, None, None]:
+        """One global batch, in which something of what is open is found."""
+        wish = self._wish
         count, planned = len(batch), self.planned(len(batch))
-        first = opening(count, self.shares, planned, self._micro_batch, whole=wish.whole)
-        if first is None:  # it is too short
-            yield Portion(_marked(step, batch, planned, part))
+        first = None
+        if wish is not None:
+            first = opening(count, self.shares, planned, self._micro_batch, whole=wish.whole)
+        if wish is None or first is None:  # it is too short
+            yield Portion(deque(_marked(step, batch, planned, part)))
             return
         begin, end = first[0, part.index]
         question = Question(
@@ -124,7 +130,7 @@ class Division:
             find_micro_batch=wish.micro_batch and not wish.found.tried,
         )
         done = int(first[0, -1, 1])
-        portion = Portion(_marked(step, batch, first, part))
+        portion = Portion(deque(_marked(step, batch, first, part)))
         if weighed:
             portion.ahead = _marked(step, batch, self._rest(count, done), part)
         with wish.found.watch(question):
@@ -132,7 +138,7 @@ class Division:
         self.follow()
         if done < count:
             rest = _marked(step, batch, self._rest(count, done), part)
-            yield Portion(rest, begun=portion.begun)
+            yield Portion(deque(rest), begun=portion.begun)
 
     def _needed(self, count: int) -> int:
         needed = micro_batches_needed(count, self.shares, self._micro_batch)

@@ -6,7 +6,8 @@ the same on all ranks and mean the same on any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.automatic import Wish, parts
+from lockstep.data.coverage import Coverage
 from lockstep.data.division import Division, Portion
 from lockstep.data.fetch import Fetch, Key
 from lockstep.data.global_batch import Indices
@@ -88,13 +90,14 @@ class Loader:
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self.trained = 0
         """Training passes begun."""
+        self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
         self._start = 0
         self._running: Pass | None = None
         self._position = 0
         self._example: Any = None
         self._persistent: DataLoader[Any] | None = None
-        self._persistent_keys: list[Key] = []
+        self._keys = Keys()
 
     @property
     def dataset(self) -> Any:
@@ -142,7 +145,7 @@ class Loader:
     def choice(self) -> Choice:
         """How the global batch is computed, in words."""
         of_rank = parts(self.batch_size, self.shares)
-        value = f"{self.batch_size:,} of {self.source.length:,}".replace(",", " ")
+        value = f"{self.batch_size:,} of ".replace(",", " ") + self._size()
         if len(of_rank) == 1:
             together = "in one process" if self._collectives.alone else "by all ranks together"
             reason = f"samples: the global batch, {together}"
@@ -172,20 +175,7 @@ class Loader:
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
         self.trained += int(training)
-        plan = self.source.plan(self.seed, epoch)
-        part = self._collectives.part
-        if training:
-            portions = self._division.portions(plan, part, start, weighed=self.weight is not None)
-            return self._run(epoch, portions, start, training, False)
-        self._division.follow()
-        pieces = self._division.pieces(plan, part, start)
-        some_skip = False
-        if not self._together:
-            some_skip = not all(all_have for _, _, _, all_have in pieces)
-            pieces = [piece for piece in pieces if piece[1].local]
-        return self._run(
-            epoch, (portion for portion in [Portion(pieces)]), start, training, some_skip
-        )
+        return self._begin(epoch, start, training)
 
     def state_dict(self) -> dict[str, int]:
         """The position: the same on every rank, and meaningful on any number of them."""
@@ -203,10 +193,10 @@ class Loader:
             CheckpointError: the data or the global batch are not those of the checkpoint.
         """
         for name, value in self._identity().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise CheckpointError(
                     f"resuming a loader whose {name.replace('_', ' ')} is {value}",
-                    f"in the checkpoint it is {state[name]}, so the position means other samples",
+                    f"in the checkpoint it is {state.get(name)}: the position means other samples",
                     "continue with the same data, batch size and seed, or leave the loader out",
                 )
         self._epoch, self._start, self._running = state["epoch"], state["step"], None
@@ -220,6 +210,26 @@ class Loader:
     def release(self) -> None:
         """Ends persistent workers."""
         self._persistent = None
+
+    def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
+        """The pass over an epoch, from a global batch of it on."""
+        plan = self.source.plan(self.seed, epoch)
+        part = self._collectives.part
+        if training:
+            self.coverage.begin(epoch, start, plan)
+            portions = self._division.portions(plan, part, start, weighed=self.weight is not None)
+            return self._run(epoch, portions, start, training, False)
+        self._division.follow()
+        pieces = self._division.pieces(plan, part, start)
+        some_skip = False
+        if not self._together:
+            some_skip = not all(all_have for _, _, _, all_have in pieces)
+            pieces = [piece for piece in pieces if piece[1].local]
+        portion = Portion(deque(pieces))
+        return self._run(epoch, (one for one in [portion]), start, training, some_skip)
+
+    def _size(self) -> str:
+        return f"{self.source.length:,}".replace(",", " ")
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -244,16 +254,19 @@ class Loader:
             if training:
                 self._running, self._position = running, start
             elif some_skip:
-                self._collectives.blocked = _SOME_SKIP
+                self._collectives.blocked = SOME_SKIP
             for portion in portions:
-                placed = self._place(self._pairs(epoch, portion, training))
-                for piece, (micro, batch) in zip(portion.pieces, placed, strict=True):
-                    position, _, samples, _ = piece
+                for micro, batch in self._place(self._pairs(epoch, portion, training)):
+                    position, _, samples, _ = portion.pieces.popleft()
                     self.current = step.seen = step.latest = micro
                     if training:
                         step.begin(running, micro)
+                        self.coverage.add(epoch, position, samples, micro)
                         for watcher in step.watchers:
-                            watcher.handed_out(Handed(self, epoch, position, samples, micro, batch))
+                            counts = self._collectives.counts
+                            watcher.handed_out(
+                                Handed(self, epoch, position, samples, micro, batch, counts)
+                            )
                         if self._running is running:
                             self._position = position
                     yield batch
@@ -297,19 +310,22 @@ class Loader:
         filled = [key for key in keys if len(key[1])]
         workers = self.source.options.get("num_workers", 0)
         fetched = (
-            self._with_workers(filled)
+            self._with_workers(self._fetch, filled)
             if workers and filled
             else map(self._fetch.__getitem__, filled)
         )
         for key in keys:
             if len(key[1]):
                 batch = next(fetched)
-                if self._example is None:
-                    with suppress(DataError):  # raised where an empty part is really needed
-                        self._example = emptied(batch)
+                self._keep_example(batch)
                 yield batch
             else:
                 yield self._empty(key[0])
+
+    def _keep_example(self, batch: Any) -> None:
+        if self._example is None:
+            with suppress(DataError):  # raised where an empty part is really needed
+                self._example = emptied(batch)
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
@@ -317,9 +333,9 @@ class Loader:
                 self._example = emptied(self._fetch[epoch, _FIRST])
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
-    def _with_workers(self, keys: list[Key]) -> Iterator[Any]:
+    def _with_workers(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
+        self._keys.present = keys
         if self._persistent is not None:
-            self._persistent_keys[:] = keys
             return iter(self._persistent)
         given = self.source.options
         options = {name: value for name, value in given.items() if value is not None}
@@ -327,20 +343,30 @@ class Loader:
         # A generator of its own: torch would draw the workers' seed from the global stream.
         generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
         workers: DataLoader[Any] = DataLoader(
-            self._fetch,
+            fetch,
             batch_size=None,
-            sampler=keys,
+            sampler=self._keys,
             collate_fn=_as_it_is,
             generator=generator,
             **options,
         )
         if options.get("persistent_workers"):
-            self._persistent, self._persistent_keys = workers, keys
+            self._persistent = workers
         return iter(workers)
 
 
+class Keys:
+    """What the loader's workers are to read in the present pass."""
+
+    def __init__(self) -> None:
+        self.present: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.present)
+
+
 _FIRST: Indices = np.zeros(1, dtype=np.int64)
-_SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
+SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
 
 
 def _as_it_is(batch: Any) -> Any:

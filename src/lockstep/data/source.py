@@ -17,7 +17,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -57,6 +56,8 @@ _ARGUMENTS = (
     "weight",
     "sample_rng",
     "collate_fn",
+    "transform",
+    "shard",
 )
 
 
@@ -104,6 +105,13 @@ class Source:
             found = zlib.crc32(plan.order.tobytes(), found)
             found = zlib.crc32(plan.bounds.tobytes(), found)
         return found
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks, in words."""
+        text = f"a loader over {self.length} samples in global batches of {self.batch_size}"
+        # The checksum covers what the words leave out: order, a subset's indices, batches.
+        return f"{text} (checksum {self.fingerprint:08x})"
 
     def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The global batches of an epoch, the same on every rank."""
@@ -196,7 +204,7 @@ def from_dataset(
     """
     _check_map_style(dataset)
     check_batch_size(batch_size)
-    _check_options(dataset, options)
+    check_options(dataset, options)
     return Source(
         dataset=dataset,
         batch_size=int(batch_size),  # type: ignore[call-overload]
@@ -207,7 +215,8 @@ def from_dataset(
     )
 
 
-def _check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
+def check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
+    """Raises DataError where an option is unknown, or refused by torch."""
     for name in options:
         if name in _ORDERING:
             raise DataError(
@@ -257,26 +266,9 @@ def from_loader(loader: DataLoader[Any]) -> Source:
             "a DataLoader with a DistributedSampler",
             "it is already cut into shards; Lockstep would cut each shard again",
             "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
+            code="LS102",
         )
-    if loader.batch_sampler is None:
-        raise DataError(
-            "a DataLoader with batch_size=None",
-            "without a batch size there is no global batch",
-            "give the DataLoader a batch_size",
-        )
-    common: dict[str, Any] = {
-        "dataset": loader.dataset,
-        "collate": loader.collate_fn,
-        "options": {
-            "num_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-        },
-    }
+    common = what_it_reads(loader)
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return Source(
             batch_size=_typical(loader),
@@ -298,6 +290,33 @@ def from_loader(loader: DataLoader[Any]) -> Source:
     )
 
 
+def what_it_reads(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A DataLoader's dataset, its collate function, and how it reads.
+
+    Raises:
+        DataError: it has no batch size.
+    """
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise DataError(
+            "a DataLoader with batch_size=None",
+            "without a batch size there is no global batch",
+            "give the DataLoader a batch_size",
+        )
+    return {
+        "dataset": loader.dataset,
+        "collate": loader.collate_fn,
+        "options": {
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        },
+    }
+
+
 def _typical(loader: DataLoader[Any]) -> int:
     size = getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(size, int) and size > 0:
@@ -306,12 +325,6 @@ def _typical(loader: DataLoader[Any]) -> int:
 
 
 def _check_map_style(dataset: object) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"a {type(dataset).__name__}, which is an IterableDataset",
-            "a stream has no length and no index, so its samples cannot be planned",
-            "use a map-style dataset (with __getitem__ and __len__)",
-        )
     if not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"data of type {type(dataset).__name__}",

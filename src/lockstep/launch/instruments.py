@@ -174,7 +174,9 @@ class Instruments:
         @functools.wraps(original)
         def init_process_group(*args: Any, **options: Any) -> Any:
             self.start_answering()
-            return original(*args, **options)
+            result = original(*args, **options)
+            _groups.append(dist.group.WORLD)
+            return result
 
         for module in list(sys.modules.values()):
             name = getattr(module, "__name__", "")
@@ -242,6 +244,14 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 _installed: Instruments | None = None
 _registered = False
+_groups: list[object] = []
+"""Process groups that were opened, until this process ends.
+
+A DDP model that dies after `destroy_process_group`, as one does that is a local of `main()`, would
+take the group along: its last owner waits for the group's threads, with the interpreter's lock that
+they want. A script that imports torch by itself is spared that by chance: modules that DDP imports
+after the group was opened keep it in their default arguments. Here they were imported before.
+"""
 
 
 def install(folder: Path) -> None:

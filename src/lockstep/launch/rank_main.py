@@ -100,14 +100,12 @@ def main() -> NoReturn:
     script = Script(**{**values, "arguments": tuple(values["arguments"])})
     # Before torch is imported: as under plain Python, modules beside the script go first.
     _set_path(folder_of(script.path, module=script.module))
-    code = _run(script)
-    if code == -signal.SIGINT:
-        leave(code)
-    sys.exit(code)
+    # Not by sys.exit: while the interpreter is taken down, a thread of Gloo's may abort it.
+    leave(_run(script))
 
 
 def _run(script: Script) -> int:
-    return run_recorded(lambda folder: _run_as_main(script), _report)
+    return run_recorded(lambda folder: run_as_main(script), _report)
 
 
 def run_recorded(
@@ -192,7 +190,8 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run_as_main(script: Script) -> None:
+def run_as_main(script: Script) -> None:
+    """Runs the script in this process, which from here on is its own."""
     sys.argv = [script.path, *script.own_arguments()]
     sys.orig_argv = [sys.executable, *(["-m"] if script.module else []), *sys.argv]
     main = types.ModuleType("__main__")

@@ -241,6 +241,8 @@ def _torch_logs_errors_alone() -> Iterator[None]:
 def _signals(agent: Agent, watch: Watch, names: str) -> Iterator[None]:
     """Within it the first signal ends the run in order, and a second one kills what still runs.
 
+    SIGUSR1, which asks for a checkpoint, is passed on to the ranks.
+
     A signal that is ignored, as SIGHUP is under nohup, stays ignored, and one for which the user
     has set a handler keeps it. Elsewhere than in the main thread no signal can be caught.
     """
@@ -256,11 +258,13 @@ def _signals(agent: Agent, watch: Watch, names: str) -> Iterator[None]:
         raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
     numbers = [signal.Signals[text.strip()] for text in names.split(",") if text.strip()]
-    before = {number: signal.getsignal(number) for number in numbers}
+    passed_on = [] if signal.SIGUSR1 in numbers else [signal.SIGUSR1]
+    before = {number: signal.getsignal(number) for number in (*numbers, *passed_on)}
     try:
         for number, handler in before.items():
             if handler in _NOBODYS:
-                signal.signal(number, handle)
+                pass_on = number in passed_on
+                signal.signal(number, (lambda n, _: agent.pass_on(n)) if pass_on else handle)
         yield
     finally:
         for number, handler in before.items():

@@ -27,6 +27,8 @@ class Settings:
     timeout: float | None = None
     """Seconds to wait for all ranks to join."""
     seed: int | None = None
+    ledger: str | None = None
+    """Folder for the sample ledger."""
 
 
 @dataclass(frozen=True)

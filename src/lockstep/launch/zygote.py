@@ -33,6 +33,9 @@ _GRACE_S = 2.0
 """Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
 _MESSAGE_BYTES = 1 << 17
 _HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""What a Python program may answer with a checkpoint. It needs the workers of its DataLoader for
+that, so these are not for its whole group; what it leaves of that is killed when it has ended."""
 
 Work = Callable[[], NoReturn]
 """What a rank does; its environment, streams and session are its own by then."""
@@ -203,6 +206,8 @@ class _Server:
         self.handlers = handlers
         self.running: dict[int, int] = {}
         """Rank by process id."""
+        self.foreign: set[int] = set()
+        """Those of them that are no Python program."""
         # Read descriptors and signals in one place: the handler does nothing but wake the select.
         self.wake, waker = os.pipe()
         os.set_blocking(self.wake, False)
@@ -213,7 +218,8 @@ class _Server:
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
         for number in _HANDED_DOWN:
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+        for number in (signal.SIGTSTP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
         os.setpgid(0, 0)
@@ -257,6 +263,8 @@ class _Server:
             finally:
                 os._exit(1)
         self.running[pid] = request["start"]
+        if request["command"] and request["command"][0] != sys.executable:
+            self.foreign.add(pid)
         # Also here: a signal to the group may be asked for before the child has run at all.
         if not request["own_session"]:
             with contextlib.suppress(OSError):
@@ -274,8 +282,8 @@ class _Server:
         _die_with_parent(parent)
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
         for target, stream in enumerate(streams):
             os.dup2(stream, target)  # dup2 makes them inheritable
             os.close(stream)
@@ -300,7 +308,11 @@ class _Server:
     def _signal(self, number: int, ranks: set[int]) -> None:
         for pid, rank in self.running.items():
             if rank in ranks:
-                _signal_group(pid, number)
+                if number in _REQUESTS and pid not in self.foreign:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                else:
+                    _signal_group(pid, number)
                 if number in _HANDED_DOWN:
                     # A stopped process takes no other signal.
                     _signal_group(pid, signal.SIGCONT)

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.errors import RanksDifferError, UsageError
+from lockstep.errors import RanksDifferError, UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.step import Pass, Step
@@ -67,6 +67,9 @@ class PreparedOptimizer(Optimizer):
         """Where the parameters of each group stand among all, of which other ranks have some."""
         self.counts: list[int] = []
         """How many each group has over all ranks, where `places` are set."""
+        self.scheduled = False
+        """A scheduler that drives it is prepared, or it was warned of one that is not."""
+        self._last_rates: tuple[Pass, list[Any]] | None = None
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         step.clear_gradients.append(inner.zero_grad)
 
@@ -100,6 +103,8 @@ class PreparedOptimizer(Optimizer):
         if not present.last:
             self._rates = self._learning_rates()
             return None
+        if not self.scheduled and ("step" in vars(self.inner) or "step" in vars(self)):
+            self._check_schedule(running)
         if closure is None:
             self._before()
         whole = closure if closure is None else self._checked(closure)
@@ -134,6 +139,7 @@ class PreparedOptimizer(Optimizer):
             "optimizer.add_param_group after world.prepare",
             "gradients of parameters that came later would not be averaged over the ranks",
             "add all parameters first (frozen ones may be in it), then call world.prepare",
+            code="LS303",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,6 +222,7 @@ class PreparedOptimizer(Optimizer):
             "loss.backward() before optimizer.step()",
             reason,
             "call world.backward(loss), which weighs the loss exactly",
+            code=None if present.plain else "LS206",
         )
 
     def _learning_rates(self) -> list[Any]:
@@ -228,6 +235,29 @@ class PreparedOptimizer(Optimizer):
                 "a learning rate that changes between the micro-batches of a global batch",
                 f"it was {self._rates} and is {rates}: a scheduler steps once per micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
+                code="LS401",
+            )
+
+    def _check_schedule(self, running: Pass) -> None:
+        """Warns of a scheduler that steps in the loop and is not prepared.
+
+        Torch's schedulers put a `step` of their own on the optimizer that they drive; that of an
+        epoch, which is right as it is, does not change the rate within a pass.
+        """
+        if not self._step.inside:
+            return
+        rates = self._learning_rates()
+        before, self._last_rates = self._last_rates, (running, rates)
+        if any(isinstance(rate, torch.Tensor) for rate in rates):
+            self.scheduled = True  # looking at them would make the host wait for the device
+        elif before is not None and before[0] is running and before[1] != rates:
+            self.scheduled = True
+            warn(
+                "a learning-rate scheduler that steps in the training loop and is not prepared",
+                f"the rate went from {before[1]} to {rates}; with micro-batches it would step "
+                "once for each of them",
+                "give it to world.prepare too: it then steps once per global batch",
+                code="LS401",
             )
 
 
@@ -278,6 +308,7 @@ class PreparedScheduler(LRScheduler):
                 "ReduceLROnPlateau.step(metric)",
                 ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
                 "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
+                code="LS402",
             )
 
 

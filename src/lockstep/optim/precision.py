@@ -1,7 +1,8 @@
-"""Precision: fp32, bf16 and fp16 mixed precision by torch's autocast and gradient scaler.
+"""Precision: fp32, bf16 and fp16 mixed precision by torch's autocast and gradient scaler, fp64.
 
 Parameters, gradients and the optimizer stay in fp32. The model's forward pass runs under autocast
-and its floating-point outputs come back in fp32, so that losses are computed in fp32.
+and its floating-point outputs come back in fp32, so that losses are computed in fp32. Under fp64
+all of the model is in float64, and what it is called with is brought to that.
 
 The scaler is brought up to date once for each backward pass that was stepped on, at the beginning
 of the next one: however many optimizers share a backward pass, they see one scale.
@@ -25,6 +26,7 @@ _DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp64": torch.float64,
 }
 
 
@@ -32,7 +34,7 @@ class Precision:
     """How the forward pass is computed and the loss scaled.
 
     Args:
-        name: `fp32`, `bf16` or `fp16`.
+        name: `fp32`, `bf16`, `fp16` or `fp64`.
         device: of the model.
 
     Raises:
@@ -44,7 +46,7 @@ class Precision:
             raise SettingError(
                 f"precision={name!r}",
                 "precisions are " + ", ".join(_DTYPES),
-                "choose one of them; float64 models run under fp32, which changes no dtype",
+                "choose one of them",
             )
         emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -63,9 +65,15 @@ class Precision:
         self._used = False
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Runs the module's forward under autocast; returns the handles that undo it."""
+        """Runs the module's forward under autocast; returns the handles that undo it.
+
+        Under fp64 the module itself is converted, for good.
+        """
         if self.dtype is None:
             return []
+        if self.dtype == torch.float64:
+            module.double()
+            return [module.register_forward_pre_hook(_in_double, with_kwargs=True)]
         running: list[torch.autocast] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -124,3 +132,14 @@ class Precision:
             self.scaler.update()
         self._used = False
         self._unscaled.clear()
+
+
+def in_double(nest: Any) -> Any:
+    """The same nest with its floating-point tensors in float64."""
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, nest
+    )
+
+
+def _in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return in_double(args), in_double(kwargs)

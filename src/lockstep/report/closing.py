@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.report.console import say
 from lockstep.report.text import duration, rate, thousands
+from lockstep.runtime.step import Step
 
 _NAME_WIDTH = 12
+
+
+def say_closing(step: Step, folders: Sequence[str]) -> None:
+    """Prints the lines of a training; for rank 0 alone.
+
+    Args:
+        step: of the run.
+        folders: of its checkpoints.
+    """
+    if step.number:
+        folder = folders[-1] if folders else None
+        lines = closing_lines(checkpoint=folder, samples=step.samples, seconds=step.seconds)
+        for line in lines:
+            say(line)
 
 
 def closing_lines(

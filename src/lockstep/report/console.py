@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.runtime.choice import Choice as Choice
+from lockstep.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,13 @@ def encodable(text: str, encoding: str | None) -> str:
     """The text with `?` for what a stream of this encoding cannot print: no run ends over a dot."""
     encoding = encoding or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
+
+
+def title_of(topology: Topology, version: str) -> str:
+    """Stands above the choices of a run."""
+    size, hosts = topology.size, topology.size // topology.local_size
+    several = "es" * (size > 1), "s" * (hosts > 1)
+    return f"lockstep {version} · {size} process{several[0]} on {hosts} host{several[1]}"
 
 
 def print_choices(title: str, choices: Sequence[Choice]) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
 
+from lockstep.data.loader import Loader as Prepared
+from lockstep.errors import UsageError
 from lockstep.report.bar import Bar
 from lockstep.report.console import on_terminal, say
 from lockstep.report.metrics import RunningMeans
@@ -89,6 +91,31 @@ class Lines:
 
     def close(self) -> None:
         """Nothing stays on the screen."""
+
+
+def check_loader(loader: object) -> None:
+    """Raises UsageError where it is no prepared loader."""
+    if not isinstance(loader, Prepared):
+        raise UsageError(
+            f"world.progress of a {type(loader).__name__}",
+            "it is not a prepared loader",
+            "iterate what world.prepare or world.loader returned for it",
+        )
+
+
+def check_shown(shown: bool, values: Iterable[str]) -> None:
+    """Raises UsageError where what is logged would be shown by nothing.
+
+    Args:
+        shown: a pass is running that shows it.
+        values: the names of what is logged.
+    """
+    if not shown:
+        raise UsageError(
+            f"world.log({', '.join(values)})",
+            "no world.progress(loader) is being iterated, so nothing would show it",
+            "iterate world.progress(loader) instead of the loader, or use world.print",
+        )
 
 
 def progress(

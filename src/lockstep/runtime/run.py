@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -12,8 +14,9 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from lockstep.errors import SettingError, UsageError, set_rank
+from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device import choose_device
@@ -47,6 +50,19 @@ class Run:
     """Each gives a batch of a loader that is being prepared, for strategies that measure."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """What the strategy has opened beside the group of all ranks; closed with it."""
+    at_end: list[Callable[[bool], None]] = field(default_factory=list)
+    """Called by `leave`, while the group is open, with whether this process has failed."""
+    loaders: list[Any] = field(default_factory=list)
+    """All prepared ones."""
+    prepared: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """The modules that `World.prepare` gave out."""
+
+
+def run_of(module: nn.Module) -> Run | None:
+    """The run that a module was prepared in, as long as it goes on."""
+    run = _current
+    known = run is not None and any(prepared() is module for prepared in run.prepared)
+    return run if known else None
 
 
 _BY_SCRIPT = "the script"
@@ -181,6 +197,14 @@ def leave(run: Run, *, failed: bool) -> None:
     if _current is not run:
         return
     _current = None
+    with ExitStack() as stack:  # all of it, whatever raises
+        stack.callback(set_rank, None)
+        stack.callback(_leave_group, run, failed)
+        for finish in reversed(run.at_end):
+            stack.callback(finish, failed)
+
+
+def _leave_group(run: Run, failed: bool) -> None:
     run.groups.clear()
     if run.joined is not None:
         # NCCL waits for outstanding work of ranks that may never do theirs.
@@ -190,7 +214,23 @@ def leave(run: Run, *, failed: bool) -> None:
             run.joined.close(patience=0)
         else:
             run.joined.close()
-    set_rank(None)
+
+
+def close_at_exit(close: Callable[..., None]) -> None:
+    """Leaves the run when Python ends.
+
+    Python would end with 0 whatever is raised here; an error of ours gives it its own exit code.
+
+    Args:
+        close: is given `failed`.
+    """
+    try:
+        close(failed=hasattr(sys, "last_type"))  # set by an uncaught exception
+    except LockstepError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(error.exit_code)
 
 
 @contextmanager
@@ -273,5 +313,6 @@ def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, objec
         "shares": settings.shares,
         "micro_batch": settings.micro_batch,
         "sync_batchnorm": settings.sync_batchnorm,
+        "ledger": settings.ledger is not None,
         "threads": environ.get("OMP_NUM_THREADS"),
     }

@@ -6,6 +6,7 @@ being the only one to speak: where both speak and differ, that is an error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from lockstep.errors import SettingError
 
 JOIN_TIMEOUT_S = 30.0
+INSTEAD = "LOCKSTEP_VERIFY"
+"""Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
 AUTO = "auto"
 """What is measured instead of given: shares, micro_batch."""
 T = TypeVar("T")
@@ -39,10 +42,16 @@ class Settings:
     collective_timeout_s: float | None = None
     """Seconds that a collective may take; None: torch's default for the backend."""
     sync_batchnorm: bool = True
+    ledger: str | None = None
+    """Folder where every rank writes down which samples it trains; None: nowhere."""
+    pieces: int = 1
+    """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
 
 
 def settle(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Merges the arguments of `init` (None: left open) with the LOCKSTEP_* variables.
+
+    What `lockstep verify` sets goes before both.
 
     Raises:
         SettingError: a value that does not parse, or two that contradict each other.
@@ -57,6 +66,7 @@ def settle(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
         "shares": str,
         "micro_batch": _whole_number_or_auto,
         "timeout": float,
+        "ledger": str,
     }
     values = {name: value for name, value in given.items() if value is not None}
     for name, read in readers.items():
@@ -71,6 +81,8 @@ def settle(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
                 "set it in one place",
             )
         values.setdefault(name, outside)
+    if environ.get(INSTEAD):
+        values |= json.loads(environ[INSTEAD])
     for name in ("timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = _seconds(name, values.pop(name))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 
@@ -52,10 +52,15 @@ class Handed(NamedTuple):
     micro_batch: MicroBatch
     batch: Any
     """What the training loop gets."""
+    counts: bool
+    """Whether this rank's part is counted: under a pipeline other ranks get the same one."""
 
 
 class Watcher(Protocol):
-    """Looks on at a training, on its rank; it changes nothing and exchanges nothing."""
+    """Looks on at a training, on its rank, and changes nothing."""
+
+    def prepared(self, module: nn.Module) -> None:
+        """`World.prepare` has wrapped a module."""
 
     def handed_out(self, handed: Handed) -> None:
         """A training loop is about to get a micro-batch."""
@@ -84,6 +89,10 @@ class Pass:
         """Whether an optimizer has stepped for the present global batch."""
 
 
+standing: list[Watcher] = []
+"""Those of every run of this process; a run takes them over when it is joined."""
+
+
 class Step:
     """The state of the present optimizer step."""
 
@@ -97,7 +106,7 @@ class Step:
         """Samples, over all ranks, that this process has seen trained on."""
         self.clear_gradients: list[Callable[[], None]] = []
         """Of the prepared optimizers."""
-        self.watchers: list[Watcher] = []
+        self.watchers: list[Watcher] = [*standing]
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
         self._passes: list[Pass] = []
@@ -179,12 +188,14 @@ class Step:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Steps that are taken inside do not count: they are put back."""
+        """Steps that are taken inside do not count: they are put back, and nobody watches."""
         before = self.number, self.samples, self._since, self._until
+        watchers, self.watchers = self.watchers, []
         try:
             yield
         finally:
             self.number, self.samples, self._since, self._until = before
+            self.watchers = watchers
 
     @property
     def seconds(self) -> float:

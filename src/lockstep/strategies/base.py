@@ -63,6 +63,9 @@ class Strategy(ABC):
     settles: ClassVar[bool] = False
     """`shares="auto"` and `micro_batch="auto"` can be found, because `alone` keeps its word."""
 
+    unfreezes: ClassVar[bool] = False
+    """Parameters that were frozen in `wrap` may be trained later."""
+
     evaluates_together: ClassVar[bool] = False
     """A forward pass without gradients, too, involves other ranks: all ranks need to make it."""
 
@@ -97,7 +100,7 @@ class Strategy(ABC):
 
     def pieces(self, run: Run) -> int:
         """Into how many micro-batches a global batch is cut at least, where it has the samples."""
-        return 1
+        return run.settings.pieces
 
     def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
         """The ranks over which BatchNorm takes its statistics, where the batch has several parts.

@@ -170,6 +170,7 @@ class _Watch:
                 "DDP averages the gradients of its own forward passes only; these would stay here",
                 "call the object that world.prepare returned; .module is for reading and for "
                 "evaluation under torch.no_grad()",
+                code="LS302",
             )
 
 
@@ -294,6 +295,7 @@ class ExactDDP(DistributedDataParallel):
                 "a backward pass whose forward pass did not go through the prepared model",
                 "its gradients stayed on this rank: they were not averaged",
                 "call the object that world.prepare returned, not its .module or a method of it",
+                code="LS302",
             )
         if missing:
             self.check_parameters()
@@ -305,6 +307,7 @@ class ExactDDP(DistributedDataParallel):
                 "DDP waits for them, so others may not be averaged either",
                 "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
                 "strategy=lockstep.strategies.DDP(find_unused_parameters=True)",
+                code="LS301",
             )
 
     def check_parameters(self) -> None:
@@ -320,6 +323,7 @@ class ExactDDP(DistributedDataParallel):
                 "parameters added, replaced or unfrozen after world.prepare",
                 f"DDP does not average the gradients of {', '.join(new[:8])}",
                 "change the model first, then call world.prepare",
+                code="LS303",
             )
 
     def _check_evaluation(self) -> None:

@@ -55,6 +55,7 @@ class Pipeline(Strategy):
 
     name: ClassVar[str] = "pipeline"
     evaluates_together: ClassVar[bool] = True
+    unfreezes: ClassVar[bool] = True
 
     stages: int | None = None
     """Ranks that one copy of the model is spread over; None: all. It divides the world size."""
@@ -126,7 +127,8 @@ class Pipeline(Strategy):
         if self.micro_batches is not None:
             return self.micro_batches
         stages = self._positions(run.topology)
-        return 1 if stages == 1 or run.settings.micro_batch else _MICRO_BATCHES * stages
+        wanted = 1 if stages == 1 or run.settings.micro_batch else _MICRO_BATCHES * stages
+        return max(wanted, run.settings.pieces)
 
     def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
         """The ranks of equal stages."""

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.data.loader import Loader
+from lockstep.data.same_samples import check_samples
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.optim.precision import Precision
@@ -28,6 +29,8 @@ from lockstep.runtime.run import Run
 from lockstep.runtime.step import Pass
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.kept import KeptParameters
+from lockstep.strategies.replica_check import due
 from lockstep.strategies.settling import Settling
 
 
@@ -44,12 +47,14 @@ class Preparer:
         say: Callable[[str], None],
     ) -> None:
         self.choices: list[Choice] = []
-        self.loaders: list[Loader] = []
+        self.loaders: list[Loader] = run.loaders
         self._run = run
         self._strategy = strategy
         self._precision = precision
         self._make_loader = make_loader
         self._modules: list[nn.Module] = []
+        self._kept: dict[int, KeptParameters] = {}
+        """Of the modules, by the id of each."""
         self._owners: dict[int, nn.Module] = {}
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
         """What an optimizer holds in the place of a parameter that is gone, by its id."""
@@ -72,7 +77,10 @@ class Preparer:
             for thing in objects
         }
         self._run.examples[:] = [x.example for x in prepared.values() if isinstance(x, Loader)]
-        agree(self._run, "world.prepare", "; ".join(map(_describe, prepared.values())))
+        agree(self._run, "world.prepare", [_describe(thing) for thing in prepared.values()])
+        for loader in prepared.values():
+            if isinstance(loader, Loader):
+                check_samples(loader.source, loader.seed, self._run.collectives)
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self._module),
             (Optimizer, self._optimizer),
@@ -164,12 +172,20 @@ class Preparer:
         if run.collectives.part.count > 1:
             module = self._convert(module)
         handles = self._precision.attach(module)
-        if handles:
+        if handles and self._precision.name == "fp64":
+            self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
+        elif handles:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
         wrapped, choices, replaced = self._strategy.wrap(module, run)
         self.choices += choices
         self._modules.append(wrapped)
+        self._kept[id(wrapped)] = KeptParameters(
+            wrapped, alone=run.collectives.alone, may_unfreeze=self._strategy.unfreezes
+        )
+        run.prepared.append(weakref.ref(wrapped))
+        for watcher in run.step.watchers:
+            watcher.prepared(wrapped)
         self._replaced |= {id(old): (weakref.ref(old), new) for old, new in replaced}
         own += [p for pair in replaced for p in pair if p is not None]
         self._owners |= {id(parameter): wrapped for parameter in own}
@@ -180,7 +196,8 @@ class Preparer:
         if not has:
             return module
         if not self._run.settings.sync_batchnorm:
-            self._choose("batchnorm", "per rank", "sync_batchnorm=False; differs from one device")
+            reason = "sync_batchnorm=False; differs from one device (LS306)"
+            self._choose("batchnorm", "per rank", reason)
             return module
         group = self._strategy.statistics_group(self._run)
         conversion = sync_batchnorm.convert(module, group)
@@ -205,12 +222,18 @@ class Preparer:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
         def before() -> None:
+            step = self._run.step
+            looks = due(step.number + 1) or step.running.number == 1  # an epoch may begin otherwise
             for module in modules:
                 self._strategy.before_step(module, optimizer)
+                if looks:
+                    self._kept[id(module)].check()
 
         def after() -> None:
             for module in modules:
                 self._strategy.after_step(module)
+            for loader in self.loaders:
+                loader.coverage.settle(self._run.collectives)
 
         prepared = PreparedOptimizer(optimizer, self._run.step, self._precision, before, after)
         if any(new is None for _, new in self._replaced.values()):
@@ -272,6 +295,7 @@ class Preparer:
         for optimizer in self._optimizers:
             if scheduler.optimizer in (optimizer, optimizer.inner):
                 prepared.prepared = optimizer
+                optimizer.scheduled = True
         if prepared.prepared is None:
             raise UsageError(
                 f"world.prepare of {type(scheduler).__name__}",
@@ -284,23 +308,42 @@ class Preparer:
         self.choices.append(Choice(name, value, reason))
 
 
-def agree(run: Run, what: str, mine: str) -> None:
-    """Raises RanksDifferError on all ranks unless all brought the same."""
-    brought = run.collectives.exchange(mine)
-    if len(set(brought)) > 1:
+def agree(run: Run, what: str, mine: list[str]) -> None:
+    """Raises RanksDifferError on all ranks unless all brought the same descriptions."""
+    texts = run.collectives.exchange(json.dumps(mine))
+    if len(set(texts)) > 1:
+        brought: list[list[str]] = [json.loads(text) for text in texts]
         raise RanksDifferError(
             what,
-            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(brought)),
+            "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
             "build the same on every rank: same code, arguments, seed and data",
+            code=_code_of(brought),
         )
+
+
+def agree_on_loader(run: Run, loader: Loader) -> None:
+    """Raises RanksDifferError on all ranks unless all have the same data in the same order."""
+    agree(run, "world.loader", [describe_loader(loader)])
+    check_samples(loader.source, loader.seed, run.collectives)
+
+
+def _code_of(brought: list[list[str]]) -> str | None:
+    """Of the catalogue, where it is nothing but data that differs."""
+    alike = len({len(each) for each in brought}) == 1
+    differing = [set(of_all) for of_all in zip(*brought, strict=False) if len(set(of_all)) > 1]
+    data = all(text.startswith(_LOADER) for texts in differing for text in texts)
+    if not (alike and data):
+        return None
+    sizes = [{text.partition(" (checksum")[0] for text in texts} for texts in differing]
+    return "LS105" if all(len(each) == 1 for each in sizes) else "LS104"
+
+
+_LOADER = "a loader over "
 
 
 def describe_loader(loader: Loader) -> str:
     """What must be equal on all ranks of a loader."""
-    source = loader.source
-    text = f"a loader over {source.length} samples in global batches of {source.batch_size}"
-    # The checksum covers what the words leave out: order, indices of a subset, number of batches.
-    return f"{text} (checksum {source.fingerprint:08x})"
+    return loader.source.description
 
 
 def _describe(thing: Any) -> str:

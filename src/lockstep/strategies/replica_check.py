@@ -6,7 +6,7 @@ equal. Gradients are averaged to the same bits on all ranks, so anything else is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,21 @@ def check_replicas(module: nn.Module, when: str, group: dist.ProcessGroup | None
     Raises:
         RanksDifferError: on every rank, naming the tensors.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    named: dict[str, Tensor] = {
-        name: tensor for name, tensor in tensors if tensor.numel() and not tensor.is_meta
-    }
+    check_equal(dict(module.named_parameters()), dict(module.named_buffers()), when, group)
+
+
+def check_equal(
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    when: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compares tensors over all ranks, or those of a group, but for those on the meta device.
+
+    Raises:
+        RanksDifferError: on every rank, naming the tensors.
+    """
+    named = {n: t for n, t in {**parameters, **buffers}.items() if t.numel() and not t.is_meta}
     if not named:
         return
     mine = fingerprint(named.values())
@@ -67,4 +78,5 @@ def check_replicas(module: nn.Module, when: str, group: dist.ProcessGroup | None
             f"{len(differ)} of {len(named)} tensors differ between ranks: {shown}",
             "look for a forward pass that goes around the prepared model, parameters changed by "
             "hand on some ranks, or a step taken on some ranks only",
+            code="LS309" if all(name in buffers for name in differ) else "LS304",
         )

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import UsageError
 from lockstep.runtime.run import Run
 from lockstep.strategies.buffers import MovingBuffers
-from lockstep.strategies.replica_check import due
+from lockstep.strategies.replica_check import check_equal, due
 
 _ATTRIBUTE = "_lockstep_sharded"
 
@@ -95,12 +95,22 @@ class Sharded:
             self.moving_buffers.find()
             self._check_parameters()
         self.moving_buffers.share()
+        if due(number):
+            self._compare(f"step {number}")
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
         self._released = True
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
         let_go(self._units, self._mesh)
+
+    def _compare(self, when: str) -> None:
+        """Buffers are the same on all ranks; shards, where there are several copies, on some."""
+        check_equal({}, dict(self._module.named_buffers()), when)
+        if self._mesh.ndim > 1:
+            named = self._module.named_parameters()
+            shards = {name: p.to_local() for name, p in named if isinstance(p, DTensor)}
+            check_equal(shards, {}, when, self._mesh.get_group(0))
 
     def _drop_gradients(self) -> None:
         for parameter in self.whole:
@@ -136,6 +146,7 @@ class Sharded:
                 "parameters added or replaced after world.prepare",
                 f"the gradients of {', '.join(new[:8])} are not averaged over the ranks",
                 "change the model first, then call world.prepare",
+                code="LS303",
             )
 
 

@@ -226,6 +226,7 @@ class StagedModel:
                 f"a call of the model's submodule {name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
                 "call the object that world.prepare returned",
+                code="LS302",
             )
         arguments = self.arrive(name, stage, first, arguments)
         if stage == passage.stage:

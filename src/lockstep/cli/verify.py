@@ -1,0 +1,195 @@
+"""`lockstep verify`: whether a script computes on several processes what it computes on one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from lockstep.verify.runs import Recorded, Way
+
+_CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
+"""Exit code of each verdict."""
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, or nothing could be compared.",
+)
+@click.option("--nproc", type=click.IntRange(min=2), default=2, show_default=True, metavar="N")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    metavar="K",
+    help="Optimizer steps to compare.",
+)
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=2),
+    metavar="K",
+    help="Compare with K micro-batches a step too.",
+)
+@click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
+@click.option(
+    "--strategy", multiple=True, metavar="NAME", help="Compare with this too; may be repeated."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp64", "fp32"]),
+    default="fp64",
+    show_default=True,
+    help="In float32 rounding differs: small differences are then passed over.",
+)
+@click.option(
+    "--batch-per-process",
+    is_flag=True,
+    help="The script's batch size is that of one process: on one process its DataLoaders get N "
+    "times as much.",
+)
+@click.option(
+    "--json", "as_json", metavar="FILE", help="Write the verdict there; - is standard output."
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option(
+    "--ledger",
+    "ledger",
+    type=click.Path(exists=True, file_okay=False),
+    help="Check the sample ledger of a whole run instead of a script.",
+)
+@click.argument("script", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    script: str | None,
+    args: tuple[str, ...],
+    as_json: str | None,
+    ledger: str | None,
+    **options: Any,
+) -> None:
+    """Runs SCRIPT on one process and on several, and compares what they compute, step by step.
+
+    The script stops after a few optimizer steps; it neither resumes nor saves checkpoints. Samples,
+    losses, gradients, learning rates, parameters and buffers are compared in float64, and the
+    first difference is named with its likely cause.
+    """
+    if (script is None) == (ledger is None):
+        raise click.UsageError("Give a script, or --ledger with the folder of a run's ledger.")
+    if ledger is not None:
+        ctx.exit(_check_ledger(Path(ledger), as_json))
+    assert script is not None
+    if not options["module"] and not Path(script).exists():
+        raise SettingError(f"lockstep verify {script}", "there is no such file", "give its path")
+    ctx.exit(_verify(script, args, as_json, options))
+
+
+def _verify(
+    script: str, args: tuple[str, ...], as_json: str | None, options: dict[str, Any]
+) -> int:
+    from lockstep.diagnose.equivalence import FLOAT32, FLOAT64
+    from lockstep.verify.rank import Plan
+    from lockstep.verify.runs import by_command, record
+    from lockstep.verify.verdict import judge
+
+    double = options["precision"] == "fp64"
+    plan = Plan(
+        script=script,
+        arguments=args,
+        module=options["module"],
+        steps=options["steps"],
+        double=double,
+    )
+    first, *others = _ways(options)
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+    try:
+        reference = record(first, plan, folder / "reference", by_command)
+        if reference.error or not reference.updates:
+            return _nothing(reference, options["precision"])
+        verdicts = []
+        for number, way in enumerate(others):
+            other = record(way, plan, folder / str(number), by_command)
+            verdict = judge(reference, other, FLOAT64 if double else FLOAT32)
+            verdicts.append(verdict)
+            if as_json != "-":
+                for line in verdict.lines():
+                    click.echo(line)
+                if number == 0 and other.notes and as_json != "-":
+                    click.echo(f"  switched off for the comparison: {', '.join(other.notes)}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
+    _write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
+    return _CODES[worst.word]
+
+
+def _ways(options: dict[str, Any]) -> list[Way]:
+    """The reference, and what is compared with it."""
+    from lockstep.verify.runs import Way
+
+    nproc: int = options["nproc"]
+    base = {"precision": options["precision"]}
+    times = nproc if options["batch_per_process"] else 1
+    alone = {**base, "shares": None, "micro_batch": None}
+    ways = [
+        Way(name="1 process", nproc=1, instead=alone, batch_times=times),
+        Way(name=f"{nproc} processes", nproc=nproc, instead=base),
+    ]
+    if options["accumulate"]:
+        many = {**base, "pieces": options["accumulate"]}
+        name = f"{nproc} processes, {options['accumulate']} micro-batches"
+        ways.append(Way(name=name, nproc=nproc, instead=many))
+    if options["shares"]:
+        name = f"{nproc} processes, shares {options['shares']}"
+        instead = {**base, "shares": options["shares"]}
+        ways.append(Way(name=name, nproc=nproc, instead=instead))
+    for strategy in options["strategy"]:
+        name = f"strategy {strategy}"
+        processes = 1 if strategy == "dp" else nproc  # for all its devices
+        ways.append(Way(name=name, nproc=processes, instead={**base, "strategy": strategy}))
+    return ways
+
+
+def _nothing(reference: Recorded, precision: str) -> int:
+    click.echo("lockstep: nothing could be compared", err=True)
+    if reference.error:
+        click.echo(f"  found: on one process the script ended with {reference.error}", err=True)
+    else:
+        click.echo("  found: the script made no optimizer step on one process", err=True)
+    if "dtype" in reference.error and precision == "fp64":
+        click.echo("  do:    the script names dtypes itself; try --precision fp32", err=True)
+    elif reference.error:
+        click.echo("  do:    make it run on one process: lockstep run --nproc 1 SCRIPT", err=True)
+    else:
+        click.echo("  do:    verify a script that trains, with arguments that let it", err=True)
+    for line in reference.output.splitlines():
+        click.echo(f"  | {line}", err=True)
+    return 2
+
+
+def _check_ledger(folder: Path, as_json: str | None) -> int:
+    from lockstep.diagnose.ledger import judge
+
+    report = judge(folder)
+    if as_json != "-":
+        for line in report.lines():
+            click.echo(line)
+    _write_json(as_json, report.as_json())
+    return 1 if report.findings else 0
+
+
+def _write_json(to: str | None, values: dict[str, Any]) -> None:
+    text = json.dumps(values, indent=2)
+    if to == "-":
+        click.echo(text)
+    elif to is not None:
+        Path(to).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Was every sample of the plan trained once, and is it another order every epoch?
+
+Samples are counted, not stored: how many were handed out, and a sum over their indices that does
+not depend on the order and takes no sample for another, some hundred micro-batches at a time. What
+all ranks together were handed must be what the plan has. The ranks compare in the optimizer step
+that follows the end of a pass, where they are together: after the first two passes, and then
+whenever 1000 more global batches are done.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.utils.data import Sampler, SequentialSampler
+
+from lockstep.data.global_batch import EpochPlan, Indices
+from lockstep.errors import DataError, RanksDifferError, warn
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.step import MicroBatch
+
+_MASK = (1 << 64) - 1
+_FIRST_PASSES = 2
+_STEPS = 1000
+_TOGETHER = 256
+"""Micro-batches that are counted at a time: summing a few numbers costs as much as many."""
+_BY_CHANCE = 10
+"""Distinct samples from which on a random order comes twice in less than one of a million cases."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of samples, over any number of passes."""
+
+    count: int = 0
+    checksum: int = 0
+
+    def add(self, count: int, checksum: int) -> None:
+        self.count += count
+        self.checksum = (self.checksum + checksum) & _MASK
+
+
+@dataclass(slots=True)
+class _Open:
+    """A pass that is running."""
+
+    epoch: int
+    start: int
+    plan: EpochPlan
+    handed: _Sum = field(default_factory=_Sum)
+    waiting: list[Indices] = field(default_factory=list)
+
+    def count(self) -> None:
+        samples = np.concatenate(self.waiting)
+        self.waiting.clear()
+        self.handed.add(len(samples), checksum(samples))
+
+
+class Coverage:
+    """What one loader has handed out on this rank.
+
+    Args:
+        sampler, batch_sampler: the user's own; None, both: the order is Lockstep's.
+    """
+
+    def __init__(
+        self, sampler: Sampler[int] | None, batch_sampler: Sampler[list[int]] | None
+    ) -> None:
+        order = sampler if batch_sampler is None else batch_sampler
+        self._may_repeat = (  # an order written down is meant
+            order is None or hasattr(order, "__getitem__") or type(order) is SequentialSampler
+        )
+        self._planned, self._handed = _Sum(), _Sum()
+        self._open: _Open | None = None
+        """The latest pass; one around it is not compared."""
+        self._orders = 0
+        """A CRC-32 over the orders of all passes that count."""
+        self._last: tuple[int, int] | None = None
+        """The epoch of the last pass, and the CRC-32 of its order."""
+        self._passes = self._steps = 0
+        self._due = False
+
+    def begin(self, epoch: int, start: int, plan: EpochPlan) -> None:
+        """A pass that trains begins, at a global batch of its plan."""
+        self._open = _Open(epoch, start, plan)
+        if not self._may_repeat:
+            now = epoch, zlib.crc32(np.ascontiguousarray(plan.order).data)
+            if self._last is not None and now == (self._last[0] + 1, self._last[1]):
+                self._warn_of_repetition(epoch, plan.order)
+            self._last = now
+
+    def add(self, epoch: int, position: int, samples: Indices, micro: MicroBatch) -> None:
+        """A micro-batch of a pass is handed out on this rank."""
+        found = self._open
+        if found is None or found.epoch != epoch:
+            return
+        found.waiting.append(samples)
+        if len(found.waiting) == _TOGETHER:
+            found.count()
+        if micro.last and position == len(found.plan) - 1:
+            self._end(found)
+
+    def settle(self, collectives: Collectives) -> None:
+        """Compares with the other ranks where that is due; on all ranks in the same step.
+
+        Raises:
+            RanksDifferError: the ranks went through different orders.
+            DataError: together they were not handed what the plan has.
+        """
+        if not self._due:
+            return
+        self._due, self._steps = False, 0
+        planned, handed, orders = self._planned, self._handed, self._orders
+        self._planned, self._handed, self._orders = _Sum(), _Sum(), 0
+        mine = orders, planned.count, planned.checksum, handed.count, handed.checksum
+        brought = [json.loads(text) for text in collectives.exchange(json.dumps(mine))]
+        _check_orders(brought)
+        counting = brought[: collectives.part.count]
+        count = sum(row[3] for row in counting)
+        same = sum(row[4] for row in counting) & _MASK == planned.checksum
+        if count != planned.count or not same:
+            raise DataError(
+                "every sample of an epoch's plan once",
+                f"all ranks together were handed {count} samples, the plan has {planned.count}"
+                + ("" if count != planned.count else ": some came twice, and others not at all"),
+                "give the loader the same shares and micro_batch on every rank, and do not change "
+                "its sampler while a pass is running",
+                code="LS102" if count < planned.count else "LS101",
+            )
+
+    def _end(self, done: _Open) -> None:
+        self._open = None
+        if done.waiting:
+            done.count()
+        order = done.plan.order[done.plan.bounds[done.start] :]
+        self._planned.add(len(order), checksum(order))
+        self._handed.add(done.handed.count, done.handed.checksum)
+        self._orders = zlib.crc32(np.ascontiguousarray(order).data, self._orders)
+        self._passes += 1
+        self._steps += len(done.plan) - done.start
+        self._due = self._passes <= _FIRST_PASSES or self._steps >= _STEPS
+
+    def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
+        self._may_repeat = True  # it is said once
+        if bool((order[:-1] <= order[1:]).all()) or len(np.unique(order)) < _BY_CHANCE:
+            return
+        warn(
+            "a sampler of your own",
+            f"epoch {epoch} has the same order of samples as epoch {epoch - 1}",
+            "let it draw from torch.randperm or from a generator that it keeps, or tell it the "
+            "epoch (set_epoch); shuffle=True of the DataLoader needs no sampler",
+            code="LS103",
+        )
+
+
+def checksum(samples: Indices) -> int:
+    """A 64-bit sum over scrambled indices, which is the same in any order.
+
+    Sums of the indices themselves, and of their squares, agree for many different samples.
+    """
+    words = samples.astype(np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words ^= words >> np.uint64(32)
+    words *= np.uint64(0xD6E8FEB86659FD93)
+    words ^= words >> np.uint64(29)
+    return int(words.sum())
+
+
+def _check_orders(brought: list[list[int]]) -> None:
+    orders = [row[:3] for row in brought]
+    if any(order != orders[0] for order in orders):
+        raise RanksDifferError(
+            "a sampler that gives every rank the same order",
+            ", ".join(f"rank {rank}: order {row[0]:08x}" for rank, row in enumerate(orders)),
+            "seed it alike on all ranks and do not let it look at the rank or the clock; each rank "
+            "gets its part of the global batch from the loader",
+            code="LS105",
+        )

@@ -1,0 +1,178 @@
+"""The sample ledger: every rank writes which samples it trained in which optimizer step.
+
+A folder holds one file for each rank and each start of the run. A file is a row of records that is
+only ever added to: 4 bytes length and 4 bytes CRC-32, both of what follows; then `J` and JSON, or
+`S` and a step: the numbers of `_STEP`, and the indices of this rank's samples as 64-bit integers,
+all little-endian. The first record is JSON and tells whose file it is. A record that was cut off
+shows by its length. `lockstep.diagnose.ledger` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lockstep.data.global_batch import Indices
+from lockstep.data.loader import Loader
+from lockstep.data.stream import StreamSource
+from lockstep.errors import LengthUnknownError, SettingError
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.step import Handed
+
+FORMAT = 1
+_NO_LOADER = 0xFFFF
+"""In a step that no prepared loader had to do with."""
+_FRAME = struct.Struct("<II")
+_STEP = struct.Struct("<QHIQI")
+"""Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
+
+
+class Ledger:
+    """Watches a training and writes its samples down; see `runtime.step.Watcher`.
+
+    A global batch counts as trained when the first optimizer has stepped for it.
+
+    Args:
+        folder: where; made when it is needed.
+        collectives: of the run; the ranks agree on a name for this start of it.
+        loaders: all prepared ones, by whose order they are numbered; the list may still grow.
+
+    Raises:
+        SettingError: on all ranks, where one cannot write there.
+    """
+
+    def __init__(
+        self, folder: str | Path, collectives: Collectives, loaders: Sequence[Loader]
+    ) -> None:
+        self._folder = Path(folder)
+        self._loaders = loaders
+        self._known: dict[Loader, int] = {}
+        self._open: dict[Loader, list[Handed]] = {}
+        """The micro-batches of a global batch for which no optimizer has stepped."""
+        rank = collectives.part.index
+        self._file = -1
+        proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+        attempt = json.loads(collectives.exchange(json.dumps(proposed))[0])
+        problem = ""
+        if collectives.counts:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                name = self._folder / f"{attempt}.rank{rank}.ledger"
+                self._file = os.open(
+                    name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o666
+                )
+            except OSError as error:
+                problem = f"rank {rank}: {error}"
+        problems = [text for text in collectives.exchange(problem) if text]
+        if problems:
+            self.close()
+            raise _cannot_write(folder, problems[0])
+        self._write_json(
+            {
+                "ledger": FORMAT,
+                "attempt": attempt,
+                "started_ns": int(attempt.partition("-")[0]),
+                "rank": rank,
+                "ranks": collectives.part.count,
+                "processes": collectives.topology.size,
+                "step": _STEP.format,
+                "no_loader": _NO_LOADER,
+            }
+        )
+
+    def close(self) -> None:
+        """Writes nothing more."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def prepared(self, module: nn.Module) -> None:
+        """Modules do not matter here."""
+
+    def handed_out(self, handed: Handed) -> None:
+        """Keeps in mind what the training loop is about to get."""
+        if handed.micro_batch.first:
+            self._open[handed.loader] = []
+        self._open.setdefault(handed.loader, []).append(handed)
+
+    def backward(self, loss: Tensor) -> None:
+        """Losses do not matter here."""
+
+    def stepped(self, number: int) -> None:
+        """Writes down what the step of this number was made of."""
+        # What an earlier pass handed out last was not trained now.
+        trained = {loader: pieces for loader, pieces in self._open.items() if loader.mid_epoch}
+        self._open.clear()
+        for loader, pieces in trained.items():
+            self._write_step(number, loader, pieces)
+        if not trained:
+            self._write(b"S" + _STEP.pack(number, _NO_LOADER, 0, 0, 0))
+
+    def _write_step(self, number: int, loader: Loader, pieces: list[Handed]) -> None:
+        first = pieces[0]
+        place = self._known.get(loader)
+        if place is None:
+            place = self._known[loader] = self._introduce(loader)
+        count = first.micro_batch.count
+        head = _STEP.pack(number, place, first.epoch, first.position, count)
+        samples: Indices = np.concatenate([piece.samples for piece in pieces])
+        self._write(b"S" + head + samples.astype("<i8", copy=False).tobytes())
+
+    def _introduce(self, loader: Loader) -> int:
+        """Writes down what the positions of a loader mean; returns its number."""
+        number = list(self._loaders).index(loader)
+        source = loader.source
+        own_order = source.sampler is not None or source.batch_sampler is not None
+        self._write_json(
+            {
+                "loader": number,
+                "dataset": type(source.dataset).__name__,
+                "stream": source.how if isinstance(source, StreamSource) else None,
+                "length": _or_none(lambda: source.length),
+                "steps": source.steps,
+                "batch_size": source.batch_size,
+                "drop_last": source.drop_last,
+                "own_order": own_order,
+            }
+        )
+        return number
+
+    def _write_json(self, values: dict[str, Any]) -> None:
+        self._write(b"J" + json.dumps(values).encode())
+
+    def _write(self, record: bytes) -> None:
+        """With one call of the system, so that it is there whole, whatever ends this process."""
+        if self._file < 0:
+            return
+        data = _FRAME.pack(len(record), zlib.crc32(record)) + record
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            raise _cannot_write(self._folder, str(error)) from error
+        if written < len(data):
+            raise _cannot_write(self._folder, f"{written} of {len(data)} bytes were written")
+
+
+def _or_none(value: Callable[[], int]) -> int | None:
+    try:
+        return value()
+    except LengthUnknownError:
+        return None
+
+
+def _cannot_write(folder: str | Path, found: str) -> SettingError:
+    return SettingError(
+        f"ledger={str(folder)!r}",
+        f"it cannot be written: {found}",
+        "make room or choose another folder; or leave the ledger out",
+    )

@@ -1,0 +1,319 @@
+"""The likely cause of a divergence, from numbers and calls alone.
+
+Each pattern is a code of the catalogue, with what was seen in words. Exact patterns go before
+guesses: a gradient that is a whole multiple of the reference's says what it is by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.diagnose import algebra
+from lockstep.diagnose.case import Case, Cause, shown
+from lockstep.diagnose.causes_in_data import of_contents, of_samples
+from lockstep.diagnose.equivalence import ranks_that_differ, replicas_that_differ
+from lockstep.diagnose.updates import (
+    Array,
+    RankUpdate,
+    Update,
+    backward_passes,
+    loss_of,
+    merged,
+)
+
+
+def cause_of(case: Case) -> Cause:
+    """The cause of a divergence."""
+    explain = {
+        "initial": _of_initial,
+        "replicas": _of_replicas,
+        "samples": of_samples,
+        "contents": of_contents,
+        "gradients": _of_gradients,
+        "loss": _of_loss,
+        "rates": _of_rates,
+        "parameters": _of_parameters,
+        "buffers": _of_buffers,
+        "length": _of_length,
+    }
+    return explain[case.divergence.what](case)
+
+
+def _of_initial(case: Case) -> Cause:
+    apart = ranks_that_differ(case.many, "before", case.tolerance)
+    if apart:
+        ranks = sorted({rank for found in apart.values() for rank in found})
+        seen = f"before the first step {_ranks(ranks)} had other values than rank 0"
+    else:
+        seen = "all ranks began with the same values, which are not those of one process"
+    return Cause("LS305", (seen,), case.divergence.names)
+
+
+def _of_replicas(case: Case) -> Cause:
+    apart = replicas_that_differ(case.many)
+    found = _ranks(sorted({rank for ranks in apart.values() for rank in ranks}))
+    number = case.many[0].step
+    seen = f"before step {number} {found} held other parameters than rank 0"
+    after = "the last step itself left all ranks with the same" if number else ""
+    return Cause("LS304", tuple(filter(None, (seen, after))), case.divergence.names)
+
+
+def _of_gradients(case: Case) -> Cause:
+    apart = ranks_that_differ(case.many, "gradients", case.tolerance)
+    if apart:
+        return _not_averaged(case, apart)
+    expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
+    gathered = [call for rank in case.many for call in rank.calls if _cuts_graph(call)]
+    ratio = algebra.constant_ratio(expected, found, case.exact)
+    if gathered:
+        call = gathered[0]
+        seen = f"{call.name} was given a tensor with a gradient, which its result has lost"
+        return Cause("LS207", (seen, call.line, *_patterns(case)), case.divergence.names)
+    if ratio is not None:
+        return _of_ratio(case, ratio)
+    weighed = _of_weights(case, expected)
+    if weighed is not None:
+        return weighed
+    return _of_coupling(case)
+
+
+def _cuts_graph(call: Any) -> bool:
+    return bool(call.of_graph) and call.name.startswith("all_gather")
+
+
+def _not_averaged(case: Case, apart: Mapping[str, Sequence[int]]) -> Cause:
+    names = tuple(apart)
+    total = len(merged(case.many, "gradients"))
+    seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
+    new = {name for rank in case.many for name in rank.not_averaged}
+    if new and set(names) <= new:
+        return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
+    lines = [rank.past_wrapper for rank in case.many if rank.past_wrapper]
+    if lines:
+        return Cause("LS302", (seen, f"around the wrapper: {lines[0]}"), names)
+    local = [_sum(rank.local) for rank in case.many]
+    own = all(
+        name in part
+        and not case.tolerance.differ(
+            part[name], rank.gradients[name], float(abs(part[name]).max())
+        )
+        for rank, part in zip(case.many, local, strict=True)
+        for name in names
+        if name in rank.gradients
+    )
+    # What comes too late is among the calls before the next update.
+    near = case.other[case.divergence.update : case.divergence.update + 2]
+    reduced = [call for one in near for rank in one for call in rank.calls if call.of_gradient]
+    if reduced:
+        seen_calls = f"gradients were averaged too late, or others than these: {reduced[0].line}"
+        return Cause("LS406", (seen, seen_calls), names)
+    alone = "each rank used what its own backward pass left" if own else "no rank's is the mean"
+    return Cause("LS301", (seen, alone), names)
+
+
+def _of_ratio(case: Case, ratio: float) -> Cause:
+    size, names = case.size, case.divergence.names
+    one, many = backward_passes(case.one), backward_passes(case.many)
+    seen = f"all gradients are {_times(ratio, size)} those of one process"
+    passes = f"one process made {one} backward passes for this step, each rank {many}"
+    if one != many and one and many:
+        if algebra.near(ratio, many / one, case.exact):
+            return Cause("LS203", (seen, passes), names, {"ratio": ratio})
+        if algebra.near(ratio, one / many, case.exact):
+            return Cause("LS204", (seen, passes), names, {"ratio": ratio})
+    gathers = [c.line for rank in case.many for c in rank.calls if c.name.startswith("all_gather")]
+    more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
+    if algebra.near(ratio, size, case.exact):
+        return Cause("LS201", (seen, *more), names, {"ratio": ratio})
+    if algebra.near(ratio, 1 / size, case.exact):
+        return Cause("LS202", (seen, *more), names, {"ratio": ratio})
+    return Cause("LS209", (seen, *_other_ratios(case)), names, {"ratio": ratio})
+
+
+def _other_ratios(case: Case) -> tuple[str, ...]:
+    found = []
+    for one, many in zip(case.reference, case.other, strict=False):
+        ratio = algebra.constant_ratio(
+            merged(one, "gradients"), merged(many, "gradients"), case.exact
+        )
+        found.append("none" if ratio is None else f"{ratio:.6g}")
+    return (f"step by step: {', '.join(found)}",) if len(found) > 1 else ()
+
+
+def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
+    """Whether other weights of what the ranks' backward passes left would be right."""
+    parts = [(rank, piece) for rank in case.many if rank.counts for piece in _pieces(rank)]
+    right = algebra.weights(expected, [piece for _, piece in parts], case.exact)
+    if right is None:
+        return None
+    found = merged(case.many, "gradients")
+    used = algebra.weights(found, [piece for _, piece in parts], case.exact)
+    names = case.divergence.names
+    said = f"they should weigh {_ratio_text(right)}"
+    if used is None:
+        return None
+    text = (
+        "the gradient of one process is a sum of the same parts with other weights",
+        f"the backward passes of the ranks weigh {_ratio_text(used)}; {said}",
+    )
+    clipped = any(call.name == "clip" for rank in case.many for call in rank.calls)
+    if clipped and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
+        return Cause("LS404", (*text, "gradients were clipped before they were averaged"), names)
+    # A part's own scale says nothing where the ranks weigh it unequally themselves.
+    relative = [r / u if u else 0.0 for r, u in zip(right, used, strict=True)]
+    for key, counts in _counts(case, len(parts)).items():
+        if algebra.proportional(relative, counts):
+            code = "LS206" if key == "samples" else "LS205"
+            what = "samples" if key == "samples" else f"{key}"
+            numbers = ", ".join(f"{count:g}" for count in counts)
+            return Cause(code, (*text, f"that is by their {what}: {numbers}"), names)
+    return Cause("LS404" if clipped else "LS205", text, names)
+
+
+def _pieces(rank: RankUpdate) -> Sequence[Mapping[str, Array]]:
+    return rank.local
+
+
+def _counts(case: Case, parts: int) -> dict[str, list[float]]:
+    """What each backward pass may weigh, by what was counted in its batch; samples first."""
+    batches = [taken for rank in case.many if rank.counts for taken in rank.taken]
+    if len(batches) != parts:
+        return {}
+    # What is plainest first: samples, labels that count, then what is not padding.
+    kinds = ("samples", "labels", "non-zero", "ones")
+    found = dict.fromkeys(key for batch in batches for key in batch.weights)
+    keys = [key for kind in kinds for key in found if key.startswith(kind)]
+    return {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
+
+
+def _of_coupling(case: Case) -> Cause:
+    names, size = case.divergence.names, case.size
+    patterns = _patterns(case)
+    layers = {layer for rank in case.many for layer in rank.statistics}
+    one, many = backward_passes(case.one), backward_passes(case.many)
+    if layers and size > 1:
+        seen = f"{len(layers)} BatchNorm layers took statistics of each rank's part: "
+        return Cause("LS306", (seen + shown(sorted(layers)), *patterns), names)
+    draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
+    if draws:
+        seen = "random numbers were drawn between a batch and its step"
+        return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns), names)
+    if one != many and _statistics_moved(case):
+        passes = f"one process made {one} backward passes for this step, each rank {many}"
+        return Cause("LS307", (passes, *patterns), names)
+    local = any(_pieces(rank) for rank in case.many)
+    if local and size > 1:
+        seen = "no weighting of the ranks' own gradients gives that of one process"
+        return Cause("LS208", (seen, *patterns), names)
+    return Cause("LS210", patterns, names)
+
+
+def _statistics_moved(case: Case) -> bool:
+    buffers = merged(case.many, "buffers")
+    return any(name.endswith("running_mean") for name in buffers)
+
+
+def _patterns(case: Case) -> tuple[str, ...]:
+    """How many gradients are right, and what the others are."""
+    expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
+    wrong = [name for name in case.divergence.names if name in expected]
+    kinds: dict[str, list[str]] = {}
+    for name, ratio in algebra.ratios(
+        {name: expected[name] for name in wrong}, {n: found[n] for n in wrong if n in found}
+    ).items():
+        key = "in no constant ratio" if ratio is None else _times(ratio, case.size)
+        kinds.setdefault(key, []).append(name)
+    right = len(expected) - len(wrong)
+    words = [f"{right} of {len(expected)} gradients are right"] if right else []
+    words += [f"{key}: {shown(names)}" for key, names in list(kinds.items())[:3]]
+    return tuple(words)
+
+
+def _of_loss(case: Case) -> Cause:
+    one, many = loss_of(case.one), loss_of(case.many)
+    assert one is not None
+    assert many is not None
+    seen = f"{one:.9g} on one process, {many:.9g} on {case.size}, with equal gradients"
+    return Cause("LS501", (seen,))
+
+
+def _of_rates(case: Case) -> Cause:
+    one, many = case.one[0].rates, case.many[0].rates
+    seen = f"{_numbers(one)} on one process, {_numbers(many)} on {case.size}"
+    ratio = many[0] / one[0] if one and many and one[0] else math.nan
+    number = case.divergence.update + 1
+    turns = _scheduled(case.reference[:number]), _scheduled(case.other[:number])
+    if turns[0] != turns[1]:
+        text = f"the scheduler had stepped {turns[0]} times, on {case.size} processes {turns[1]}"
+        return Cause("LS401", (seen, text), data={"ratio": ratio})
+    if number <= len({rank[0].optimizer for rank in case.reference}):
+        size = case.size
+        kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
+        word = next((w for c, w in kinds.items() if algebra.near(ratio, c)), f"{ratio:.6g} times")
+        return Cause("LS402", (seen, f"{word} as high"), data={"ratio": ratio})
+    return Cause("LS401", (seen, "they were equal in the steps before"), data={"ratio": ratio})
+
+
+def _scheduled(updates: Sequence[Update]) -> int:
+    return sum(call.name == "schedule" for update in updates for call in update[0].calls)
+
+
+def _of_parameters(case: Case) -> Cause:
+    names = case.divergence.names
+    apart = ranks_that_differ(case.many, "parameters", case.tolerance)
+    seen = "gradients and learning rates are equal, and the parameters after the step are not"
+    if apart:
+        found = _ranks(sorted({rank for ranks in apart.values() for rank in ranks}))
+        return Cause("LS304", (seen, f"{found} have others than rank 0"), tuple(apart))
+    return Cause("LS403", (seen,), names)
+
+
+def _of_buffers(case: Case) -> Cause:
+    names = case.divergence.names
+    ends = ("running_mean", "running_var", "num_batches_tracked")
+    one, many = backward_passes(case.one), backward_passes(case.many)
+    if all(name.endswith(ends) for name in names):
+        layers = {layer for rank in case.many for layer in rank.statistics}
+        if layers and case.size > 1:
+            return Cause("LS306", (f"in {shown(sorted(layers))}",), names)
+        passes = f"one process made {one} backward passes for this step, each rank {many}"
+        return Cause("LS307" if one != many else "LS306", (passes,), names)
+    return Cause("LS309", (f"after the step: {shown(names)}",), names)
+
+
+def _of_length(case: Case) -> Cause:
+    one, many = len(case.reference), len(case.other)
+    return Cause("LS405", (f"one process took {one} steps, {case.size} took {many}",))
+
+
+def _sum(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    total: dict[str, Array] = {}
+    for part in parts:
+        for name, array in part.items():
+            total[name] = total[name] + array if name in total else array
+    return total
+
+
+def _all_equal(values: Sequence[float], exact: float) -> bool:
+    return all(algebra.near(values[0], value, max(exact, 1e-6)) for value in values)
+
+
+def _times(ratio: float, size: int) -> str:
+    if algebra.near(ratio, 1 / size):
+        return f"1/{size} of"
+    return f"{ratio:.6g} times"
+
+
+def _ratio_text(weights: Sequence[float]) -> str:
+    total = sum(weights)
+    return " : ".join(f"{weight / total:.4g}" if total else f"{weight:.4g}" for weight in weights)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

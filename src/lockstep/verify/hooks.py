@@ -1,0 +1,122 @@
+"""Puts a recorder's ears on: torch's hooks, and wrappers of the functions that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lockstep.runtime import step
+from lockstep.verify.loaders import enlarge_batches, watch_loaders
+from lockstep.verify.neutral import Neutral
+from lockstep.verify.recorder import Recorder
+
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_object")
+_REDUCES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor")
+
+
+def install(recorder: Recorder, neutral: Neutral, batch_times: int, folder: Path) -> None:
+    """For the rest of this process.
+
+    Args:
+        recorder: is told of everything.
+        neutral: changes what would not be comparable.
+        batch_times: the DataLoaders of torch get so many times the batch size.
+        folder: what the script saves goes there.
+    """
+    step.standing.append(recorder)
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    register_module_forward_pre_hook(recorder.enters)
+    register_module_forward_hook(recorder.leaves, always_call=True)
+    _watch_losses(recorder)
+    _watch_ddp(recorder)
+    _watch_functions(recorder)
+    watch_loaders(recorder, neutral)
+    if batch_times > 1:
+        enlarge_batches(batch_times)
+    if neutral.double:
+        torch.set_default_dtype(torch.float64)
+        neutral.no_autocast()
+    neutral.no_files(folder)
+    mode: Any = neutral
+    mode.__enter__()
+
+
+def _watch_losses(recorder: Recorder) -> None:
+    tensor: Any = Tensor
+    autograd: Any = torch.autograd
+    of_tensor, of_autograd = tensor.backward, autograd.backward
+    inside: list[bool] = []
+
+    def seen(loss: Any, call: Callable[[], None]) -> None:
+        single = loss[0] if isinstance(loss, list | tuple) and len(loss) == 1 else loss
+        if not inside and isinstance(single, Tensor) and single.numel() == 1:
+            recorder.lost(single)
+        inside.append(True)
+        try:
+            call()
+        finally:
+            inside.pop()
+
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        seen(self, lambda: of_tensor(self, *args, **kwargs))
+
+    def autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        seen(tensors, lambda: of_autograd(tensors, *args, **kwargs))
+
+    tensor.backward = backward
+    autograd.backward = autograd_backward
+
+
+def _watch_ddp(recorder: Recorder) -> None:
+    build: Any = DistributedDataParallel.__init__
+
+    def built(self: DistributedDataParallel, module: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.wraps(module)
+        build(self, module, *args, **kwargs)
+        recorder.wrapped(self)
+
+    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
+
+
+def _watch_functions(recorder: Recorder) -> None:
+    for name in (*_GATHERS, *_REDUCES):
+        # The tensor that goes in comes first, but for the gathers, which put what comes out there.
+        place = 1 if name in _GATHERS else 0
+        setattr(dist, name, _told(recorder, name, getattr(dist, name), place))
+    schedule = LRScheduler.step
+
+    def scheduled(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        recorder.called("schedule", None)
+        schedule(self, *args, **kwargs)
+
+    LRScheduler.step = scheduled  # type: ignore[method-assign]
+    utils: Any = torch.nn.utils
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        told = _told(recorder, "clip", getattr(utils, name), 0)
+        setattr(utils, name, told)
+        setattr(utils.clip_grad, name, told)
+
+
+def _told(recorder: Recorder, name: str, function: Any, place: int) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
+        recorder.called(name, args[place] if len(args) > place else tensor)
+        return function(*args, **kwargs)
+
+    return called

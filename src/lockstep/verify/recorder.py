@@ -1,0 +1,336 @@
+"""Looks on at a script's training, in one rank, and records every update of every optimizer.
+
+It sees calls and values alone: torch's hooks for optimizer steps and forward passes, what loaders
+hand out, what backward passes are made of, and a few functions of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lockstep.diagnose.updates import Array, Call, RankUpdate, Taken, scale_of
+from lockstep.errors import user_line
+from lockstep.runtime.step import Handed
+from lockstep.verify.models import Models
+from lockstep.verify.neutral import Neutral
+from lockstep.verify.record import Writer
+from lockstep.verify.samples import digest, look_at, random_streams
+
+_MOST_PIECES = 16
+"""Backward passes of an update whose gradients are kept apart."""
+_ROUNDING = 1e-12
+"""Of the largest gradient: below it, in float64, there is nothing else."""
+
+
+class Finished(SystemExit):
+    """Enough steps have been recorded; ends the script as `sys.exit(0)` would."""
+
+
+@dataclass
+class _Pending:
+    """What happened since the last update."""
+
+    taken: list[Taken] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    local: list[dict[str, Tensor]] = field(default_factory=list)
+    state: list[str] | None = None
+    """Of the random streams, when the last batch was handed out."""
+    rows: list[int] = field(default_factory=list)
+    """Of what models were called with, where no loader hands out batches."""
+    past_wrapper: str = ""
+    statistics: dict[str, None] = field(default_factory=dict)
+
+
+class Recorder:
+    """A `Watcher` of Lockstep's steps, and the receiver of the hooks of `hooks`.
+
+    Args:
+        writer: of this rank.
+        steps: of the first optimizer; then the script ends.
+        neutral: what is switched off in the models.
+    """
+
+    def __init__(self, writer: Writer, steps: int, neutral: Neutral) -> None:
+        self.models = Models()
+        self._writer = writer
+        self._steps = steps
+        self._neutral = neutral
+        self._pending = _Pending()
+        self._optimizers: dict[int, Optimizer] = {}
+        self._taken: dict[int, int] = {}
+        """Steps of each optimizer, by its id."""
+        self._loaders: dict[int, Any] = {}
+        self._passes: dict[int, int] = {}
+        self._hooked: dict[int, tuple[Tensor, str]] = {}
+        self._depth = 0
+        self._counts = True
+        self._weighted = False
+        """`World.backward` runs, or has: its loss is known."""
+        self._update: dict[str, Any] = {}
+        self._begun = False
+
+    # Of Lockstep's steps
+
+    def prepared(self, module: nn.Module) -> None:
+        """`World.prepare` has wrapped a module."""
+        self._neutral.quiet(module)
+        self.models.add(module)
+        self._hook_parameters()
+
+    def handed_out(self, handed: Handed) -> None:
+        """A loader of Lockstep's hands out a micro-batch."""
+        self._end_if_enough()
+        self._counts, self._weighted = handed.counts, False
+        seen = look_at(handed.batch, handed.micro_batch.local)
+        self._take(
+            Taken(
+                loader=self._number(handed.loader),
+                epoch=handed.epoch,
+                ids=tuple(handed.samples.tolist()),
+                contents=seen.contents if len(seen.contents) == len(handed.samples) else (),
+                shape=seen.shape,
+                weights=seen.weights,
+            )
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """`World.backward` was given a loss, which is weighted here."""
+        self._weighted = False
+        self.lost(loss)
+        self._weighted = True
+
+    def stepped(self, number: int) -> None:
+        """Optimizers are watched one by one."""
+
+    # Of the hooks
+
+    def took(self, loader: Any, ids: list[int] | None, batch: Any, stream: str) -> None:
+        """A DataLoader of torch's handed out a batch to train on.
+
+        Args:
+            loader: which.
+            ids: the indices of its samples, where they are known.
+            batch: as it was handed out.
+            stream: a digest of the random numbers drawn to read it; empty: none were.
+        """
+        self._end_if_enough()
+        self._weighted = False
+        seen = look_at(batch)
+        self._take(
+            Taken(
+                loader=self._number(loader),
+                epoch=self._passes.get(id(loader), 1) - 1,
+                ids=None if ids is None else tuple(ids),
+                contents=seen.contents,
+                shape=seen.shape,
+                weights=seen.weights,
+                drew=bool(stream),
+                stream=stream,
+            )
+        )
+
+    def begins_pass(self, loader: Any) -> None:
+        """A DataLoader of torch's begins to be iterated, to train."""
+        self._number(loader)
+        self._passes[id(loader)] = self._passes.get(id(loader), 0) + 1
+
+    def lost(self, loss: Tensor) -> None:
+        """A backward pass begins at a loss."""
+        if self._weighted:
+            return
+        self._pending.losses.append(float(loss.detach()))
+        self._pending.local.append({})
+
+    def called(self, name: str, tensor: Any) -> None:
+        """The script called a function that matters for gradients, with this tensor."""
+        known = isinstance(tensor, Tensor)
+        of_graph = known and tensor.requires_grad and torch.is_grad_enabled()
+        own = {_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None}
+        self._pending.calls.append(
+            Call(
+                name=name,
+                line=user_line() or "",
+                of_graph=of_graph,
+                of_gradient=known and _storage(tensor) in own - {0},
+            )
+        )
+
+    def wraps(self, module: nn.Module) -> None:
+        """DDP is about to be put around a module."""
+        self._neutral.quiet(module)
+
+    def wrapped(self, wrapper: DistributedDataParallel) -> None:
+        """DDP was put around a module."""
+        self.models.wrapped(wrapper)
+        self._hook_parameters()
+
+    def enters(self, module: nn.Module, inputs: Any) -> Any:
+        """A module's forward pass begins; the outermost one's inputs may be changed."""
+        self._depth += 1
+        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
+            if module.training and torch.is_grad_enabled():
+                self._pending.statistics[self._name_of(module)] = None
+            return None
+        if self._depth > 1:
+            return None
+        if id(module) in self.models.averaged and module.training and torch.is_grad_enabled():
+            self._pending.past_wrapper = self._pending.past_wrapper or user_line() or "somewhere"
+        self._neutral.quiet(module)
+        self.models.add(module)
+        self._hook_parameters()
+        if torch.is_grad_enabled() and len(self._pending.rows) == len(self._pending.losses):
+            self._pending.rows += [look_at(inputs).size] * bool(list(module.parameters()))
+        return self._neutral.inputs(module, inputs)
+
+    def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's forward pass is over."""
+        self._depth -= 1
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step."""
+        first = next(iter(self._optimizers), id(optimizer))
+        self._optimizers.setdefault(id(optimizer), optimizer)
+        taken = self._taken.get(id(optimizer), 0)
+        if id(optimizer) == first and taken >= self._steps:
+            raise Finished(0)
+        held = _held(optimizer)
+        named = list(self.models.parameters())
+        pending = self._pending
+        line = self._neutral.draw_line() if pending.state is not None else ""
+        drew = bool(line) or pending.state not in (None, random_streams())
+        before = {} if self._begun else _arrays(named)
+        self._begun = True
+        gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
+        _silence(gradients, [(n, p) for n, p in named if n in gradients])
+        local = pending.local if len(pending.local) <= _MOST_PIECES else []
+        self._update = {
+            "optimizer": list(self._optimizers).index(id(optimizer)),
+            "step": taken,
+            "rates": tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
+            "taken": tuple(pending.taken) or tuple(map(_nameless, pending.rows)),
+            "losses": tuple(pending.losses),
+            "counts": self._counts,
+            "calls": tuple(pending.calls),
+            "drew": drew,
+            "draw_line": line,
+            "past_wrapper": pending.past_wrapper,
+            "not_averaged": tuple(self.models.not_averaged()),
+            "statistics": tuple(pending.statistics),
+            "before": before,
+            "held": {name: digest(p) for name, p in named if not hasattr(p, "full_tensor")},
+            "gradients": gradients,
+            "local": tuple(_arrays(part.items()) for part in local),
+        }
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has stepped."""
+        held = _held(optimizer)
+        update = RankUpdate(
+            **self._update,
+            parameters=_arrays((n, p) for n, p in self.models.parameters() if id(p) in held),
+            buffers=_arrays(self.models.buffers()),
+        )
+        self._writer.write(update)
+        self._taken[id(optimizer)] = self._taken.get(id(optimizer), 0) + 1
+        state = self._pending.state
+        self._pending = _Pending(state=None if state is None else random_streams())
+        self._weighted = False
+
+    def _end_if_enough(self) -> None:
+        first = next(iter(self._optimizers), None)
+        if first is not None and self._taken.get(first, 0) >= self._steps:
+            raise Finished(0)
+
+    def _take(self, taken: Taken) -> None:
+        self._pending.taken.append(taken)
+        self._neutral.watch_draws()
+        self._pending.state = random_streams()
+
+    def _number(self, loader: Any) -> int:
+        self._loaders.setdefault(id(loader), loader)
+        return list(self._loaders).index(id(loader))
+
+    def _name_of(self, module: nn.Module) -> str:
+        names = (
+            name
+            for root in self.models.modules()
+            for name, part in root.named_modules()
+            if part is module
+        )
+        return next((name for name in names if name), type(module).__name__)
+
+    def _hook_parameters(self) -> None:
+        """Sees every gradient before anything else does with it what it does."""
+        for name, parameter in self.models.parameters():
+            if not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            known = self._hooked.get(id(parameter))
+            if known is not None and known[0] is parameter:
+                continue
+            if hasattr(parameter, "full_tensor"):
+                continue  # a shard: what this rank left is not its own alone
+            hooks: Any = parameter
+            hooks.register_hook(lambda gradient, name=name: self._left(name, gradient))
+            self._hooked[id(parameter)] = parameter, name
+
+    def _left(self, name: str, gradient: Tensor) -> None:
+        if self._pending.local and len(self._pending.local) <= _MOST_PIECES:
+            part = self._pending.local[-1]
+            mine = gradient.detach()
+            part[name] = part[name] + mine if name in part else mine.clone()
+
+
+def _nameless(rows: int) -> Taken:
+    """A batch of which only its size is known."""
+    return Taken(loader=0, epoch=0, ids=(), contents=(), shape="", weights={"samples": float(rows)})
+
+
+def _silence(gradients: Mapping[str, Array], named: list[tuple[str, nn.Parameter]]) -> None:
+    """Sets to zero what is rounding alone in gradients.
+
+    Those of a bias before a BatchNorm vanish, but for the last bits, which Adam and its like make
+    into steps as large as any other.
+    """
+    limit = _ROUNDING * scale_of(gradients)
+    for _, parameter in named:
+        gradient: Any = parameter.grad
+        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        if not own.is_sparse and own.is_floating_point():
+            own.masked_fill_(own.abs() < limit, 0.0)
+
+
+def _storage(tensor: Tensor) -> int:
+    plain = not tensor.is_sparse and not hasattr(tensor, "full_tensor")
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _arrays(named: Any) -> Mapping[str, Array]:
+    """Whole tensors as arrays; of a sharded one all ranks call this together."""
+    return dict(_each(named))
+
+
+def _each(named: Any) -> Iterator[tuple[str, Array]]:
+    for name, tensor in named:
+        whole = tensor.detach()
+        if hasattr(whole, "full_tensor"):
+            whole = whole.full_tensor()
+        if whole.is_sparse:
+            whole = whole.to_dense()
+        whole = whole.cpu()
+        if whole.is_floating_point():
+            whole = whole.double()
+        yield name, np.array(whole.numpy())

@@ -1,0 +1,105 @@
+"""Starts a script in the ways that are compared, one after the other, and reads what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.diagnose.updates import Update
+from lockstep.runtime.settings import INSTEAD
+from lockstep.verify.rank import Plan
+from lockstep.verify.record import read_ends, read_updates
+
+_TAIL = 15
+"""Last lines of what a run printed, shown where it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of computing the same global batches."""
+
+    name: str
+    nproc: int
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """What is set in the place of the script's settings; see `lockstep.runtime.settings`."""
+    batch_times: int = 1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run did."""
+
+    way: Way
+    updates: list[Update]
+    error: str = ""
+    """What it ended with; empty: nothing went wrong."""
+    code: str = ""
+    """The code of the catalogue that the error carries, if it does."""
+    output: str = ""
+    """The last lines that it printed, where it failed."""
+    notes: tuple[str, ...] = ()
+    """What was switched off."""
+
+
+Start = Callable[[Path, Way, Plan], str]
+"""Runs a plan that lies in a folder, to its end; returns what was printed."""
+
+
+def record(way: Way, plan: Plan, folder: Path, start: Start) -> Recorded:
+    """Runs the script in one way.
+
+    Args:
+        way: how.
+        plan: of the script.
+        folder: for the records; it is made.
+        start: brings the processes up.
+    """
+    folder.mkdir(parents=True)
+    plan = replace(plan, batch_times=way.batch_times)
+    plan.write(folder)
+    output = start(folder, way, plan)
+    ends = read_ends(folder, way.nproc)
+    failed = [end for end in ends if end is None or end["error"]]
+    first = next((end for end in failed if end is not None and end["code"]), None)
+    first = first or next((end for end in failed if end is not None), None)
+    error = ""
+    if failed:
+        error = first["error"] if first else "a process that did not come to its end"
+    return Recorded(
+        way,
+        read_updates(folder, way.nproc),
+        error,
+        (first or {}).get("code") or "",
+        output="\n".join(output.splitlines()[-_TAIL:]) if failed and not first else "",
+        notes=tuple(dict.fromkeys(note for end in ends if end for note in end["notes"])),
+    )
+
+
+def by_command(folder: Path, way: Way, plan: Plan) -> str:
+    """Starts the processes with `lockstep run`."""
+    command = [sys.executable, "-m", "lockstep.cli.main", "run", "--nproc", str(way.nproc)]
+    command += ["-m", "lockstep.verify.rank", str(folder)]
+    ended = subprocess.run(
+        command,
+        env=environment(way),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        text=True,
+        errors="replace",
+    )
+    return ended.stdout
+
+
+def environment(way: Way) -> dict[str, str]:
+    """Of a run's processes."""
+    # Sets of strings have another order in every process: here surely, elsewhere by chance.
+    own = {"PYTHONHASHSEED": str(way.nproc), **os.environ}
+    return {**own, INSTEAD: json.dumps(dict(way.instead))}

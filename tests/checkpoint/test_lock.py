@@ -1,0 +1,207 @@
+"""Two runs and one folder; folders that go away; disks that are full."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import context
+from test_session import Counter, Training
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint import lock as locks
+from lockstep.checkpoint.lock import Lock, holder
+from lockstep.checkpoint.policy import Policy
+from lockstep.errors import CheckpointError
+
+
+def hold(folder: str, pipe: Any) -> None:
+    """Another run: holds the folder until it is told to go on, or killed."""
+    lock = Lock(Path(folder))
+    lock.hold()
+    pipe.send(os.getpid())
+    pipe.recv()
+    lock.release()
+    pipe.send("released")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(str(tmp_path), theirs))
+    process.start()
+    assert ours.recv() == process.pid
+    yield process, ours
+    process.kill()
+    process.join()
+
+
+def test_the_second_run_is_told_of_the_first(tmp_path: Path, other: tuple[Any, Any]) -> None:
+    process, pipe = other
+    run = Training(tmp_path)
+    with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}"):
+        run.checkpoint.save()
+    assert f"process {process.pid} on" in (holder(tmp_path) or "")
+    pipe.send("go on")
+    assert pipe.recv() == "released"
+    assert os.listdir(tmp_path) == []
+    run.checkpoint.save()
+    assert run.checkpoint.resume(), "its own lock is not in its way"
+    assert "writes into" not in run.checkpoint.last_resume_note
+    run.end()
+
+
+def test_who_resumes_is_told_too_and_may(tmp_path: Path) -> None:
+    Training(tmp_path).checkpoint.save()
+    first = Training(tmp_path)
+    first.end()
+    # Those two are of this process, which has let go of the folder only with the last of them.
+    for lock in list(locks._own):
+        locks._own.pop(lock)
+    ours, theirs = context.Pipe()
+    (tmp_path / locks.NAME).unlink()
+    process = context.Process(target=hold, args=(str(tmp_path), theirs))
+    process.start()
+    ours.recv()
+    run = Training(tmp_path)
+    assert run.checkpoint.resume()
+    assert f"process {process.pid} on" in run.checkpoint.last_resume_note
+    assert run.world.said == [run.checkpoint.last_resume_note]
+    process.kill()
+    process.join()
+
+
+def test_a_run_that_was_killed_holds_nothing(tmp_path: Path, other: tuple[Any, Any]) -> None:
+    process, _ = other
+    process.kill()
+    process.join()
+    assert (tmp_path / locks.NAME).exists()
+    assert holder(tmp_path) is None
+    run = Training(tmp_path)
+    run.checkpoint.save()
+    run.end()
+    assert not (tmp_path / locks.NAME).exists()
+
+
+def test_several_checkpoints_of_one_run_share_the_folder(tmp_path: Path) -> None:
+    one, two = Lock(tmp_path), Lock(tmp_path)
+    one.hold()
+    two.hold()
+    one.release()
+    two.hold()
+    assert (tmp_path / locks.NAME).exists()
+    two.release()
+    assert not (tmp_path / locks.NAME).exists()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the text decides, as far as it can be judged."""
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    own = locks._identity()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    long_ago = time.time() - 10_000
+    cases: list[tuple[dict[str, Any], float | None, bool]] = [
+        ({**own, "pid": ended.pid}, None, False),  # it has ended
+        ({**own, "pid": os.getppid(), "started": 5.0}, None, False),  # its number is another's now
+        ({**own, "host": "elsewhere"}, None, True),
+        ({**own, "host": "elsewhere"}, long_ago, False),
+        ({}, None, False),
+    ]
+    file = tmp_path / locks.NAME
+    for text, changed, alive in cases:
+        file.write_text(json.dumps(text))
+        if changed:
+            os.utime(file, (changed, changed))
+        assert (holder(tmp_path) is not None) == alive, text
+        lock = Lock(tmp_path)
+        if alive:
+            with pytest.raises(CheckpointError, match=r"process .* on elsewhere"):
+                lock.hold()
+        else:
+            lock.hold()
+            lock.release()
+    lock = Lock(tmp_path)
+    lock.hold()
+    file.write_text(json.dumps({**own, "host": "elsewhere", "run": "abc"}))
+    with pytest.raises(CheckpointError, match=r"run abc\) has begun to write there"):
+        lock.hold()
+    lock.release()
+    assert file.exists(), "it is the other's"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_folder_that_goes_away(tmp_path: Path, asynchronous: bool) -> None:
+    """As when its file system is unmounted: nothing is written below the empty mount point."""
+    mount = tmp_path / "mount"
+    run = Training(mount / "runs", policy=Policy(asynchronous=asynchronous))
+    run.train(1)
+    run.checkpoint.save()
+    run.checkpoint.wait()
+    mount.rename(tmp_path / "away")
+    mount.mkdir()
+    for _ in range(2):
+        run.train(1)
+        with pytest.raises(CheckpointError, match="its lock file is gone") as caught:
+            run.checkpoint.save()
+        assert "still mounted" in caught.value.do
+    assert not (mount / "runs").exists() or os.listdir(mount / "runs") == []
+    shutil_back(tmp_path)
+    run.checkpoint.save()
+    run.checkpoint.wait()
+    run.end()
+    assert [layout.step_of(p) for p in layout.list_checkpoints(mount / "runs")] == [1, 3]
+
+
+def shutil_back(folder: Path) -> None:
+    for path in (folder / "mount").iterdir():
+        path.rmdir()
+    (folder / "mount").rmdir()
+    (folder / "away").rename(folder / "mount")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    if os.geteuid() or subprocess.run(line, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_real_full_disk_and_one_that_turns_read_only(small_disk: Path) -> None:
+    own = Counter({"part": torch.zeros(80_000)})
+    training = Training(small_disk / "run", own=own)
+    run = training.checkpoint
+    first = run.save()
+    own.state = {"part": torch.zeros(200_000)}
+    with pytest.raises(CheckpointError, match="no space is left") as caught:
+        run.save()
+    assert "free some space" in caught.value.do
+    assert sorted(os.listdir(small_disk / "run")) == [".lock", "step-000000000"]
+    assert layout.damage(first) is None
+    assert layout.latest(small_disk / "run") == first
+    own.state = {"part": torch.ones(80_000)}
+    assert run.save() == first, "and it goes on once there is space"
+    training.end()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="the file system is read-only"):
+        run.save()
+    assert layout.damage(first) is None

@@ -1,0 +1,73 @@
+"""A language model; gradients are gathered over two batches and sent with the second."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+IGNORE = -100
+
+
+def sentences(count: int, longest: int = 10) -> TensorDataset:
+    """Rows of words; the next word follows from the last two. Padded to one length."""
+    drawn = torch.Generator().manual_seed(2)
+    words = torch.randint(1, 20, (count, longest + 1), generator=drawn)
+    for place in range(2, longest + 1):
+        words[:, place] = (words[:, place - 1] + 2 * words[:, place - 2]) % 19 + 1
+    length = torch.randint(2, longest + 1, (count, 1), generator=drawn)
+    padding = torch.arange(longest) >= length
+    inputs = words[:, :-1].masked_fill(padding, 0)
+    return TensorDataset(inputs, words[:, 1:].masked_fill(padding, IGNORE))
+
+
+class Language(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, width), nn.Embedding(10, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 48, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        length = inputs.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        x = self.words(inputs) + self.places(torch.arange(length))
+        return self.head(self.block(x, src_mask=later))
+
+
+ACCUMULATE = 2
+
+
+def main() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    data = sentences(96)
+    sampler = DistributedSampler(data, seed=0)
+    loader = DataLoader(data, batch_size=24 // ACCUMULATE // size, sampler=sampler)
+    model = DistributedDataParallel(Language())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for turn, (inputs, targets) in enumerate(loader):
+            waits = turn % ACCUMULATE == 1
+            with model.no_sync() if waits else nullcontext():
+                logits = model(inputs)
+                losses = F.cross_entropy(
+                    logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE
+                )
+                loss = losses.mean() / ACCUMULATE
+                loss.backward()
+            if (turn + 1) % ACCUMULATE == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        if rank == 0:
+            print(f"epoch {epoch}: loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

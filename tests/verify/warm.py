@@ -1,0 +1,82 @@
+"""`lockstep verify` of a script in processes that are forked from one that has imported torch.
+
+It records and judges as the command does; only what starts the processes is faster.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from ranks import _store, context, rank_environment
+
+from lockstep.diagnose.equivalence import FLOAT64
+from lockstep.verify.rank import Plan, main
+from lockstep.verify.runs import Way, environment, record
+from lockstep.verify.verdict import Verdict, judge
+
+_LIMIT_S = 60.0
+
+
+def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:
+    """Compares a script on one process with the script on `nproc`, in float64."""
+    plan = Plan(script=str(script), steps=steps)
+    alone = {"precision": "fp64", "shares": None, "micro_batch": None}
+    ways = [
+        Way(name="1 process", nproc=1, instead=alone),
+        Way(name=f"{nproc} processes", nproc=nproc, instead={"precision": "fp64"}),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [record(way, plan, Path(folder) / way.name, start) for way in ways]
+    reference, other = runs
+    assert not reference.error, reference
+    assert reference.updates, reference
+    return judge(reference, other, FLOAT64)
+
+
+def start(folder: Path, way: Way, plan: Plan) -> str:
+    """Runs a plan on processes of this machine; returns what they printed."""
+    del plan
+    with _store(way.nproc) as port:
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(folder, {**environment(way), **rank_environment(rank, way.nproc, port)}),
+            )
+            for rank in range(way.nproc)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(_LIMIT_S)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+    assert not late, f"still running after {_LIMIT_S} s"
+    return "".join(path.read_text() for path in sorted(folder.glob("*.txt")))
+
+
+def _rank(folder: Path, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked
+    os.chdir(folder)
+    tempfile.tempdir = str(folder)
+    with open(folder / f"rank{environ['RANK']}.txt", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = 0
+    try:
+        main(folder)
+    except SystemExit as ended:
+        code = int(bool(ended.code))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
