@@ -398,6 +398,18 @@ def test_all_ranks_blocked_outside_collectives() -> None:
     assert (finding.kind, finding.fatal) == ("blocked", False)
 
 
+def test_a_rank_that_does_not_come_to_its_end() -> None:
+    silent = state(1, at(9), answered=False)
+    for last in (silent, state(1, at(9))):
+        finding = found(ended(0), last, ended(2))
+        assert (finding.kind, finding.fatal, finding.ranks) == ("blocked", False, (1,))
+        assert finding.headline == (
+            "ranks 0, 2 have ended; rank 1 has not, and nothing has been seen of it for 8 s"
+        )
+    assert judge(*looks(ended(0), state(1, at(9)), working=(1,)), 8.0) is None
+    assert judge(*looks(silent, state(0, at(9), answered=False)), 8.0) is None
+
+
 # --- no finding
 
 

@@ -244,11 +244,20 @@ def _transport(case: _Case) -> Finding:
 def _nobody_waits(case: _Case) -> Finding | None:
     """All of several ranks blocked at once is worth a word; where one computes, none is."""
     alive = {r: a for r, a in case.activities.items() if a.kind is not Kind.EXITED}
-    if len(alive) < 2 or any(a.kind not in _STILL for a in alive.values()):
+    ended = case.activities.keys() - alive.keys()
+    # At a script's end a thread of torch's may want the lock that the interpreter waits with.
+    still = (*_STILL, Kind.SILENT) if ended else _STILL
+    if len(case.activities) < 2 or any(a.kind not in still for a in alive.values()):
         return None
     headline = (
         f"no rank computes, and none waits for another in a collective, for {case.waited_s:.0f} s"
     )
+    if ended:
+        headline = (
+            f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
+            f"{verb('has', len(alive))} not, and nothing has been seen of "
+            f"{'it' if len(alive) == 1 else 'them'} for {case.waited_s:.0f} s"
+        )
     ranks = tuple(sorted(alive))
     return Finding("blocked", False, ranks, headline, case.rows(), None, (), case.waited_s)
 
