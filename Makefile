@@ -18,7 +18,7 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 unit: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench-step: .venv/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py

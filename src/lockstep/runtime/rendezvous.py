@@ -17,6 +17,7 @@ from lockstep.topology import Topology
 
 _FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 _PATIENCE_S = 5.0
+_REMOVAL_S = 1.0
 _SETTLING_S = 2.0
 """How long a store may be served before rank 0 has said that it is there."""
 
@@ -35,10 +36,12 @@ class Joined:
         *,
         rank: int,
         served_by_rank_0: bool,
+        file: Path | None,
     ) -> None:
         self._store: Store | None = store
         self._rank = rank
         self._served_by_rank_0 = served_by_rank_0
+        self._file = file
         self.records = records
 
     @property
@@ -52,22 +55,33 @@ class Joined:
         """Lets go of the store; to be called on every rank after the process group was closed.
 
         Where rank 0 serves the store, it waits until the others have let go of it. The file of
-        `file://` is removed by the rank that is the last to let go.
+        `file://` is removed by the store of the rank that is the last to let go, or by rank 0.
 
         Args:
             patience: how long rank 0 waits, in seconds; 0 where the others cannot be counted on.
         """
         store, self._store = self._store, None
-        if store is None or not self._served_by_rank_0:
+        if store is None or not (self._served_by_rank_0 or self._file):
             return
+        left = False
         try:
             if self._rank != 0:
                 store.set(f"left/{self._rank}", "")
                 return
-            others = [f"left/{rank}" for rank in range(1, len(self.records))]
-            wait_until(lambda: not others or store.check(others), time.monotonic() + patience)
+            left = _have_left(store, len(self.records), patience)
         except RuntimeError:
             pass  # the other side has gone, which is what we are about to do
+        del store
+        if left and self._file is not None:
+            # Of two stores that are let go at once, torch's counting may let neither be the last.
+            file = self._file
+            if not wait_until(lambda: not file.exists(), time.monotonic() + _REMOVAL_S):
+                file.unlink(missing_ok=True)
+
+
+def _have_left(store: Store, size: int, patience: float) -> bool:
+    others = [f"left/{rank}" for rank in range(1, size)]
+    return wait_until(lambda: not others or store.check(others), time.monotonic() + patience)
 
 
 def join(
@@ -119,7 +133,9 @@ def join(
     verdict = meet(scoped, claim)
     if verdict.fault is None:
         served = not isinstance(place, Path) and not _is_the_launchers(place, topology)
-        return Joined(scoped, verdict.records, rank=topology.rank, served_by_rank_0=served)
+        file = place if isinstance(place, Path) else None
+        rank, records = topology.rank, verdict.records
+        return Joined(scoped, records, rank=rank, served_by_rank_0=served, file=file)
     del store, scoped  # lets go of port and file even while the error is being looked at
     if verdict.judged and isinstance(place, Path):
         place.unlink(missing_ok=True)  # this run's own, and all who came have read the verdict
