@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ for _name in [
     n for n in os.environ if n.startswith(("LOCKSTEP_", "SLURM_", "OMPI_", "TORCHELASTIC"))
 ]:
     del os.environ[_name]
+
+# Started in the background by a script, this process and all it starts would ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A temporary folder of our own, so that what other programs do in theirs is not counted.
 _FOLDER = tempfile.mkdtemp(prefix="lockstep-tests-")

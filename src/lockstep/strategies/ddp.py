@@ -27,7 +27,7 @@ from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped, place
 from lockstep.strategies.buffers import MovingBuffers
-from lockstep.strategies.replica_check import check_replicas, due
+from lockstep.strategies.replica_check import EVERY, check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _TORCH_BUCKET_MIB = 25
@@ -51,7 +51,7 @@ class DDP(Strategy):
     """Look for parameters without gradient in every step; costs a walk over the graph."""
     static_graph: bool = False
     """The same parameters are used in every step: torch may then reorder more freely."""
-    check_every: int = 100
+    check_every: int = EVERY
     """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
 
     def __post_init__(self) -> None:

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import RanksDifferError
 
+EVERY = 200
+"""Global batches from one look to the next, by default."""
 _EARLY = frozenset({1, 2, 3, 10})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**17
 """Numbers summed at a time on the CPU, where torch first makes 64-bit ones of all of them."""
 
 
-def due(number: int, every: int = 100) -> bool:
+def due(number: int, every: int = EVERY) -> bool:
     """Whether to look after this global batch: in the first ones, and now and then."""
     return number in _EARLY or number % every == 0
 

@@ -84,7 +84,7 @@ ENTRIES = (
         bits. When they do not, something was done on some ranks only: gradients that were not
         averaged, a step or a clipping under `if rank == 0`, weights loaded or changed by one rank,
         another learning rate. Torch never compares; the checkpoint of rank 0 hides the others.
-        Lockstep compares after steps 1, 2, 3, 10 and every 100.
+        Lockstep compares after steps 1, 2, 3, 10 and every 200.
         """,
         """
         Look for what only some ranks do, from the step that is named backwards:
