@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.ledger import Ledger
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import join_run, leave
 from lockstep.runtime.seeding import seed_everything
@@ -79,6 +78,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         seed_everything(settings.seed)
         world = World(run, chosen, choices)
         if settings.ledger is not None:
+            from lockstep.data.ledger import Ledger  # not all runs keep one
+
             written = Ledger(settings.ledger, run.collectives, run.loaders)
             run.step.watchers.append(written)
             run.at_end.append(lambda failed: written.close())

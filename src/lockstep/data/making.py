@@ -17,7 +17,6 @@ from lockstep.data.stream import (
     from_stream_loader,
     is_stream,
 )
-from lockstep.data.stream_loader import StreamLoader
 from lockstep.errors import UsageError
 
 
@@ -73,4 +72,8 @@ def source_of(
 
 def loader_of(source: Source, **options: Any) -> Loader:
     """The loader of a source; `options` are those of `Loader`."""
-    return (StreamLoader if isinstance(source, StreamSource) else Loader)(source, **options)  # type: ignore[arg-type]
+    if isinstance(source, StreamSource):
+        from lockstep.data.stream_loader import StreamLoader  # not all scripts read streams
+
+        return StreamLoader(source, **options)
+    return Loader(source, **options)
