@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
+from lockstep.checkpoint.disk import sync_folder
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.save import flush
 from lockstep.checkpoint.shards import (
     SHARD_SIZE,
     TORCH_ENDINGS,
@@ -150,7 +150,7 @@ def _write_torch(
         with in_place(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state | dict(extra), file)
-            flush(temporary)
+            sync_folder(temporary)
 
 
 def _new_names(names: Sequence[str], remove: Sequence[str], add: str) -> dict[str, str]:

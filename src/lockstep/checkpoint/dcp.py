@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.archive import DTYPES, MAX_OVERHEAD, Block, block_at
-from lockstep.checkpoint.header import short
+from lockstep.checkpoint.header import Described, short
 from lockstep.checkpoint.inert import Made, Name, NotInert, read_inert
 from lockstep.errors import CheckpointError
 
@@ -85,7 +85,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(Described):
     """A tensor in pieces."""
 
     name: str
@@ -93,11 +93,6 @@ class Spread:
     shape: Shape
     pieces: tuple[_Piece, ...]
     """Those with values, in the order of their places; together they are the tensor, once."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, begin: int, end: int) -> Tensor:
         """The elements from `begin` to before `end`, flat and on the CPU.
@@ -128,7 +123,7 @@ class Spread:
         Raises:
             CheckpointError: a piece cannot be read.
         """
-        return self.part(0, math.prod(self.shape)).reshape(self.shape)
+        return self.part(0, self.count).reshape(self.shape)
 
     def check(self) -> None:
         """Looks at every piece, without its values.

@@ -45,15 +45,11 @@ DTYPES: dict[str, torch.dtype] = {
 """What a header calls a dtype that the installed torch has."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file."""
+class Described:
+    """A tensor of which dtype and shape are known, and values are read only where asked for."""
 
-    file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
-    """Bytes from the beginning of the file."""
 
     @property
     def count(self) -> int:
@@ -64,6 +60,17 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of its values."""
         return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry(Described):
+    """One tensor of a file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the beginning of the file."""
 
     def part(self, begin: int, end: int) -> Tensor:
         """The elements from `begin` to before `end`, flat, in memory of their own."""
@@ -107,7 +114,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise _broken(path, f"its header is to have {length} bytes, the whole file has {size}")
         text = file.read(length)
     try:
-        content = json.loads(text.decode(), object_pairs_hook=without_duplicates)
+        content = json.loads(text.decode(), object_pairs_hook=layout.without_duplicates)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         content.pop("__metadata__", None)
@@ -156,18 +163,6 @@ def _are_sizes(value: Any) -> bool:
         and len(value) <= 64
         and all(type(item) is int and 0 <= item < 2**62 for item in value)
     )
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(..., object_pairs_hook=...)`: an object in which each name is there once.
-
-    Raises:
-        ValueError: one is there twice.
-    """
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a name is there twice")
-    return content
 
 
 def short(value: object, length: int = 80) -> str:

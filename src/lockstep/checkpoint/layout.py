@@ -157,14 +157,21 @@ def leftovers(folder: Path) -> list[Path]:
 
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint's manifest can be read and its files are there in full."""
+    return _if_complete(path) is not None
+
+
+def _if_complete(path: Path) -> dict[str, Any] | None:
+    """The manifest of a complete checkpoint; None: it is not one."""
     try:
-        files = parsed(manifest_text(path))["files"]
-        return bool(files) and all(
+        manifest = parsed(manifest_text(path))
+        files = manifest["files"]
+        there = bool(files) and all(
             is_plain(name) and type(size) is int and _size(path / name) == size
             for name, size in files.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        return None
+    return manifest if there else None
 
 
 def manifest_text(path: Path) -> bytes:
@@ -186,7 +193,7 @@ def parsed(text: bytes) -> dict[str, Any]:
         ValueError: it is no JSON object, or names something twice.
     """
     try:
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
+        values = json.loads(text, object_pairs_hook=without_duplicates)
     except RecursionError as error:
         raise ValueError(str(error)) from None
     if not isinstance(values, dict):
@@ -194,7 +201,12 @@ def parsed(text: bytes) -> dict[str, Any]:
     return values
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(..., object_pairs_hook=...)`: an object in which each name is there once.
+
+    Raises:
+        ValueError: one is there twice.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
@@ -225,12 +237,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint is incomplete, or of a format that is not known here.
     """
-    if not is_complete(path):
+    manifest = _if_complete(path)
+    if manifest is None:
         raise _damaged(
             path,
             "it is not complete: its manifest is missing, or names files that are missing or short",
         )
-    manifest = parsed(manifest_text(path))
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"the checkpoint {path}",

@@ -24,6 +24,7 @@ from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.shards import (
     INDEX,
     index_of,
+    misplaced,
     of_torch,
     read_index,
     weight_map,
@@ -206,11 +207,7 @@ def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict
         held = content if isinstance(content, Mapping) else {}
         for name in (name for name, place in places.items() if place == file):
             if not isinstance(held.get(name), Tensor):
-                raise CheckpointError(
-                    f"reading weights from {path}",
-                    f"the tensor {short(name)!r} is to be in {file}, which does not hold it",
-                    "the files do not belong together: copy or download all of them again",
-                )
+                raise misplaced(path, name, file)
             state[name] = held[name]
     return {name: state[name] for name in places}
 
@@ -225,8 +222,6 @@ def load_tensors(path: Path, content: IO[bytes]) -> Any:
     content.seek(0)
     try:
         return torch.load(content, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        raise _unreadable(path, error) from error
     except Exception as error:
         raise _unreadable(path, error) from error
 

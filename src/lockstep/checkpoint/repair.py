@@ -23,9 +23,10 @@ from typing import Literal
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.checksums import sealed
+from lockstep.checkpoint.disk import sync_folder
 from lockstep.checkpoint.health import Health, examine, listed, whole_files
 from lockstep.checkpoint.inspection import checkpoints_at, named
-from lockstep.checkpoint.save import flush, write_text
+from lockstep.checkpoint.save import write_text
 from lockstep.checkpoint.shards import in_place
 from lockstep.errors import CheckpointError
 
@@ -100,7 +101,7 @@ def carry_out(plan: Sequence[Repair]) -> None:
                 _rebuild(path)
             elif repair.what == "remove":
                 _remove(path)
-            flush(path.parent)
+            sync_folder(path.parent)
 
 
 def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:

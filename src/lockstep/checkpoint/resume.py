@@ -93,8 +93,7 @@ def read_all(
     Raises:
         CheckpointError: this rank does not see it, or it does not fit.
     """
-    _check_seen(path, identity)
-    manifest = layout.read_manifest(path)
+    manifest = _seen(path, identity)
     modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
     read_header(path / layout.TRAINING)
     with layout.plain_errors("reading the checkpoint", path):
@@ -155,18 +154,19 @@ def apply_all(
     return note + notes
 
 
-def _check_seen(path: Path, identity: str | None) -> None:
-    found = ""
-    if not path.exists():
-        found = "rank 0 has found it there, and this rank does not see it"
-    elif layout.read_manifest(path).get("id") != identity:
+def _seen(path: Path, identity: str | None) -> dict[str, Any]:
+    """The manifest, of the checkpoint that rank 0 has found."""
+    found = "rank 0 has found it there, and this rank does not see it"
+    if path.exists():
+        manifest = layout.read_manifest(path)
+        if manifest.get("id") == identity:
+            return manifest
         found = "this rank sees another checkpoint under that name than rank 0 does"
-    if found:
-        raise CheckpointError(
-            f"resuming from {path}",
-            found,
-            "use a shared folder, one that all machines see, or copy the checkpoint to each",
-        )
+    raise CheckpointError(
+        f"resuming from {path}",
+        found,
+        "use a shared folder, one that all machines see, or copy the checkpoint to each",
+    )
 
 
 def _check_facts(path: Path, manifest: Mapping[str, Any], training: Any) -> None:

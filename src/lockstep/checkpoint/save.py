@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import checksums, disk, layout
-from lockstep.checkpoint.disk import sync_folder as flush
 from lockstep.checkpoint.header import DTYPES
 from lockstep.errors import CheckpointError
-
-__all__ = ["Written", "check_order", "flush", "write_checkpoint", "write_tensors", "write_text"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK = 1 << 23
@@ -82,7 +79,7 @@ def write_checkpoint(
                 "checksums": {name: file.checksum for name, file in written.items()},
             }
             write_text(temporary / layout.MANIFEST, checksums.sealed(full))
-            flush(temporary)
+            disk.sync_folder(temporary)
             _put_in_place(temporary, final, step)
         except BaseException:
             _remove_if_possible(temporary)
@@ -133,7 +130,7 @@ def make_folders(folder: Path) -> None:
     with suppress(FileExistsError):
         disk.make_folder(folder)
     folder.stat()  # what is there instead may be a link to nowhere
-    flush(folder.parent)
+    disk.sync_folder(folder.parent)
 
 
 def check_order(folder: Path, step: int, passed_over: Collection[str] = ()) -> None:
@@ -196,7 +193,7 @@ def _put_in_place(temporary: Path, final: Path, step: int) -> None:
     elif final.exists():
         disk.remove_tree(final)
     disk.rename(temporary, final)
-    flush(final.parent)
+    disk.sync_folder(final.parent)
     if aside.exists():
         _remove_if_possible(aside)
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.checkpoint import layout
+from lockstep.checkpoint.disk import sync_folder
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.header import Entry, read_header, short, without_duplicates
-from lockstep.checkpoint.save import flush, write_tensors, write_text
+from lockstep.checkpoint.header import Entry, read_header, short
+from lockstep.checkpoint.save import write_tensors, write_text
 from lockstep.errors import CheckpointError, SettingError
 
 INDEX = ".index.json"
@@ -85,19 +86,25 @@ def read_index(path: Path) -> dict[str, Entry]:
     headers = {name: read_header(path.parent / name) for name in dict.fromkeys(places.values())}
     for name, file in places.items():
         if name not in headers[file]:
-            raise CheckpointError(
-                f"reading weights from {path}",
-                f"the tensor {short(name)!r} is to be in {file}, which does not hold it",
-                "the files do not belong together: copy or download all of them again",
-            )
+            raise misplaced(path, name, file)
     extra = [n for header in headers.values() for n in header if n not in places]
     if extra:
-        raise CheckpointError(
-            f"reading weights from {path}",
-            f"it does not name {len(extra)} tensors of its files ({short(', '.join(extra[:3]))})",
-            "the files do not belong together: copy or download all of them again",
-        )
+        names = short(", ".join(extra[:3]))
+        raise _unlike(path, f"it does not name {len(extra)} tensors of its files ({names})")
     return {name: headers[file][name] for name, file in places.items()}
+
+
+def misplaced(path: Path, name: str, file: str) -> CheckpointError:
+    """The error of an index by which a tensor is in a file that does not hold it."""
+    return _unlike(path, f"the tensor {short(name)!r} is to be in {file}, which does not hold it")
+
+
+def _unlike(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"reading weights from {path}",
+        found,
+        "the files do not belong together: copy or download all of them again",
+    )
 
 
 def write_weights(path: Path, pieces: Sequence[Piece], shard_size: int | None) -> list[Path]:
@@ -140,7 +147,7 @@ def in_place(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    sync_folder(path.parent)
 
 
 def _write_several(path: Path, groups: Sequence[Sequence[Piece]]) -> list[Path]:
@@ -219,7 +226,7 @@ def weight_map(path: Path) -> dict[str, str]:
             text = file.read(_MAX_INDEX + 1)
         if len(text) > _MAX_INDEX:
             raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
-        places = json.loads(text, object_pairs_hook=without_duplicates)["weight_map"]
+        places = json.loads(text, object_pairs_hook=layout.without_duplicates)["weight_map"]
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is no object, or empty")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -229,7 +236,7 @@ def weight_map(path: Path) -> dict[str, str]:
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
     for file in places.values():
-        if not _is_beside(file):
+        if not (layout.is_plain(file) and file.endswith((".safetensors", *TORCH_ENDINGS))):
             raise CheckpointError(
                 f"reading weights from {path}",
                 f"it names the file {short(file)!r}, which is not one beside it",
@@ -242,13 +249,3 @@ def weight_map(path: Path) -> dict[str, str]:
             "make one form of them with lockstep checkpoint convert",
         )
     return places
-
-
-def _is_beside(name: object) -> bool:
-    """Whether it is the plain name of a file of weights, without a way out of the folder."""
-    return (
-        isinstance(name, str)
-        and name.endswith((".safetensors", *TORCH_ENDINGS))
-        and not set(name) & set("/\\:\0")
-        and not name.startswith(".")
-    )

@@ -6,7 +6,6 @@ read a part of one tensor, so that nothing has to fit into memory as a whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.dcp import METADATA, Spread, read_dcp, tensors_in
 from lockstep.checkpoint.encoding import BY_NAME, decode, unstorable
-from lockstep.checkpoint.header import Entry, read_header, short
+from lockstep.checkpoint.header import Described, Entry, read_header, short
 from lockstep.checkpoint.reading import (
     Found,
     locate,
@@ -36,7 +35,7 @@ _FACTS = ("step", "epoch", "world_size", "strategy", "lockstep", "torch", "time"
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Described):
     """One tensor."""
 
     name: str
@@ -46,16 +45,6 @@ class Stored:
     """The elements from one index to before another, flat and on the CPU."""
     tied_to: str | None = None
     """The first name of the same tensor, where it has several."""
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return self.count * self.dtype.itemsize
 
     def whole(self) -> Tensor:
         """All of it."""
