@@ -262,11 +262,11 @@ class Loader:
                     if training:
                         step.begin(running, micro)
                         self.coverage.add(epoch, position, samples, micro)
-                        for watcher in step.watchers:
+                        if step.watchers:
                             counts = self._collectives.counts
-                            watcher.handed_out(
-                                Handed(self, epoch, position, samples, micro, batch, counts)
-                            )
+                            handed = Handed(self, epoch, position, samples, micro, batch, counts)
+                            for watcher in step.watchers:
+                                watcher.handed_out(handed)
                         if self._running is running:
                             self._position = position
                     yield batch

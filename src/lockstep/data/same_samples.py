@@ -64,17 +64,26 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     ]
     if not steady:
         return
-    place = steady[0]
-    others = [r for r, row in enumerate(first) if not alike(row[place], first[0][place])]
-    shown = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
     raise RanksDifferError(
         f"a {type(source.dataset).__name__} that is the same on every rank",
-        f"sample {indices[place]} of rank{'s' * (len(others) > 1)} {shown} is another one than "
-        "that of rank 0",
+        another(indices[steady[0]], [row[steady[0]] for row in first]),
         "compare the copies of the data on the machines; sort what os.listdir or a set gives, and "
         "seed what shuffles or draws",
         code="LS104",
     )
+
+
+def another(sample: int, digests: Sequence[Any]) -> str:
+    """Which ranks have another sample under a number than rank 0, in words.
+
+    Args:
+        sample: the number.
+        digests: of what each rank has there.
+    """
+    others = [rank for rank, found in enumerate(digests) if not alike(found, digests[0])]
+    shown = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
+    several = "s" * (len(others) > 1)
+    return f"sample {sample} of rank{several} {shown} is another one than that of rank 0"
 
 
 def _everywhere(

@@ -28,7 +28,7 @@ from lockstep.data.stream import StreamSource
 from lockstep.data.stream_marks import compare, compare_ends
 from lockstep.data.stream_reading import Item, Key, StreamFetch
 from lockstep.data.weighting import Pair, weighted
-from lockstep.errors import CheckpointError, DataError, SettingError
+from lockstep.errors import CheckpointError, DataError, LengthUnknownError, SettingError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.seeding import kept_random_state
@@ -172,8 +172,8 @@ class StreamLoader(Loader):
 
     def _size(self) -> str:
         try:
-            return f"{self.source.length:,}".replace(",", " ")
-        except DataError:
+            return super()._size()
+        except LengthUnknownError:
             return "a stream"
 
     def _portions(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep.data.same_samples import alike, digest
+from lockstep.data.same_samples import alike, another, digest
 from lockstep.data.stream import StreamSource
 from lockstep.errors import RanksDifferError
 from lockstep.runtime.collectives import Collectives
@@ -116,12 +116,7 @@ def _check_alike(source: StreamSource, epoch: int, first: int, rows: list[list[A
     differing = (n for n in range(shortest) if any(not alike(row[n], rows[0][n]) for row in rows))
     place = next(differing, shortest)
     if place < shortest:
-        others = [r for r, row in enumerate(rows) if not alike(row[place], rows[0][place])]
-        shown = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
-        found = (
-            f"sample {first + place} of rank{'s' * (len(others) > 1)} {shown} is another one than "
-            "that of rank 0"
-        )
+        found = another(first + place, [row[place] for row in rows])
     elif len(set(counts)) > 1:
         ended = ", ".join(str(r) for r, count in enumerate(counts) if count == shortest)
         found = f"on rank {ended} it ends before sample {first + place}, elsewhere it goes on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,15 +81,16 @@ def render(finding: Finding, read_line: Callable[[str, int], str] | None = None)
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    several = len(runs) > 1 or (runs and len(runs[0]) > 1)
-    return f"{'ranks' if several else 'rank'} {', '.join(names)}"
+    ordered = sorted(ranks)
+    return f"{'ranks' if len(ordered) > 1 else 'rank'} {spans(ordered)}"
+
+
+def spans(numbers: Sequence[int], most: int | None = None) -> str:
+    """Numbers in their order: `[3, 4, 5, 9]` as "3-5, 9"; no more than the first `most` spans."""
+    cuts = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    found = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
+    names = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found[:most] if len(s)]
+    return ", ".join(names) + (", ..." if most is not None and len(found) > most else "")
 
 
 _PLURAL = {

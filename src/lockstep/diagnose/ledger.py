@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.diagnose.finding import name_ranks
-from lockstep.diagnose.ledger_epoch import Batch, Epoch, Finding, counted, spans
+from lockstep.diagnose.finding import name_ranks, spans
+from lockstep.diagnose.ledger_epoch import SHOWN, Batch, Epoch, Finding, counted
 from lockstep.diagnose.ledger_files import Attempt, Row, read_folder
+from lockstep.errors import reference
 
 _LISTED = 20
 """Findings in the text; JSON has all."""
@@ -64,9 +65,7 @@ class Report:
             )
         found += [f"  note: {note}" for note in self.notes]
         for finding in self.findings[:_LISTED]:
-            found.append(
-                f"{finding.what}\n  more:  [{finding.code}: lockstep explain {finding.code}]"
-            )
+            found.append(f"{finding.what}\n  more:  {reference(finding.code)}")
         if len(self.findings) > _LISTED:
             found.append(f"and {len(self.findings) - _LISTED} more findings")
         if not self.findings:
@@ -249,5 +248,5 @@ def _check_steps(steps: set[int], report: Report) -> None:
         )
     missing = sorted(set(range(first, last)) - steps)
     if missing:
-        what = f"{counted(len(missing), 'step')} not written down: {spans(missing)}"
+        what = f"{counted(len(missing), 'step')} not written down: {spans(missing, SHOWN)}"
         report.findings.append(Finding("LS405", what, step=missing[0]))

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.diagnose.finding import spans
 from lockstep.diagnose.ledger_files import Samples
 
-_SHOWN = 5
+SHOWN = 5
+"""Of several things in a text."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Epoch:
             self._check_left(following, last)
         missing = sorted(set(range(self._from, last)) - positions)
         if missing:
-            self._find("LS102", f"global batches were left out: {spans(missing)}")
+            self._find("LS102", f"global batches were left out: {spans(missing, SHOWN)}")
         if not self._loader["own_order"]:
             self._check_repeats()
             if not missing and all(batch.whole for batch in self._batches):
@@ -95,7 +97,7 @@ class Epoch:
         """The epoch stops early: by the script's own will, or where the run was taken up."""
         steps = self._loader["steps"]
         if following.attempt != self._batches[-1].attempt:
-            left = spans(range(last + 1, steps))
+            left = spans(range(last + 1, steps), SHOWN)
             self._find(
                 "LS102",
                 f"global batches were left out: {left}; the run was then taken up in another epoch",
@@ -112,10 +114,10 @@ class Epoch:
         if not len(twice):
             return
         shown = []
-        for sample in twice[:_SHOWN].tolist():
+        for sample in twice[:SHOWN].tolist():
             steps = [batch.step for batch in self._batches if sample in batch.samples]
             shown.append(f"{sample} (step{'s' * (len(steps) > 1)} {_listed(steps)})")
-        more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        more = f" and {len(twice) - SHOWN} more" if len(twice) > SHOWN else ""
         self._find(
             "LS101",
             f"{counted(len(twice), 'sample')} trained more than once: {', '.join(shown)}{more}",
@@ -135,14 +137,14 @@ class Epoch:
             first = self._from * self._loader["batch_size"]
             absent = np.setdiff1d(np.arange(first, self._samples.max() + 1), self._samples)
         if len(absent):
-            shown = _listed(absent[:_SHOWN].tolist())
-            more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+            shown = _listed(absent[:SHOWN].tolist())
+            more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
             self._find("LS102", f"{counted(len(absent), 'sample')} left out: {shown}{more}", absent)
 
     def _find(self, code: str, what: str, samples: Iterable[int] = ()) -> None:
         loader = self._loader["loader"]
         text = f"loader {loader} ({self._loader['dataset']}), epoch {self._epoch}: {what}"
-        first = tuple(int(sample) for sample in list(samples)[:_SHOWN])
+        first = tuple(int(sample) for sample in list(samples)[:SHOWN])
         found = Finding(code, text, loader=loader, epoch=self._epoch, samples=first)
         self.findings.append(found)
 
@@ -154,11 +156,3 @@ def counted(number: int, noun: str) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """`[3, 4, 5, 9]` as "3-5, 9", the first few of them."""
-    cuts = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    spans = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
-    shown = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans[:_SHOWN]]
-    return ", ".join(shown) + (", ..." if len(spans) > _SHOWN else "")
