@@ -79,9 +79,12 @@ def seconds(command: list[str], ranks: int, kind: str, folder: Path) -> float:
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     began = time.time()
     line = [*command, *restarts, "--nproc-per-node", str(ranks), str(script), str(times), kind]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(f"{line}: {done.stdout}{done.stderr}")
+    try:
+        subprocess.run(
+            line, env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(f"{error}\n{error.stdout}{error.stderr}") from None
     reached = [float(line) for line in times.read_text().split()]
     return reached[1] - reached[0] if kind == "restart" else reached[0] - began
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import array
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import json
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -287,6 +290,44 @@ def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> No
         assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
         faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
         os.kill(os.getpid(), STACK_SIGNAL)
+
+
+@in_clean_process
+def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None:
+    original, answering, go = instruments.flight_record, threading.Event(), threading.Event()
+
+    def slowly(*, lines: bool) -> str:
+        answering.set()
+        assert go.wait(LIMIT_S)
+        return original(lines=lines)
+
+    def put(data: bytes) -> None:  # before the thread reads again
+        descriptor = os.open(tmp_path / "ask", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(descriptor, data)
+        os.close(descriptor)
+
+    with installed(tmp_path), group_of_one():
+        instruments.flight_record = slowly  # type: ignore[attr-defined]
+        put(b"1\n")
+        assert answering.wait(LIMIT_S)
+        ending = threading.Thread(target=instruments._fall_silent, daemon=True)
+        ending.start()
+        until(lambda: in_the_pipe(tmp_path / "ask"))
+        put(b"2\n")
+        go.set()
+        ending.join(LIMIT_S)
+        assert not ending.is_alive()
+
+
+def in_the_pipe(path: Path) -> int:
+    """Bytes that nobody has read so far."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        count = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+        return count[0]
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])

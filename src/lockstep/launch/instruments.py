@@ -82,6 +82,7 @@ class Instruments:
         self._ask: int | None = None
         self._map: mmap.mmap | None = None
         self._lock = threading.Lock()
+        self._stopping = False
         self._open_stacks()
         self._light_beacon()
         self._make_pipe()
@@ -101,7 +102,9 @@ class Instruments:
         """
         thread = self._thread
         if thread is not None and self._ask is not None:
-            os.write(self._ask, b"0 stop\n")
+            # Not by a request: of several that have come the thread answers the last alone.
+            self._stopping = True
+            os.write(self._ask, b"\n")
             thread.join()
 
     def forget(self) -> None:
@@ -204,11 +207,11 @@ class Instruments:
     def _answer(self, ask: int) -> None:
         while True:
             requests = os.read(ask, 4096).decode(errors="replace").split("\n")
-            number, _, how = (requests[-2:-1] or [""])[0].partition(" ")
-            if how == "stop":
+            if self._stopping:
                 os.close(ask)
                 self._ask = None
                 return
+            number, _, how = (requests[-2:-1] or [""])[0].partition(" ")
             if number.isdigit():
                 self._write_answer(number, lines=how == "lines")
 
