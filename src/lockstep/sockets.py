@@ -1,6 +1,7 @@
 """The addresses of this machine, and the sockets that listen on one of them.
 
-What needs torch imports it when it is called: the launcher is here before torch is.
+What needs torch or psutil imports it when it is called: the launcher is here before torch is, and
+most runs need no psutil.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
-
-import psutil
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -23,6 +22,8 @@ ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 
 def local_addresses() -> dict[str, list[str]]:
     """Interface name -> its IP addresses, IPv4 first; link-local IPv6 ones are left out."""
+    import psutil
+
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         own = [e.address for e in entries if e.family == socket.AF_INET]
@@ -82,6 +83,8 @@ def means_loopback(host: str | None) -> bool:
 
 def owner_of(port: int) -> str:
     """The process of this machine that listens on a port, in words, as far as we may know it."""
+    import psutil
+
     try:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port

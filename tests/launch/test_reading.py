@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lockstep.launch.reading import Reading, hidden_by, read_script, read_source
+from lockstep.launch.reading import Reading, hidden_by, large, read_script, read_source
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_variables_that_libraries_read_when_imported(
         ("torch.multiprocessing.start_processes(f)", True),
         ("Process(target=f)\nos.environ['MASTER_PORT'] = '1'", True),
         ("Process(target=log_in_background)", False),
+        ("streams = numpy.random.SeedSequence(0).spawn(4)", False),
         ("if 'RANK' in os.environ: main()\nelse: mp.spawn(main)", False),
     ],
 )
@@ -53,9 +55,14 @@ def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) ->
     assert read_source(source).own_processes is expected
 
 
-def test_optimizers() -> None:
-    assert read_source("opt = torch.optim.SGD(p)").optimizes
-    assert not read_source("import torch").optimizes
+def test_what_a_script_will_import() -> None:
+    assert read_source("opt = torch.optim.SGD(p)").imports == ("torch._dynamo",)
+    assert read_source("import torch").imports == ()
+    imports = read_source("import lockstep").imports
+    assert "lockstep.start" in imports
+    for name in imports:
+        importlib.import_module(name)
+    assert large({"torch", *imports}) == list(imports)
 
 
 @pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.diagnose.first_failure import render
 from lockstep.errors import SettingError
 from lockstep.launch import spec as pure
 from lockstep.launch.flags import check_flags, is_asked, max_nodes, parse_flags
@@ -75,7 +74,7 @@ def run(spec: LaunchSpec, say: Say) -> int:
     cold = _why_cold(spec, reading, environ)
     with variables(_threads_known_early(spec, environ)):
         if cold is None:
-            import_for_ranks(reading.optimizes)
+            import_for_ranks(reading.imports)
             cold = _why_not_copied(spec)
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: run_and_exit(script))
@@ -88,6 +87,8 @@ def run(spec: LaunchSpec, say: Say) -> int:
         finally:
             zygote.close()
     if outcome.failure is not None:
+        from lockstep.diagnose.first_failure import render
+
         say(render(outcome.failure))
     return outcome.exit_code
 
@@ -152,7 +153,7 @@ def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> Reading:
     if _is_program(spec, environ):
         _check_program(spec.script)
         return Reading()
-    (_check_module if spec.module else _check_script)(spec.script)
+    check_script(spec.script, module=spec.module)
     folder = Path(folder_of(spec.script, module=spec.module))
     package = Path(__file__).parents[1]
     for path in (folder / f"{package.name}.py", folder / package.name / "__init__.py"):
@@ -162,7 +163,7 @@ def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> Reading:
                 f"{path} has the name of this package, which each rank imports",
                 "rename it, or start the script with torchrun",
             )
-    return read_script(_source_of(spec))
+    return read_script(spec.script, module=spec.module)
 
 
 def _check_program(name: str) -> None:
@@ -177,17 +178,21 @@ def _check_program(name: str) -> None:
     raise SettingError(f"lockstep run --no-python {name}", found, advice)
 
 
-def _check_module(name: str) -> None:
-    if name.endswith(".py") and Path(name).is_file():
-        raise SettingError(
-            f"lockstep run -m {name}",
-            "it is a file, not the name of a module",
-            f"lockstep run {name}, or lockstep run -m {name.removesuffix('.py')}",
-        )
+def check_script(name: str, *, module: bool, command: str = "lockstep run") -> None:
+    """Checks that a command's script can be there; a module's name is looked up when it is run.
 
-
-def _check_script(name: str) -> None:
+    Raises:
+        SettingError: it is not; the message suggests what was meant.
+    """
     path = Path(name)
+    if module and name.endswith(".py") and path.is_file():
+        raise SettingError(
+            f"{command} -m {name}",
+            "it is a file, not the name of a module",
+            f"{command} {name}, or {command} -m {name.removesuffix('.py')}",
+        )
+    if module:
+        return
     if path.is_dir() and not (path / "__main__.py").exists():
         found, advice = "it is a folder without __main__.py", "name a script in it"
     elif path.exists():
@@ -199,15 +204,7 @@ def _check_script(name: str) -> None:
         near = near or difflib.get_close_matches(path.name, names, n=1)
         found = "there is no such file"
         advice = f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module"
-    raise SettingError(f"lockstep run {name}", found, advice)
-
-
-def _source_of(spec: LaunchSpec) -> str:
-    """The file that will run; a module's is looked for where `python -m` looks first."""
-    if not spec.module:
-        return spec.script
-    path = Path(*spec.script.split("."))
-    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+    raise SettingError(f"{command} {name}", found, advice)
 
 
 def _script(spec: LaunchSpec, reading: Reading) -> Script:

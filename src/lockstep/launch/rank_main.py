@@ -20,8 +20,9 @@ import sys
 import threading
 import types
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -33,6 +34,7 @@ _PACKAGES = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 MACRO = "${local_rank}"
 """Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
+_OF_EVERY_RANK = ("lockstep.launch.exceptions", "lockstep.launch.instruments")
 _SCRIPT = "LOCKSTEP_SCRIPT"
 """Variable: what a fresh interpreter is to run, as JSON."""
 
@@ -279,11 +281,11 @@ def nothing_collected() -> Iterator[None]:
 
 
 @nothing_collected()
-def import_for_ranks(optimizes: bool) -> None:
+def import_for_ranks(modules: Sequence[str]) -> None:
     """Imports what every rank would import; none of it starts a thread or touches CUDA.
 
     Args:
-        optimizes: whether the ranks make an optimizer.
+        modules: names of what these ranks would import besides.
     """
     import torch
     import torch.distributed
@@ -291,20 +293,20 @@ def import_for_ranks(optimizes: bool) -> None:
     import torch.utils.data
 
     # Before a group is opened: its functions keep the group of the moment as a default argument.
-    import torch.distributed.nn.functional  # isort: skip
+    import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
-    if optimizes:
-        import torch._dynamo  # noqa: F401  (the first optimizer imports it, for over a second)
+    for name in (*_OF_EVERY_RANK, *modules):
+        import_module(name)
 
 
 def settle() -> None:
     """In a copy of the zygote: what the imported libraries have read or drawn there is the rank's.
 
-    numpy has drawn its state when it was imported: without this all ranks would share it.
+    numpy.random has drawn its state when it was imported: without this all ranks would share it.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    random = sys.modules.get("numpy.random")  # numpy itself imports it at its first use
+    if random is not None:
+        random.seed()
     _honour_threads()
 
 

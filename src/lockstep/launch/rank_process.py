@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,7 +31,7 @@ _FRESH = """\
 import json, sys
 sys.path = json.loads(sys.argv[1])
 from lockstep.launch.rank_process import zygote_main
-zygote_main(*(int(text) for text in sys.argv[2:]))
+zygote_main(*map(json.loads, sys.argv[2:]))
 """
 
 
@@ -80,13 +80,13 @@ def _forget_handlers() -> None:
             signal.signal(number, default)
 
 
-def start_fresh(call: bytes, environment: Mapping[str, str], optimizes: bool) -> FreshZygote:
+def start_fresh(call: bytes, environment: Mapping[str, str], modules: Sequence[str]) -> FreshZygote:
     """A zygote whose ranks run the pickled call.
 
     Args:
         call: a `Call`, pickled.
         environment: variables in addition to ours.
-        optimizes: whether the ranks will probably make an optimizer.
+        modules: names of what the ranks would import.
 
     Raises:
         OSError: no process could be made.
@@ -101,15 +101,15 @@ def start_fresh(call: bytes, environment: Mapping[str, str], optimizes: bool) ->
         file.flush()
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        numbers = (int(optimizes), file.fileno())
-        line = [python, *options, "-c", _FRESH, json.dumps(path), *map(str, numbers)]
+        given = (json.dumps(path), json.dumps(modules), str(file.fileno()))
+        line = [python, *options, "-c", _FRESH, *given]
         return FreshZygote(line, {**os.environ, **environment}, [file.fileno()])
 
 
-def zygote_main(optimizes: int, file: int, control: int) -> NoReturn:
+def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
     """The life of a fresh zygote; see `start_fresh`."""
     os.set_inheritable(file, False)
-    rank_main.import_for_ranks(bool(optimizes))
+    rank_main.import_for_ranks(modules)
     serve(control, lambda: _run_fresh(file))
 
 

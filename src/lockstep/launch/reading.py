@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +12,13 @@ _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
 
 _READ_BY_RANKS = {"RANK", "LOCAL_RANK"}
+_LARGE = {
+    "torch._dynamo": "optim",  # by the first optimizer, for over a second
+    "lockstep.start": "lockstep",
+    "lockstep.strategies.ddp": "lockstep",
+    "numpy.random": "lockstep",
+}
+"""Modules, and the word of which scripts speak that import them sooner or later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +31,30 @@ class Reading:
     """Variables that it sets itself and that libraries read when they are imported."""
     own_processes: bool = False
     """Whether it starts the ranks itself (`mp.spawn`), and does not look whether it is one."""
-    optimizes: bool = False
-    """Whether it speaks of optimizers: the first one imports a large part of torch."""
+    imports: tuple[str, ...] = ()
+    """Large modules that every rank will probably import while it runs."""
 
 
-def read_script(path: str) -> Reading:
-    """Reads the script at `path`; a file that is no Python source gives the defaults."""
+def read_script(name: str, *, module: bool = False) -> Reading:
+    """Reads a script's source; a file that is no Python source gives the defaults.
+
+    Args:
+        name: path of a script, or name of a module, which is looked for where `python -m` first
+            looks.
+        module: which of them it is.
+    """
+    path = Path(*name.split(".")) if module else Path(name)
+    if module:
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     try:
-        return read_source(Path(path).read_text(encoding="utf-8"))
+        return read_source(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):  # running it says what is wrong
         return Reading()
+
+
+def large(loaded: Container[str]) -> list[str]:
+    """The large modules that a process which has imported `loaded` has imported."""
+    return [name for name in _LARGE if name in loaded]
 
 
 def read_source(source: str) -> Reading:
@@ -46,12 +67,18 @@ def read_source(source: str) -> Reading:
     nodes = list(ast.walk(ast.parse(source)))
     variables = sorted(set(_variables_set(nodes)))
     constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    calls = {_last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+    calls = {
+        name
+        for node in nodes
+        if isinstance(node, ast.Call)
+        # Random generators have a `spawn(n)` of their own.
+        if (name := _last_name(node.func)) != "spawn" or len(node.args) + len(node.keywords) > 1
+    }
     return Reading(
         local_rank_flag=_local_rank_flag(nodes),
         variables_for_import=tuple(v for v in variables if v.startswith(_READ_AT_IMPORT)),
         own_processes=_starts_ranks(calls, source) and not constants & _READ_BY_RANKS,
-        optimizes="optim" in source,
+        imports=tuple(name for name, word in _LARGE.items() if word in source),
     )
 
 

@@ -28,7 +28,7 @@ from lockstep.launch.rank_process import (
     run_copy,
     start_fresh,
 )
-from lockstep.launch.reading import read_script
+from lockstep.launch.reading import large, read_script
 from lockstep.launch.spec import HangRules, LaunchSpec, Plan, choose_nproc, plan
 from lockstep.launch.zygote import Zygote
 
@@ -162,8 +162,8 @@ def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zyg
         source = inspect.getsourcefile(inspect.unwrap(fn)) or ""
     except (TypeError, OSError):  # not a function of Python's
         source = ""
-    optimizes = "torch._dynamo" in sys.modules or read_script(source).optimizes
-    return start_fresh(call, made.environment, optimizes)
+    modules = {*large(sys.modules), *read_script(source).imports}
+    return start_fresh(call, made.environment, sorted(modules))
 
 
 def _run(
