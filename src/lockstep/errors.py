@@ -80,12 +80,16 @@ class LockstepError(Exception):
         self.line = user_line()
         super().__init__(self._text())
 
+    @property
+    def parts(self) -> str:
+        """The message without the place at its end."""
+        return _three_parts(self.was_set, self.found, self.do, self.code)
+
     def _text(self) -> str:
         place = ", ".join(
             part for part in (None if self.rank is None else f"rank {self.rank}", self.line) if part
         )
-        text = _three_parts(self.was_set, self.found, self.do, self.code)
-        return f"{text}\n  at:    {place}" if place else text
+        return f"{self.parts}\n  at:    {place}" if place else self.parts
 
 
 class SettingError(LockstepError, ValueError):

@@ -7,7 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep import __version__
+from lockstep.cli import explain
 from lockstep.cli.main import main
+from lockstep.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,15 @@ def test_help_and_version_do_not_import_torch(arguments: list[str], expected: st
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert expected in done.stdout
+
+
+def test_our_errors_end_the_command_with_their_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise UsageError("a", "b", "c", code="LS303")
+
+    monkeypatch.setattr(explain.command, "callback", fails)
+    result = CliRunner().invoke(main, ["explain", "LS303"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "lockstep: a\n  found: b\n  do:    c\n  more:  [LS303: lockstep explain LS303]\n"
+    )

@@ -2,12 +2,22 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.verify import _check_reference
+from lockstep.errors import UsageError
+from lockstep.verify.plan import Plan
+from lockstep.verify.runs import Recorded, alone
 
 TRAINS = """
-import sys
+import argparse
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import lockstep
@@ -21,15 +31,20 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer, loader = world.prepare(model, optimizer, loader)
-checkpoint = world.checkpoint("run", model=model)
+checkpoint = world.checkpoint("run", model=model, best="min")
 checkpoint.resume()
-assert sys.argv[1:] == ["--an", "argument"]
+assert checkpoint.best is None
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, required=True)  # as torchrun gave it once
+parser.add_argument("--an")
+arguments = parser.parse_args()
+assert (arguments.local_rank, arguments.an) == (world.local_rank, "argument")
 for epoch in world.epochs(5):
     for x, y in loader:
         world.backward(torch.nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-        checkpoint.save()
+        checkpoint.save(metric=1.0)
 raise AssertionError("the script was to be stopped before")
 """
 
@@ -78,18 +93,68 @@ def test_ways_of_computing_the_same(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("import torch\nraise ValueError('no data')\n")
+    (tmp_path / "fails.py").write_text("import sys\nprint('no data')\nsys.exit(5)\n")
     ended = verify(tmp_path, "fails.py")
     assert ended.returncode == 2
-    assert "on one process the script ended with ValueError: no data" in ended.stderr
+    lines = ended.stderr.splitlines()
+    assert lines[:2] == [
+        "lockstep: lockstep verify fails.py",
+        "  found: on one process the script ended with sys.exit(5)",
+    ]
+    assert lines[3] == "         | no data"
+    assert lines[-1] == "  do:    make this work: lockstep run fails.py"
 
 
 def test_wrong_uses(tmp_path: Path) -> None:
     for words, text in (
-        (["nowhere.py"], "there is no such file"),
+        (["nowhere.py"], "lockstep verify nowhere.py\n  found: there is no such file"),
         ([], "Give a script, or --ledger"),
         (["--nproc", 1, "train.py"], "x>=2"),
+        (["--npoc", 3, "train.py"], "No such option"),
     ):
         ended = verify(tmp_path, *words)
         assert ended.returncode == 2
         assert text in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("ValueError: x", "make this work: lockstep run -m pack.train --lr '0 1'"),
+        ("RuntimeError: expected m1 and m2 to have the same dtype", "try --precision fp32"),
+        ("RuntimeError: Input type (torch.DoubleTensor) and weight type", "try --precision fp32"),
+        ("", "give it arguments with which it trains"),
+    ],
+)
+def test_advice_where_there_is_nothing_to_compare_with(error: str, advice: str) -> None:
+    plan = Plan(script="pack.train", arguments=("--lr", "0 1"), module=True)
+    with pytest.raises(UsageError, match=re.escape(advice)):
+        _check_reference(Recorded(alone("fp64"), [], error), plan, {})
+
+
+def test_lockstep_s_settings_are_for_scripts_that_use_it() -> None:
+    options = {"accumulate": None, "shares": None, "strategy": ("fsdp",)}
+    update: Any = object()
+    run = Recorded(alone("fp64"), [[update]])
+    with pytest.raises(UsageError, match="does not train by Lockstep"):
+        _check_reference(run, Plan(script="train.py"), options)
+    _check_reference(replace(run, of_lockstep=True), Plan(script="train.py"), options)
+    _check_reference(run, Plan(script="train.py"), {**options, "strategy": ()})
+
+
+def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("torch.multiprocessing.spawn(main, nprocs=2)")
+    code = (
+        "import sys\n"
+        "from lockstep.cli.main import main\n"
+        "try: main(['verify', 'train.py'])\n"
+        "finally: assert 'torch' not in sys.modules\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[:2] == [
+        "lockstep: lockstep verify train.py",
+        "  found: the script starts its ranks itself, as by mp.spawn, and those are not seen",
+    ]

@@ -179,6 +179,13 @@ def test_other_samples(parts: list[tuple[int, ...]], code: str) -> None:
     assert (divergence.what, cause.code) == ("samples", code)
 
 
+def test_samples_that_are_known_by_their_content_are_told_by_their_index() -> None:
+    cause = found([update(WHOLE, taken(0, 1)), update(WHOLE, taken(2))])[1]
+    assert cause.seen[1] == "left out: 3"
+    cause = found([update(WHOLE, taken(0, 1)), update(WHOLE, taken(1, 2))])[1]
+    assert cause.seen[1].endswith("by several ranks: 1")
+
+
 def test_the_order_within_the_global_batch_does_not_matter() -> None:
     many = [update(WHOLE, taken(3, 1)), update(WHOLE, taken(0, 2))]
     assert first_divergence([[ALONE]], [many], FLOAT64) is None

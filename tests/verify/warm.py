@@ -14,8 +14,9 @@ from pathlib import Path
 from ranks import _store, context, rank_environment
 
 from lockstep.diagnose.equivalence import FLOAT64
-from lockstep.verify.rank import Plan, main
-from lockstep.verify.runs import Way, environment, record
+from lockstep.verify.plan import Plan
+from lockstep.verify.rank import main
+from lockstep.verify.runs import Way, alone, environment, record
 from lockstep.verify.verdict import Verdict, judge
 
 _LIMIT_S = 60.0
@@ -24,11 +25,8 @@ _LIMIT_S = 60.0
 def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
     plan = Plan(script=str(script), steps=steps)
-    alone = {"precision": "fp64", "shares": None, "micro_batch": None}
-    ways = [
-        Way(name="1 process", nproc=1, instead=alone),
-        Way(name=f"{nproc} processes", nproc=nproc, instead={"precision": "fp64"}),
-    ]
+    several = Way(name=f"{nproc} processes", nproc=nproc, instead={"precision": "fp64"})
+    ways = [alone("fp64"), several]
     with tempfile.TemporaryDirectory() as folder:
         runs = [record(way, plan, Path(folder) / way.name, start) for way in ways]
     reference, other = runs

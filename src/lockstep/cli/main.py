@@ -55,10 +55,8 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except LockstepError as error:
-            # Not the whole text: the line it closes with would be one of the command's own.
-            click.echo(
-                f"lockstep: {error.was_set}\n  found: {error.found}\n  do:    {error.do}", err=True
-            )
+            # Without the place: that would be a line of the command's own.
+            click.echo(f"lockstep: {error.parts}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import SettingError
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.verify.plan import Plan
     from lockstep.verify.runs import Recorded, Way
 
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
-"""Exit code of each verdict."""
+"""Exit code of each verdict; the worst comes last."""
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, or nothing could be compared.",
 )
-@click.option("--nproc", type=click.IntRange(min=2), default=2, show_default=True, metavar="N")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=2),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Processes to compare with one.",
+)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
@@ -88,8 +99,6 @@ def command(
     if ledger is not None:
         ctx.exit(_check_ledger(Path(ledger), as_json))
     assert script is not None
-    if not options["module"] and not Path(script).exists():
-        raise SettingError(f"lockstep verify {script}", "there is no such file", "give its path")
     ctx.exit(_verify(script, args, as_json, options))
 
 
@@ -97,34 +106,23 @@ def _verify(
     script: str, args: tuple[str, ...], as_json: str | None, options: dict[str, Any]
 ) -> int:
     from lockstep.diagnose.equivalence import FLOAT32, FLOAT64
-    from lockstep.verify.rank import Plan
     from lockstep.verify.runs import by_command, record
     from lockstep.verify.verdict import judge
 
-    double = options["precision"] == "fp64"
-    plan = Plan(
-        script=script,
-        arguments=args,
-        module=options["module"],
-        steps=options["steps"],
-        double=double,
-    )
+    plan = _plan(script, args, options)
     first, *others = _ways(options)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
         reference = record(first, plan, folder / "reference", by_command)
-        if reference.error or not reference.updates:
-            return _nothing(reference, options["precision"])
+        _check_reference(reference, plan, options)
         verdicts = []
         for number, way in enumerate(others):
             other = record(way, plan, folder / str(number), by_command)
-            verdict = judge(reference, other, FLOAT64 if double else FLOAT32)
+            verdict = judge(reference, other, FLOAT64 if plan.double else FLOAT32)
             verdicts.append(verdict)
-            if as_json != "-":
-                for line in verdict.lines():
-                    click.echo(line)
-                if number == 0 and other.notes and as_json != "-":
-                    click.echo(f"  switched off for the comparison: {', '.join(other.notes)}")
+            _show(verdict.lines(), as_json)
+            if number == 0 and other.notes:
+                _show([f"  switched off for the comparison: {', '.join(other.notes)}"], as_json)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
@@ -132,16 +130,39 @@ def _verify(
     return _CODES[worst.word]
 
 
+def _plan(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Plan:
+    from lockstep.launch.local import check_script
+    from lockstep.launch.reading import read_script
+    from lockstep.verify.plan import Plan
+    from lockstep.verify.record import OWN_PROCESSES
+
+    module: bool = options["module"]
+    check_script(script, module=module, command="lockstep verify")
+    reading = read_script(script, module=module)
+    if reading.own_processes:
+        raise UsageError(
+            f"lockstep verify {script}",
+            "the script starts its ranks itself, as by mp.spawn, and those are not seen",
+            OWN_PROCESSES,
+        )
+    return Plan(
+        script=script,
+        arguments=args,
+        module=module,
+        local_rank_flag=reading.local_rank_flag,
+        steps=options["steps"],
+        double=options["precision"] == "fp64",
+    )
+
+
 def _ways(options: dict[str, Any]) -> list[Way]:
     """The reference, and what is compared with it."""
-    from lockstep.verify.runs import Way
+    from lockstep.verify.runs import Way, alone
 
     nproc: int = options["nproc"]
     base = {"precision": options["precision"]}
-    times = nproc if options["batch_per_process"] else 1
-    alone = {**base, "shares": None, "micro_batch": None}
     ways = [
-        Way(name="1 process", nproc=1, instead=alone, batch_times=times),
+        alone(options["precision"], nproc if options["batch_per_process"] else 1),
         Way(name=f"{nproc} processes", nproc=nproc, instead=base),
     ]
     if options["accumulate"]:
@@ -159,32 +180,42 @@ def _ways(options: dict[str, Any]) -> list[Way]:
     return ways
 
 
-def _nothing(reference: Recorded, precision: str) -> int:
-    click.echo("lockstep: nothing could be compared", err=True)
-    if reference.error:
-        click.echo(f"  found: on one process the script ended with {reference.error}", err=True)
-    else:
-        click.echo("  found: the script made no optimizer step on one process", err=True)
-    if "dtype" in reference.error and precision == "fp64":
-        click.echo("  do:    the script names dtypes itself; try --precision fp32", err=True)
-    elif reference.error:
-        click.echo("  do:    make it run on one process: lockstep run --nproc 1 SCRIPT", err=True)
-    else:
-        click.echo("  do:    verify a script that trains, with arguments that let it", err=True)
-    for line in reference.output.splitlines():
-        click.echo(f"  | {line}", err=True)
-    return 2
+def _check_reference(reference: Recorded, plan: Plan, options: dict[str, Any]) -> None:
+    """Whether there is something to compare with."""
+    was_set = f"lockstep verify {plan.script}"
+    if reference.error or not reference.updates:
+        words = ["-m", plan.script] if plan.module else [plan.script]
+        found = "the script made no optimizer step on one process"
+        do = "give it arguments with which it trains; processes that it starts itself are not seen"
+        if reference.error:
+            found = f"on one process the script ended with {reference.error}"
+            do = f"make this work: {shlex.join(['lockstep', 'run', *words, *plan.arguments])}"
+        if plan.double and re.search("dtype|double", reference.error, re.IGNORECASE):
+            do = "the script names dtypes itself; try --precision fp32"
+        printed = [f"| {line}" for line in reference.output.splitlines()]
+        raise UsageError(was_set, "\n         ".join([*found.splitlines(), *printed]), do)
+    asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
+    if asked and not reference.of_lockstep:
+        raise UsageError(
+            f"{was_set} with {asked[0]}",
+            "the script does not train by Lockstep, so nothing would come of it",
+            "leave it out, or let the script use lockstep.init and world.prepare",
+        )
 
 
 def _check_ledger(folder: Path, as_json: str | None) -> int:
     from lockstep.diagnose.ledger import judge
 
     report = judge(folder)
-    if as_json != "-":
-        for line in report.lines():
-            click.echo(line)
+    _show(report.lines(), as_json)
     _write_json(as_json, report.as_json())
     return 1 if report.findings else 0
+
+
+def _show(lines: Sequence[str], as_json: str | None) -> None:
+    """For people, unless standard output is for JSON alone."""
+    if as_json != "-":
+        click.echo("\n".join(lines))
 
 
 def _write_json(to: str | None, values: dict[str, Any]) -> None:

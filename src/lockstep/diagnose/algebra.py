@@ -68,7 +68,7 @@ def weights(
     used = scale > 0
     if not used.any():
         return None
-    # By the normal equations of scaled columns: as many unknowns as backward passes, few.
+    # Scaled: parts may be of very different sizes, and the rank is judged against the largest.
     scaled = columns[:, used] / scale[used]
     solution, _, rank, _ = np.linalg.lstsq(scaled, goal, rcond=1e-10)
     if rank < used.sum() or _norm(goal - scaled @ solution) > exact * _norm(goal):

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from lockstep.diagnose import algebra
 from lockstep.diagnose.case import Case, Cause, shown
 from lockstep.diagnose.causes_in_data import of_contents, of_samples
 from lockstep.diagnose.equivalence import ranks_that_differ, replicas_that_differ
-from lockstep.diagnose.updates import (
-    Array,
-    RankUpdate,
-    Update,
-    backward_passes,
-    loss_of,
-    merged,
-)
+from lockstep.diagnose.finding import name_ranks
+from lockstep.diagnose.updates import Array, Call, Update, backward_passes, largest, loss_of, merged
 
 
 def cause_of(case: Case) -> Cause:
@@ -44,8 +37,7 @@ def cause_of(case: Case) -> Cause:
 def _of_initial(case: Case) -> Cause:
     apart = ranks_that_differ(case.many, "before", case.tolerance)
     if apart:
-        ranks = sorted({rank for found in apart.values() for rank in found})
-        seen = f"before the first step {_ranks(ranks)} had other values than rank 0"
+        seen = f"before the first step {_ranks(apart)} had other values than rank 0"
     else:
         seen = "all ranks began with the same values, which are not those of one process"
     return Cause("LS305", (seen,), case.divergence.names)
@@ -53,9 +45,8 @@ def _of_initial(case: Case) -> Cause:
 
 def _of_replicas(case: Case) -> Cause:
     apart = replicas_that_differ(case.many)
-    found = _ranks(sorted({rank for ranks in apart.values() for rank in ranks}))
     number = case.many[0].step
-    seen = f"before step {number} {found} held other parameters than rank 0"
+    seen = f"before step {number} {_ranks(apart)} held other parameters than rank 0"
     after = "the last step itself left all ranks with the same" if number else ""
     return Cause("LS304", tuple(filter(None, (seen, after))), case.divergence.names)
 
@@ -79,8 +70,8 @@ def _of_gradients(case: Case) -> Cause:
     return _of_coupling(case)
 
 
-def _cuts_graph(call: Any) -> bool:
-    return bool(call.of_graph) and call.name.startswith("all_gather")
+def _cuts_graph(call: Call) -> bool:
+    return call.of_graph and call.name.startswith("all_gather")
 
 
 def _not_averaged(case: Case, apart: Mapping[str, Sequence[int]]) -> Cause:
@@ -96,9 +87,7 @@ def _not_averaged(case: Case, apart: Mapping[str, Sequence[int]]) -> Cause:
     local = [_sum(rank.local) for rank in case.many]
     own = all(
         name in part
-        and not case.tolerance.differ(
-            part[name], rank.gradients[name], float(abs(part[name]).max())
-        )
+        and not case.tolerance.differ(part[name], rank.gradients[name], largest(part[name]))
         for rank, part in zip(case.many, local, strict=True)
         for name in names
         if name in rank.gradients
@@ -117,12 +106,11 @@ def _of_ratio(case: Case, ratio: float) -> Cause:
     size, names = case.size, case.divergence.names
     one, many = backward_passes(case.one), backward_passes(case.many)
     seen = f"all gradients are {_times(ratio, size)} those of one process"
-    passes = f"one process made {one} backward passes for this step, each rank {many}"
     if one != many and one and many:
         if algebra.near(ratio, many / one, case.exact):
-            return Cause("LS203", (seen, passes), names, {"ratio": ratio})
+            return Cause("LS203", (seen, _passes(case)), names, {"ratio": ratio})
         if algebra.near(ratio, one / many, case.exact):
-            return Cause("LS204", (seen, passes), names, {"ratio": ratio})
+            return Cause("LS204", (seen, _passes(case)), names, {"ratio": ratio})
     gathers = [c.line for rank in case.many for c in rank.calls if c.name.startswith("all_gather")]
     more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
     if algebra.near(ratio, size, case.exact):
@@ -144,19 +132,18 @@ def _other_ratios(case: Case) -> tuple[str, ...]:
 
 def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
     """Whether other weights of what the ranks' backward passes left would be right."""
-    parts = [(rank, piece) for rank in case.many if rank.counts for piece in _pieces(rank)]
-    right = algebra.weights(expected, [piece for _, piece in parts], case.exact)
+    parts = [piece for rank in case.many if rank.counts for piece in rank.local]
+    right = algebra.weights(expected, parts, case.exact)
     if right is None:
         return None
-    found = merged(case.many, "gradients")
-    used = algebra.weights(found, [piece for _, piece in parts], case.exact)
-    names = case.divergence.names
-    said = f"they should weigh {_ratio_text(right)}"
+    used = algebra.weights(merged(case.many, "gradients"), parts, case.exact)
     if used is None:
         return None
+    names = case.divergence.names
     text = (
         "the gradient of one process is a sum of the same parts with other weights",
-        f"the backward passes of the ranks weigh {_ratio_text(used)}; {said}",
+        f"the backward passes of the ranks weigh {_ratio_text(used)}; "
+        f"they should weigh {_ratio_text(right)}",
     )
     clipped = any(call.name == "clip" for rank in case.many for call in rank.calls)
     if clipped and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
@@ -166,14 +153,9 @@ def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
     for key, counts in _counts(case, len(parts)).items():
         if algebra.proportional(relative, counts):
             code = "LS206" if key == "samples" else "LS205"
-            what = "samples" if key == "samples" else f"{key}"
             numbers = ", ".join(f"{count:g}" for count in counts)
-            return Cause(code, (*text, f"that is by their {what}: {numbers}"), names)
+            return Cause(code, (*text, f"that is by their {key}: {numbers}"), names)
     return Cause("LS404" if clipped else "LS205", text, names)
-
-
-def _pieces(rank: RankUpdate) -> Sequence[Mapping[str, Array]]:
-    return rank.local
 
 
 def _counts(case: Case, parts: int) -> dict[str, list[float]]:
@@ -189,22 +171,18 @@ def _counts(case: Case, parts: int) -> dict[str, list[float]]:
 
 
 def _of_coupling(case: Case) -> Cause:
-    names, size = case.divergence.names, case.size
+    names = case.divergence.names
     patterns = _patterns(case)
-    layers = {layer for rank in case.many for layer in rank.statistics}
-    one, many = backward_passes(case.one), backward_passes(case.many)
-    if layers and size > 1:
-        seen = f"{len(layers)} BatchNorm layers took statistics of each rank's part: "
-        return Cause("LS306", (seen + shown(sorted(layers)), *patterns), names)
+    layers = _local_statistics(case)
+    if layers:
+        return Cause("LS306", (layers, *patterns), names)
     draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
     if draws:
         seen = "random numbers were drawn between a batch and its step"
         return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns), names)
-    if one != many and _statistics_moved(case):
-        passes = f"one process made {one} backward passes for this step, each rank {many}"
-        return Cause("LS307", (passes, *patterns), names)
-    local = any(_pieces(rank) for rank in case.many)
-    if local and size > 1:
+    if backward_passes(case.one) != backward_passes(case.many) and _statistics_moved(case):
+        return Cause("LS307", (_passes(case), *patterns), names)
+    if any(rank.local for rank in case.many) and case.size > 1:
         seen = "no weighting of the ranks' own gradients gives that of one process"
         return Cause("LS208", (seen, *patterns), names)
     return Cause("LS210", patterns, names)
@@ -265,27 +243,39 @@ def _of_parameters(case: Case) -> Cause:
     apart = ranks_that_differ(case.many, "parameters", case.tolerance)
     seen = "gradients and learning rates are equal, and the parameters after the step are not"
     if apart:
-        found = _ranks(sorted({rank for ranks in apart.values() for rank in ranks}))
-        return Cause("LS304", (seen, f"{found} have others than rank 0"), tuple(apart))
+        others = f"rank 0 has others than {_ranks(apart)}"
+        return Cause("LS304", (seen, others), tuple(apart))
     return Cause("LS403", (seen,), names)
 
 
 def _of_buffers(case: Case) -> Cause:
     names = case.divergence.names
     ends = ("running_mean", "running_var", "num_batches_tracked")
-    one, many = backward_passes(case.one), backward_passes(case.many)
     if all(name.endswith(ends) for name in names):
-        layers = {layer for rank in case.many for layer in rank.statistics}
-        if layers and case.size > 1:
-            return Cause("LS306", (f"in {shown(sorted(layers))}",), names)
-        passes = f"one process made {one} backward passes for this step, each rank {many}"
-        return Cause("LS307" if one != many else "LS306", (passes,), names)
+        layers = _local_statistics(case)
+        if layers:
+            return Cause("LS306", (layers,), names)
+        equal = backward_passes(case.one) == backward_passes(case.many)
+        return Cause("LS306" if equal else "LS307", (_passes(case),), names)
     return Cause("LS309", (f"after the step: {shown(names)}",), names)
 
 
 def _of_length(case: Case) -> Cause:
     one, many = len(case.reference), len(case.other)
     return Cause("LS405", (f"one process took {one} steps, {case.size} took {many}",))
+
+
+def _passes(case: Case) -> str:
+    one, many = backward_passes(case.one), backward_passes(case.many)
+    return f"backward passes for this step: {one} on one process, {many} on each rank"
+
+
+def _local_statistics(case: Case) -> str:
+    """The BatchNorm layers with statistics of a part of the batch, in words; empty: none."""
+    layers = sorted({layer for rank in case.many for layer in rank.statistics})
+    if not layers or case.size == 1:
+        return ""
+    return f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
 
 
 def _sum(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
@@ -315,5 +305,5 @@ def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _ranks(apart: Mapping[str, Sequence[int]]) -> str:
+    return name_ranks({rank for ranks in apart.values() for rank in ranks})

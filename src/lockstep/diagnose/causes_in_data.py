@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.diagnose.case import Case, Cause, shown
 from lockstep.diagnose.equivalence import contents_that_differ, same_samples
@@ -25,19 +25,16 @@ def of_samples(case: Case) -> Cause:
         s for s, n in found.items() if n > max(1, expected[s]) or s in before - expected.keys()
     ]
     if again:
-        known = indices_of(case.many) is not None
         per_rank = [Counter(identity([rank])) for rank in case.many if rank.counts]
         every = all(one == per_rank[0] for one in per_rank)
-        what = "every rank trained the same ones" if every else f"such as {shown(again)}"
-        if by_content and known:
-            what = "known by their content" if not every else what
+        what = "every rank trained the same ones" if every else _which(again, case)
         text = f"{len(again)} of them were trained before, or by several ranks: {what}"
-        return Cause("LS101" if known else "LS108", (numbers, text))
+        return Cause("LS108" if indices_of(case.many) is None else "LS101", (numbers, text))
     if wanted and total > wanted and total % wanted == 0:
         text = f"the global batch is {total // wanted} times as large, in as few steps"
         return Cause("LS110", (numbers, text))
     if total < wanted and not found - expected:
-        return Cause("LS102", (numbers, f"left out: {shown(list((expected - found).keys()))}"))
+        return Cause("LS102", (numbers, f"left out: {_which(expected - found, case)}"))
     if _all(case.reference, identity) == _all(case.other, identity):
         return Cause("LS109", (numbers, "over all steps compared they are the same samples"))
     other = (found - expected).total()
@@ -78,6 +75,16 @@ def of_contents(case: Case) -> Cause:
     if not first and case.size > 1:
         return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     return Cause("LS107", (text, "no draw of a random number was seen"))
+
+
+def _which(samples: Iterable[Sample], case: Case) -> str:
+    """Samples by their indices on one process, where those are known."""
+    index_of = {
+        content: index
+        for update in case.reference
+        for content, index in zip(contents_of(update) or (), indices_of(update) or (), strict=False)
+    }
+    return shown([index_of.get(sample, sample) for sample in samples])
 
 
 def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:

@@ -20,6 +20,7 @@ from lockstep.diagnose.updates import (
     contents_of,
     count_of,
     indices_of,
+    largest,
     loss_of,
     losses_of,
     merged,
@@ -45,10 +46,8 @@ class Tolerance:
         """
         if a.shape != b.shape:
             return True
-        if not a.size:
-            return False
-        largest = max(_largest(a), _largest(b))
-        return not _largest(a - b) <= self.relative * largest + self.absolute * scale
+        most = self.relative * max(largest(a), largest(b)) + self.absolute * scale
+        return not largest(a - b) <= most  # NaN differs from everything
 
 
 FLOAT64 = Tolerance()
@@ -217,7 +216,3 @@ def _contents(update: Update) -> Mapping[tuple[object, ...], tuple[int | str, se
                 key = taken.loader, taken.epoch, taken.shape, sample
                 found.setdefault(key, (sample, set()))[1].add(digest)
     return found
-
-
-def _largest(array: Array) -> float:
-    return float(np.abs(array).max()) if array.size else 0.0

@@ -153,4 +153,9 @@ def _batches(update: Update) -> list[Taken]:
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
     """The largest absolute value of all."""
-    return max((float(np.abs(a).max()) for a in arrays.values() if a.size), default=0.0)
+    return max(map(largest, arrays.values()), default=0.0)
+
+
+def largest(array: Array) -> float:
+    """Its largest absolute value; 0 where it is empty."""
+    return float(np.abs(array).max()) if array.size else 0.0

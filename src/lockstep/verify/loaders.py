@@ -101,7 +101,7 @@ def _told(
         ids = None if queue is None else queue.popleft()
         if torch.is_grad_enabled():
             # torch's numbers are seen themselves; of the others, the streams they come from.
-            moved = [a for a, b in zip(before, random_streams(), strict=True) if a != b]
-            stream = neutral.draws() + "".join(moved[1:] if moved[:1] == before[:1] else moved)
-            recorder.took(loader, ids, batch, stream)
+            others = zip(before[1:], random_streams()[1:], strict=False)
+            moved = [a for a, b in others if a != b]
+            recorder.took(loader, ids, batch, neutral.draws() + "".join(moved))
         yield batch

@@ -17,6 +17,8 @@ class Models:
         self._roots: list[tuple[str, nn.Module]] = []
         self._known: set[int] = set()
         """Ids of all modules inside of the roots."""
+        self._names: dict[int, str] = {}
+        """Of modules that were asked for, and of those beside them, by id."""
         self.averaged: dict[int, set[int]] = {}
         """The parameters that DDP averages, by the id of the module that it wraps."""
 
@@ -39,10 +41,14 @@ class Models:
         own = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.averaged[id(wrapper.module)] = own
 
-    def modules(self) -> Iterator[nn.Module]:
-        """All of them, with what is inside."""
-        for _, root in self._roots:
-            yield from root.modules()
+    def name_of(self, module: nn.Module) -> str:
+        """Of what is inside of one of them; else that of its class."""
+        if id(module) not in self._names:
+            for _, root in self._roots:
+                plain = plain_names(root)
+                self._names |= {id(part): plain(name) for name, part in root.named_modules()}
+            self._names.setdefault(id(module), "")
+        return self._names[id(module)] or type(module).__name__
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each with a name that is the same on every rank; a tied one under its first name."""

@@ -143,12 +143,8 @@ class Neutral(TorchFunctionMode):
             folder: what is saved goes there, and is loaded from there.
         """
         import lockstep
-        from lockstep.world import World
 
-        def checkpoint(world: World, folder: str | Path, /, **_: Any) -> Any:
-            self.off["checkpoints (neither resumed nor saved)"] += 1
-            return _NoCheckpoint(Path(folder))
-
+        self._no_checkpoints()
         plain_save, plain_load = torch.save, torch.load
 
         def elsewhere(path: Any) -> Path:
@@ -169,9 +165,26 @@ class Neutral(TorchFunctionMode):
         def save_weights(*_: Any, **__: Any) -> None:
             self.off["saved weights"] += 1
 
-        World.checkpoint = checkpoint  # type: ignore[method-assign]
         torch.save, torch.load = save, load
         lockstep.save_weights = save_weights
+
+    def _no_checkpoints(self) -> None:
+        from lockstep.checkpoint.session import Checkpoint
+        from lockstep.world import World
+
+        make: Any = World.checkpoint
+
+        def checkpoint(world: World, *args: Any, **kwargs: Any) -> Checkpoint:
+            self.off["checkpoints (neither resumed nor saved)"] += 1
+            made: Checkpoint = make(world, *args, **kwargs)
+            made.last_resume_note = "nothing is resumed while the script is verified"
+            return made
+
+        own: Any = Checkpoint
+        World.checkpoint = checkpoint  # type: ignore[method-assign, assignment]
+        own.save = lambda checkpoint, metric=None: checkpoint.folder
+        own.resume = lambda checkpoint: False
+        own.step = own.wait = lambda checkpoint: None
 
     def notes(self) -> list[str]:
         """What was switched off."""
@@ -183,28 +196,6 @@ class Neutral(TorchFunctionMode):
         if training and rate:
             self.off["dropout functions"] += 1
         return kwargs["input"] if "input" in kwargs else args[0]
-
-
-class _NoCheckpoint:
-    """Takes the place of a checkpoint, and does nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.last_resume_note = "nothing is resumed while the script is verified"
-
-    def resume(self, *_: Any, **__: Any) -> bool:
-        """There is nothing to resume."""
-        return False
-
-    def save(self, *_: Any, **__: Any) -> Path:
-        """Saves nothing."""
-        return self.folder
-
-    def step(self, *_: Any, **__: Any) -> None:
-        """Saves nothing."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
 
 
 def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:

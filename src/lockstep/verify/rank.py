@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,33 +13,9 @@ import torch
 from lockstep.launch.rank_main import Script, run_as_main
 from lockstep.verify.hooks import install
 from lockstep.verify.neutral import Neutral
+from lockstep.verify.plan import read_plan
 from lockstep.verify.record import Writer
 from lockstep.verify.recorder import Recorder
-
-PLAN = "plan.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a script is recorded."""
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    steps: int = 3
-    """Of the first optimizer."""
-    double: bool = True
-    batch_times: int = 1
-
-    def write(self, folder: Path) -> None:
-        """For the ranks to read."""
-        (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-
-def read_plan(folder: Path) -> Plan:
-    """What `Plan.write` wrote."""
-    values = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    return Plan(**{**values, "arguments": tuple(values["arguments"])})
 
 
 def main(folder: Path) -> None:
@@ -58,16 +32,23 @@ def main(folder: Path) -> None:
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
-    install(Recorder(writer, plan.steps, neutral), neutral, plan.batch_times, folder / "saved")
+    recorder = Recorder(writer, plan.steps, neutral)
+    install(recorder, neutral, plan.batch_times, folder / "saved")
+    script = Script(
+        path=plan.script,
+        arguments=plan.arguments,
+        module=plan.module,
+        local_rank_flag=plan.local_rank_flag,
+    )
+    error: BaseException | None = None
     try:
-        run_as_main(Script(path=plan.script, arguments=plan.arguments, module=plan.module))
-    except SystemExit as error:
-        writer.end(None if error.code in (None, 0) else error, neutral.notes())
+        run_as_main(script)
+    except BaseException as caught:
+        fine = isinstance(caught, SystemExit) and caught.code in (None, 0)
+        error = None if fine else caught
         raise
-    except BaseException as error:
-        writer.end(error, neutral.notes())
-        raise
-    writer.end(None, neutral.notes())
+    finally:
+        writer.end(error, neutral.notes(), of_lockstep=recorder.of_lockstep)
 
 
 if __name__ == "__main__":

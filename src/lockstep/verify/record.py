@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +14,18 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from lockstep.diagnose.updates import Array, Call, RankUpdate, Taken, Update
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launch.exceptions import describe
 
 _KINDS = ("before", "gradients", "parameters", "buffers")
 _LOCAL = "local"
 ENDED = "ended.json"
 """What a rank's script ended with, beside its updates."""
+OWN_PROCESSES = (
+    "verify a script that is one rank, as for torchrun: with RANK and WORLD_SIZE from the "
+    "environment, or with lockstep.init"
+)
+"""What to do with a script that starts its ranks itself."""
 
 
 class Writer:
@@ -31,9 +40,20 @@ class Writer:
         self.folder = folder / f"rank{rank}"
         self.folder.mkdir(parents=True)
         self._count = 0
+        self._owner = os.getpid()
 
     def write(self, update: RankUpdate) -> None:
-        """One more update; its line is written when its tensors are there."""
+        """One more update; its line is written when its tensors are there.
+
+        Raises:
+            UsageError: it was made in a copy of the process that is recorded.
+        """
+        if os.getpid() != self._owner:
+            raise UsageError(
+                "an optimizer step in a process that the script has started itself",
+                "lockstep verify records only the processes that it starts",
+                OWN_PROCESSES,
+            )
         arrays = {
             f"{kind}|{name}": np.ascontiguousarray(array)
             for kind in _KINDS
@@ -55,15 +75,24 @@ class Writer:
             file.write(json.dumps(plain) + "\n")
         self._count += 1
 
-    def end(self, error: BaseException | None, notes: Sequence[str]) -> None:
-        """The script has ended, with an error of its own or without."""
+    def end(
+        self, error: BaseException | None, notes: Sequence[str] = (), *, of_lockstep: bool = False
+    ) -> None:
+        """The script has ended.
+
+        Args:
+            error: with which; None: as it should.
+            notes: what was switched off.
+            of_lockstep: whether it trains by Lockstep.
+        """
         told = {
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-            "code": getattr(error, "code", None) if error is not None else None,
+            "error": None if error is None else _in_words(error),
+            "code": error.code if isinstance(error, LockstepError) else None,
+            "exited": isinstance(error, SystemExit),
+            "time": time.time(),
             "notes": list(notes),
+            "of_lockstep": of_lockstep,
         }
-        if not isinstance(told["code"], str):
-            told["code"] = None
         (self.folder / ENDED).write_text(json.dumps(told), encoding="utf-8")
 
 
@@ -77,6 +106,15 @@ def read_ends(folder: Path, size: int) -> list[dict[str, Any] | None]:
     """What each rank's script ended with; None: it did not come to its end."""
     paths = [folder / f"rank{rank}" / ENDED for rank in range(size)]
     return [json.loads(p.read_text(encoding="utf-8")) if p.exists() else None for p in paths]
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, LockstepError):
+        return f"{type(error).__name__}: {error}"
+    made = describe(error)
+    exited = isinstance(error, SystemExit)
+    text = made.headline if exited else f"{made.type}: {made.message}"
+    return text if made.line is None else f"{text}\n  at:    {made.line}"
 
 
 def _read_rank(folder: Path) -> Iterator[RankUpdate]:

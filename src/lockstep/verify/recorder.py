@@ -62,6 +62,8 @@ class Recorder:
 
     def __init__(self, writer: Writer, steps: int, neutral: Neutral) -> None:
         self.models = Models()
+        self.of_lockstep = False
+        """Whether the script trains by Lockstep."""
         self._writer = writer
         self._steps = steps
         self._neutral = neutral
@@ -71,7 +73,7 @@ class Recorder:
         """Steps of each optimizer, by its id."""
         self._loaders: dict[int, Any] = {}
         self._passes: dict[int, int] = {}
-        self._hooked: dict[int, tuple[Tensor, str]] = {}
+        self._hooked: dict[int, Tensor] = {}
         self._depth = 0
         self._counts = True
         self._weighted = False
@@ -83,6 +85,7 @@ class Recorder:
 
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
+        self.of_lockstep = True
         self._neutral.quiet(module)
         self.models.add(module)
         self._hook_parameters()
@@ -154,14 +157,14 @@ class Recorder:
     def called(self, name: str, tensor: Any) -> None:
         """The script called a function that matters for gradients, with this tensor."""
         known = isinstance(tensor, Tensor)
-        of_graph = known and tensor.requires_grad and torch.is_grad_enabled()
-        own = {_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None}
+        storage = _storage(tensor) if known else 0
+        own = (_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None)
         self._pending.calls.append(
             Call(
                 name=name,
                 line=user_line() or "",
-                of_graph=of_graph,
-                of_gradient=known and _storage(tensor) in own - {0},
+                of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
+                of_gradient=storage != 0 and storage in own,
             )
         )
 
@@ -179,7 +182,7 @@ class Recorder:
         self._depth += 1
         if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
             if module.training and torch.is_grad_enabled():
-                self._pending.statistics[self._name_of(module)] = None
+                self._pending.statistics[self.models.name_of(module)] = None
             return None
         if self._depth > 1:
             return None
@@ -260,28 +263,18 @@ class Recorder:
         self._loaders.setdefault(id(loader), loader)
         return list(self._loaders).index(id(loader))
 
-    def _name_of(self, module: nn.Module) -> str:
-        names = (
-            name
-            for root in self.models.modules()
-            for name, part in root.named_modules()
-            if part is module
-        )
-        return next((name for name in names if name), type(module).__name__)
-
     def _hook_parameters(self) -> None:
         """Sees every gradient before anything else does with it what it does."""
         for name, parameter in self.models.parameters():
             if not parameter.requires_grad or not parameter.is_leaf:
                 continue
-            known = self._hooked.get(id(parameter))
-            if known is not None and known[0] is parameter:
+            if self._hooked.get(id(parameter)) is parameter:
                 continue
             if hasattr(parameter, "full_tensor"):
                 continue  # a shard: what this rank left is not its own alone
             hooks: Any = parameter
             hooks.register_hook(lambda gradient, name=name: self._left(name, gradient))
-            self._hooked[id(parameter)] = parameter, name
+            self._hooked[id(parameter)] = parameter
 
     def _left(self, name: str, gradient: Tensor) -> None:
         if self._pending.local and len(self._pending.local) <= _MOST_PIECES:

@@ -13,11 +13,11 @@ from typing import Any
 
 from lockstep.diagnose.updates import Update
 from lockstep.runtime.settings import INSTEAD
-from lockstep.verify.rank import Plan
+from lockstep.verify.plan import Plan
 from lockstep.verify.record import read_ends, read_updates
 
 _TAIL = 15
-"""Last lines of what a run printed, shown where it failed."""
+"""Last lines of what a run printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,12 @@ class Way:
     batch_times: int = 1
 
 
+def alone(precision: str, batch_times: int = 1) -> Way:
+    """The reference: on one process."""
+    instead = {"precision": precision, "shares": None, "micro_batch": None}
+    return Way(name="1 process", nproc=1, instead=instead, batch_times=batch_times)
+
+
 @dataclass(frozen=True)
 class Recorded:
     """What a run did."""
@@ -42,9 +48,11 @@ class Recorded:
     code: str = ""
     """The code of the catalogue that the error carries, if it does."""
     output: str = ""
-    """The last lines that it printed, where it failed."""
+    """What it printed last, unless the error says it all."""
     notes: tuple[str, ...] = ()
     """What was switched off."""
+    of_lockstep: bool = False
+    """Whether the script trains by Lockstep, which alone honours `Way.instead`."""
 
 
 Start = Callable[[Path, Way, Plan], str]
@@ -65,19 +73,18 @@ def record(way: Way, plan: Plan, folder: Path, start: Start) -> Recorded:
     plan.write(folder)
     output = start(folder, way, plan)
     ends = read_ends(folder, way.nproc)
-    failed = [end for end in ends if end is None or end["error"]]
-    first = next((end for end in failed if end is not None and end["code"]), None)
-    first = first or next((end for end in failed if end is not None), None)
-    error = ""
-    if failed:
-        error = first["error"] if first else "a process that did not come to its end"
+    # What failed later has often failed because of it: a connection that was closed.
+    failed = [end for end in ends if end and end["error"]]
+    first = min(failed, key=lambda end: (not end["code"], end["time"]), default={})
+    lost = "the loss of a process" if None in ends else ""
     return Recorded(
         way,
         read_updates(folder, way.nproc),
-        error,
-        (first or {}).get("code") or "",
-        output="\n".join(output.splitlines()[-_TAIL:]) if failed and not first else "",
+        first.get("error", lost),
+        first.get("code") or "",
+        output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
         notes=tuple(dict.fromkeys(note for end in ends if end for note in end["notes"])),
+        of_lockstep=any(end["of_lockstep"] for end in ends if end),
     )
 
 
@@ -95,7 +102,7 @@ def by_command(folder: Path, way: Way, plan: Plan) -> str:
         text=True,
         errors="replace",
     )
-    return ended.stdout
+    return ended.stdout.partition("\n")[2]  # the launcher begins with how it starts
 
 
 def environment(way: Way) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.diagnose.case import Case, Cause
+from lockstep.diagnose.case import Case, Cause, shown
 from lockstep.diagnose.catalogue import ENTRIES
 from lockstep.diagnose.causes import cause_of
 from lockstep.diagnose.equivalence import Divergence, Tolerance, first_divergence
@@ -83,12 +83,11 @@ class Verdict:
             first, *rest = text.splitlines()
             lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
         if self.cause.names:
-            shown = ", ".join(_plain(name) for name in self.cause.names[:6])
-            more = len(self.cause.names) - 6
-            lines.append(f"  where   {shown}" + (f" and {more} more" if more > 0 else ""))
+            lines.append(f"  where   {shown([_plain(name) for name in self.cause.names])}")
         if entry is not None:
             lines.append(f"  do      lockstep explain {self.cause.code} says what to write instead")
-        return lines + [f"  | {line}" for line in self.other.output.splitlines()]
+        printed = self.other.output.splitlines() if self.word == "FAILED" else []
+        return lines + [f"  | {line}" for line in printed]
 
     def _step(self) -> int | None:
         if self.divergence is None:

@@ -1,0 +1,69 @@
+"""What is known of a run whose script has failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.verify.plan import Plan
+from lockstep.verify.record import Writer
+from lockstep.verify.runs import Recorded, Way, record
+
+TWO = Way(name="2 processes", nproc=2)
+
+
+def recorded(folder: Path, *ends: tuple[int, BaseException | None]) -> Recorded:
+    """A run whose ranks end so, one after the other."""
+
+    def start(run: Path, way: Way, plan: Plan) -> str:
+        for rank, error in ends:
+            Writer(run, rank).end(error)
+        return "one\ntwo\n"
+
+    return record(TWO, Plan(script="train.py"), folder / "run", start)
+
+
+def test_the_error_that_came_first_is_told_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="invalid") as first:
+        int("x")
+    later = RuntimeError("the connection was closed")
+    run = recorded(tmp_path, (1, first.value), (0, later))
+    headline, at = run.error.splitlines()
+    assert headline.startswith("ValueError: invalid literal")
+    assert at.startswith("  at:    test_runs.py:")
+    assert (run.code, run.output) == ("", "")
+
+
+def test_an_error_of_the_catalogue_goes_before_what_came_first(tmp_path: Path) -> None:
+    known = UsageError("a", "b", "c", code="LS303")
+    run = recorded(tmp_path, (0, ValueError("x")), (1, known))
+    assert run.code == "LS303"
+    assert run.error.startswith("UsageError: a\n  found: b\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [("LS101", "sys.exit('LS101')"), (2, "sys.exit(2)"), (None, "sys.exit()")]
+)
+def test_what_a_script_exits_with_is_no_code_of_the_catalogue(
+    tmp_path: Path, code: str | int | None, text: str
+) -> None:
+    run = recorded(tmp_path, (0, SystemExit(code)), (1, None))
+    assert (run.error, run.code, run.output) == (text, "", "one\ntwo")
+
+
+def test_a_process_that_is_lost(tmp_path: Path) -> None:
+    run = recorded(tmp_path, (0, None))
+    assert (run.error, run.output) == ("the loss of a process", "one\ntwo")
+    assert recorded(tmp_path / "right", (0, None), (1, None)).error == ""
+
+
+def test_a_copy_of_the_process_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path, 0)
+    monkeypatch.setattr("os.getpid", lambda: 0)
+    with pytest.raises(UsageError, match="only the processes that it starts"):
+        writer.write(None)  # type: ignore[arg-type]
+    assert list((tmp_path / "rank0").iterdir()) == []
