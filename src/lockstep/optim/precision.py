@@ -77,8 +77,9 @@ class Precision:
         running: list[torch.autocast] = []
 
         def enter(module: nn.Module, args: Any) -> None:
-            running.append(torch.autocast(self.device.type, self.dtype))
-            running[-1].__enter__()  # type: ignore[no-untyped-call]
+            context = torch.autocast(self.device.type, self.dtype)
+            context.__enter__()  # type: ignore[no-untyped-call]
+            running.append(context)  # entered: another replica's thread may be the one to leave it
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             running.pop().__exit__(None, None, None)

@@ -25,6 +25,10 @@ ENTRIES = (
             world = lockstep.init(strategy=lockstep.strategies.DDP(find_unused_parameters=True))
 
         With plain DDP: `DistributedDataParallel(model, find_unused_parameters=True)`.
+
+        FSDP does not mind parameters that no rank uses. Where some ranks use others, it takes one
+        for another: pass `FSDP(find_unused_parameters=True)`, and choose `blocks=` so that a unit
+        holds all that only some ranks run.
         """,
     ),
     entry(
@@ -194,6 +198,26 @@ ENTRIES = (
             self.running.lerp_(value, 0.1)
 
         With plain DDP: `dist.all_reduce(statistic)`, then divide by `world_size`.
+        """,
+    ),
+    entry(
+        "LS310",
+        "replicas of one process: what is neither a tensor nor returned is not joined",
+        """
+        DataParallel cuts tensors, copies the model for each device, and joins what the copies
+        return. What `forward` keeps beside that, such as a moving average in a buffer or a term of
+        the loss in an attribute, is made of each copy's own samples, and the first one's stays. A
+        list with an entry a sample is not cut: each copy pairs its samples with the first entries.
+        """,
+        """
+        Return the terms of the loss, and give tensors:
+
+            def forward(self, x, lengths):          # a tensor of lengths, not a list
+                hidden = self.encode(x, lengths)
+                return self.head(hidden), hidden.square().mean(dim=1)   # not self.penalty = ...
+
+        Means over samples may be numbers; what is a row a sample is joined exactly. A statistic
+        that moves with each batch is kept as on one device by `strategy="ddp"` with `world.mean`.
         """,
     ),
 )

@@ -67,6 +67,21 @@ class ReplicaBatchNorm(SyncBatchNorm):
             )
 
 
+class ReplicaBatchNorm1d(ReplicaBatchNorm, nn.BatchNorm1d):
+    """Still an `nn.BatchNorm1d`: a script that freezes these goes on finding it."""
+
+
+class ReplicaBatchNorm2d(ReplicaBatchNorm, nn.BatchNorm2d):
+    """Still an `nn.BatchNorm2d`."""
+
+
+class ReplicaBatchNorm3d(ReplicaBatchNorm, nn.BatchNorm3d):
+    """Still an `nn.BatchNorm3d`."""
+
+
+_KINDS = (ReplicaBatchNorm1d, ReplicaBatchNorm2d, ReplicaBatchNorm3d)
+
+
 class _Brought(NamedTuple):
     """By one replica."""
 
@@ -124,7 +139,9 @@ def convert(module: nn.Module) -> tuple[list[str], list[str]]:
     names = []
     for name, layer in module.named_modules():
         if isinstance(layer, SyncBatchNorm):
-            layer.__class__ = ReplicaBatchNorm
+            before = layer._original.layer_class if layer._original else SyncBatchNorm
+            kinds = (k for k in _KINDS if issubclass(before, k.__bases__[1]))
+            layer.__class__ = next(kinds, ReplicaBatchNorm)
             layer._name = name
             names.append(name)
     return names, list(left)

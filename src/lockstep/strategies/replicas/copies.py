@@ -9,13 +9,14 @@ up there and come back as one. Copies are made for each forward pass, as in `nn.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from types import MethodType
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import comm
 
 from lockstep.errors import UsageError
@@ -65,20 +66,20 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
         # RNN has a list of its weights.
         made[part] = part._replicate_for_data_parallel()
     for part, new in made.items():
-        new._modules = {
-            name: None if child is None else made[child] for name, child in part._modules.items()
-        }
-        new._buffers = {
-            name: None if buffer is None else held[id(buffer)]
-            for name, buffer in part._buffers.items()
-        }
+        _copy_slots(part, new)
+        # Around `Module.__setattr__`, which looks at each value for longer than a copy takes.
+        vars(new).update(
+            _modules={n: None if c is None else made[c] for n, c in part._modules.items()},
+            _buffers={n: None if b is None else held[id(b)] for n, b in part._buffers.items()},
+            _parameters={},
+        )
         for name, parameter in part._parameters.items():
             value: Any = None if parameter is None else held[id(parameter)]
             if value is not parameter:
                 setattr(new, name, value)  # by which an RNN's list is brought up to date
             new._parameters[name] = value  # so that `next(self.parameters()).device` is right
         if "forward" in vars(part):
-            new.forward = _rebound(vars(part)["forward"], part, new)
+            new.forward = _forward_of(vars(part)["forward"], part, new)
     return made[module]
 
 
@@ -98,10 +99,32 @@ def _check(name: str, part: nn.Module) -> None:
 
 def _vars_of(value: Any) -> dict[str, Any]:
     """The attributes of an object; none of a function, which hides what it needs."""
-    return {} if isinstance(value, type(_check)) else getattr(value, "__dict__", {})
+    hides = isinstance(value, FunctionType | functools.partial)
+    return {} if hides else getattr(value, "__dict__", {})
 
 
-def _rebound(value: Any, part: nn.Module, new: nn.Module) -> Any:
+def _copy_slots(part: nn.Module, new: nn.Module) -> None:
+    """The attributes that the classes of a module keep outside of its dictionary."""
+    for kind in type(part).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(part, name):
+                object.__setattr__(new, name, getattr(part, name))
+
+
+def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., Any]:
+    """Binds what was set as `forward` at each call, as a copy that holds its own method is freed
+    by the next garbage collection only, and holds copies of all parameters until then.
+    """
+    held = weakref.ref(new)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _rebound(value, part, held())(*args, **kwargs)
+
+    return forward
+
+
+def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
     """A method, or an object that calls one, of the copy instead of the original.
 
     Such an object is what activation checkpointing puts in the place of `forward`.
@@ -138,9 +161,11 @@ class _Broadcast(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         columns = [gradients[k :: ctx.count] for k in range(ctx.count)]
+        if torch.is_grad_enabled():  # create_graph=True: by what can be differentiated again
+            there = [[g.to(ctx.home) for g in column if g is not None] for column in columns]
+            return (None, *[sum(column[1:], column[0]) if column else None for column in there])
         used = [k for k, column in enumerate(columns) if any(g is not None for g in column)]
         if not used:
             return (None, *[None] * len(columns))
@@ -167,3 +192,16 @@ def _filled(column: Sequence[Tensor | None], devices: Sequence[torch.device]) ->
         torch.zeros_like(known, device=device) if g is None else g
         for g, device in zip(column, devices, strict=True)
     ]
+
+
+def take_buffers(module: nn.Module, replica: nn.Module, home: torch.device) -> None:
+    """What a forward pass has left in the buffers of a copy, where the original has not run."""
+    found = dict(replica.named_modules())
+    with torch.no_grad():
+        for path, part in module.named_modules():
+            for name, left in found[path]._buffers.items():
+                buffer = part._buffers.get(name)
+                if buffer is not None and left is not None and buffer.shape == left.shape:
+                    buffer.copy_(left)
+                else:
+                    part._buffers[name] = None if left is None else left.detach().to(home)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,9 @@ def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
             work(position)
 
     threads = [
-        threading.Thread(target=work_elsewhere, args=(n,), name=f"replica {n}", daemon=True)
+        threading.Thread(
+            target=copy_context().run, args=(work_elsewhere, n), name=f"replica {n}", daemon=True
+        )
         for n in range(1, len(calls))
     ]
     for thread in threads:
@@ -99,9 +102,13 @@ def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
         meeting.leave(0, error)
         for thread in threads:
             thread.join()
-    if meeting.error is not None:
-        raise meeting.error
-    return results
+    failed, meeting.error = meeting.error, None
+    if failed is None:
+        return results
+    try:
+        raise failed
+    finally:
+        del failed  # else its traceback holds itself, and all that the replicas have computed
 
 
 class _CalledOff(Exception):

@@ -15,16 +15,17 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data.global_batch import parse_shares, split_batch
 from lockstep.data.nest import joined, map_tensors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.replicas import batchnorm
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
-from lockstep.strategies.replicas.copies import copies
+from lockstep.strategies.replicas.copies import copies, take_buffers
+from lockstep.strategies.replicas.differences import Differences
 from lockstep.strategies.replicas.meeting import run_together
-from lockstep.strategies.replicas.parts import join, part_of, samples
+from lockstep.strategies.replicas.parts import join, part_of, samples, tensors
 
 Device = int | str | torch.device
 
@@ -37,13 +38,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
     no tensor go to every replica. Replicas without samples do not run.
 
     Outputs: tensors are joined along `dim` on `output_device`, in containers of the first replica's
-    types. A floating-point tensor without dimensions, or such a number, is taken for a mean over
-    the replica's samples, as a loss computed inside of the module; it becomes the mean over the
-    batch: the replicas' values weighted by their samples. (torch returns a vector, the mean of
-    which is another one where parts differ.) Anything else must be the same on all replicas.
+    types. A floating-point tensor without dimensions, such a number, or a tensor of shape (1,) made
+    of several samples, is taken for a mean over the replica's samples, as a loss computed inside of
+    the module; it becomes the mean over the batch: the replicas' values weighted by their samples.
+    (torch returns a vector, the mean of which is another one where parts differ.) A parameter or
+    buffer of the module is returned as it is. Anything else must be the same on all replicas.
 
     What forward passes leave in the first replica, such as buffers and attributes, stays: it is
-    the module itself. What they leave in the others is lost.
+    the module itself. What they leave in the others is lost; a warning says so where it differs.
 
     Args:
         module: on the first device before it is called; its BatchNorm layers are changed in place
@@ -59,6 +61,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     Raises:
         SettingError: settings that do not fit each other or the machine.
+        UsageError: there are several replicas, and a part of the module is a DataParallel.
         DataError: at forward, for inputs that cannot be cut alike or outputs that are not alike.
         UsageError: at forward, for a module that is elsewhere, that cannot be copied, or outputs
             that cannot be joined.
@@ -79,23 +82,37 @@ class DataParallel(nn.DataParallel[nn.Module]):
         fixed, self.count = _devices(device_ids, replicas)
         self.device_ids = [device.index for device in fixed]
         self._fixed = fixed
-        self._output = None if output_device is None else _device(output_device)
+        self._output = _output(output_device)
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
         self.dim = dim
         self.shares = _parse_shares(shares, self.count)
         self.module = module
+        self._differences = Differences()
         self.synchronised: list[str] = []
         """Names of the BatchNorm layers that take their statistics over all replicas."""
         self.left: list[str] = []
         """Names of those that do not because they have a forward of their own."""
+        inner = [found for found in module.named_modules() if isinstance(found[1], nn.DataParallel)]
+        if inner and self.count > 1:
+            raise UsageError(
+                f"{type(self).__name__} over {self.count} replicas",
+                f"{inner[0][0] or 'the module'} is a {type(inner[0][1]).__name__} already, which "
+                "would divide each part of a batch once more",
+                "wrap the whole model once",
+            )
         if sync_batchnorm and self.count > 1:
             self.synchronised, self.left = batchnorm.convert(module)
 
     @property
     def devices(self) -> list[torch.device]:
         """Where each replica runs."""
+        return self._devices(())
+
+    def _devices(self, batch: Any) -> list[torch.device]:
         if self._fixed:
             return self._fixed
-        tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
+        tensor = next(chain(self.module.parameters(), self.module.buffers(), tensors(batch)), None)
         return [torch.device("cpu") if tensor is None else tensor.device] * self.count
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
@@ -111,11 +128,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
         parts = split_batch(count, self.shares)[0]
         return [int(end - begin) for begin, end in parts]
 
+    # The copies are new in each pass: each would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass over all replicas."""
-        devices = self.devices
-        self._check_home(devices[0])
         batch = inputs, kwargs
+        devices = self._devices(batch)
+        self._check_home(devices[0])
         count = samples(batch, self.dim, self.count)
         sizes = self.sizes(count) if count else [0] * self.count
         running = [n for n, size in enumerate(sizes) if size] or [0]
@@ -128,14 +147,16 @@ class DataParallel(nn.DataParallel[nn.Module]):
             args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
             calls.append(_Call(module, args, named, devices[n], where if self.count > 1 else ""))
-        outputs = self._run(calls)
+        with self._differences.looked_for(modules, batch, count):
+            outputs = self._run(calls)
         if running[0]:
-            _take_buffers(self.module, modules[0])
+            take_buffers(self.module, modules[0], devices[0])
         to = devices[0] if self._output is None else self._output
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
-        weights = [sizes[n] / count for n in running]
-        return joined(outputs, partial(join, weights=weights, dim=self.dim, device=to))
+        parts = [sizes[n] for n in running]
+        own = partial(_are_own, modules, {})
+        return joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
 
     def _run(self, calls: Sequence[_Call]) -> list[Any]:
         """In this thread where that gives the same; threads do not carry all modes of torch."""
@@ -190,6 +211,14 @@ class BalancedDataParallel(DataParallel):
         replicas: int | None = None,
         sync_batchnorm: bool = True,
     ) -> None:
+        whole = hasattr(gpu0_bsz, "__index__") and not isinstance(gpu0_bsz, bool)  # NumPy's too
+        if not whole or gpu0_bsz < 0:
+            shown = type(gpu0_bsz).__name__ if isinstance(gpu0_bsz, nn.Module) else repr(gpu0_bsz)
+            raise SettingError(
+                f"gpu0_bsz={shown}",
+                "the first device computes a whole number of samples, at least 0",
+                "give the samples of one forward pass on the first device",
+            )
         super().__init__(
             module,
             device_ids,
@@ -198,20 +227,13 @@ class BalancedDataParallel(DataParallel):
             replicas=replicas,
             sync_batchnorm=sync_batchnorm,
         )
-        whole = isinstance(gpu0_bsz, int) and not isinstance(gpu0_bsz, bool)
-        if not whole or gpu0_bsz < 0:
-            raise SettingError(
-                f"gpu0_bsz={gpu0_bsz!r}",
-                "the first device computes a whole number of samples, at least 0",
-                "give the samples of one forward pass on the first device",
-            )
         if gpu0_bsz == 0 and self.count == 1:
             raise SettingError(
                 "gpu0_bsz=0 with one device",
                 "no device is left to compute anything",
                 "give more device_ids, or a gpu0_bsz above 0",
             )
-        self.gpu0_bsz: int | None = gpu0_bsz
+        self.gpu0_bsz: int | None = int(gpu0_bsz)
         self._trained = False
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
@@ -279,6 +301,10 @@ def _devices(
     visible = torch.cuda.device_count()
     if device_ids is None:
         device_ids = range(visible)
+    elif isinstance(device_ids, int | str | torch.device):
+        raise SettingError(
+            f"device_ids={device_ids!r}", "they are several GPUs", "give a list of their numbers"
+        )
     devices = [_device(device) for device in device_ids]
     # torch keeps the number in one byte, so that 900 becomes a negative one.
     wrong = [d for d in devices if d.type != "cuda" or d.index not in range(visible)]
@@ -289,6 +315,19 @@ def _devices(
             "give numbers below that; replicas=N computes on one device, with or without GPUs",
         )
     return devices, max(1, len(devices))
+
+
+def _output(device: int | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
+    found = torch.device("cpu") if device == -1 else _device(device)  # -1: as for torch's gather
+    if found.type == "cuda" and (found.index or 0) not in range(torch.cuda.device_count()):
+        raise SettingError(
+            f"output_device={device!r}",
+            f"{torch.cuda.device_count()} GPUs are visible here",
+            "give a number below that, or leave it out: the first of device_ids",
+        )
+    return found
 
 
 def _device(device: Device) -> torch.device:
@@ -310,10 +349,22 @@ def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, 
     return parse_shares(shares, count)
 
 
-def _take_buffers(module: nn.Module, replica: nn.Module) -> None:
-    """What a forward pass has left in the buffers of a copy, where the original has not run."""
-    found = dict(replica.named_buffers())
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name in found:
-                buffer.copy_(found[name])
+def _are_own(
+    modules: Sequence[nn.Module], known: dict[int, dict[int, int]], leaves: Sequence[Tensor]
+) -> bool:
+    """Whether tensors are the same parameter or buffer of all modules, each of its own.
+
+    Args:
+        modules: copies of one.
+        known: the places of what each holds, by its id; filled where it is needed.
+        leaves: one a module.
+    """
+    places = set()
+    for n, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
+        if n not in known:
+            held = chain(module.parameters(), module.buffers())
+            known[n] = {id(each): place for place, each in enumerate(held)}
+        places.add(known[n].get(id(leaf)))
+        if len(places) > 1 or None in places:
+            return False
+    return True

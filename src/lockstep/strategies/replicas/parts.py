@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import gather
@@ -26,15 +27,18 @@ def samples(batch: Any, dim: int, replicas: int) -> int:
 
     def refuse(leaf: Any) -> Any:
         if replicas > 1 and not isinstance(leaf, nn.Module):
+            kind = f" of layout {leaf.layout}" if isinstance(leaf, Tensor) else ""
             raise DataError(
-                f"a {type(leaf).__name__} as input of a module on {replicas} devices",
+                f"a {type(leaf).__name__}{kind} as input of a module on {replicas} devices",
                 "it holds samples, but is not a tensor that can be cut",
                 "pass tensors, and pack them inside of the module's forward",
             )
         return leaf
 
     def look(tensor: Tensor) -> Tensor:
-        if _has(tensor, dim):
+        if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+            refuse(tensor)
+        elif _has(tensor, dim):
             found.add(tensor.shape[dim])
         return tensor
 
@@ -49,6 +53,31 @@ def samples(batch: Any, dim: int, replicas: int) -> int:
     return counts[0] if counts else 0
 
 
+def tensors(batch: Any) -> list[Tensor]:
+    """All that a batch holds."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, look)
+    return found
+
+
+def listed(batch: Any, count: int) -> list[str]:
+    """Lists and arrays without tensors that have one entry a sample, each in words."""
+    if isinstance(batch, np.ndarray):
+        return [f"an array of shape {batch.shape}"] if batch.shape[:1] == (count,) else []
+    if isinstance(batch, Mapping):
+        return [words for value in batch.values() for words in listed(value, count)]
+    if not isinstance(batch, list | tuple):
+        return []
+    if len(batch) == count and all(isinstance(value, str | bytes | int | float) for value in batch):
+        return [f"a {type(batch).__name__} of {count}"]
+    return [words for value in batch for words in listed(value, count)]
+
+
 def _has(tensor: Tensor, dim: int) -> bool:
     return -tensor.dim() <= dim < tensor.dim()
 
@@ -59,33 +88,46 @@ def part_of(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: t
 
     def cut(tensor: Tensor) -> Tensor:
         if end - begin < count and _has(tensor, dim) and tensor.shape[dim] == count:
-            tensor = tensor.narrow(dim, begin, end - begin)
-        return tensor.to(device, non_blocking=True)
+            cut_at = torch.narrow_copy if tensor.is_sparse else torch.narrow
+            tensor = cut_at(tensor, dim, begin, end - begin)
+        # To the CPU the next reader would not wait for a copy that does not block.
+        return tensor.to(device, non_blocking=device.type == "cuda")
 
     return map_tensors(batch, cut)
 
 
-def join(leaves: list[Any], *, weights: Sequence[float], dim: int, device: torch.device) -> Any:
+def join(
+    leaves: list[Any],
+    *,
+    sizes: Sequence[int],
+    dim: int,
+    device: torch.device,
+    is_own: Callable[[Sequence[Tensor]], bool],
+) -> Any:
     """What the replicas returned in one place of their outputs, as one; see `DataParallel`.
 
     Args:
         leaves: one a replica.
-        weights: which part of all samples each replica has computed.
+        sizes: how many samples each replica has computed.
         dim: of the samples.
         device: of the result.
+        is_own: whether tensors are one parameter or buffer of the module, one a replica.
 
     Raises:
         UsageError: it differs between the replicas and is neither tensor nor mean.
     """
     first = leaves[0]
+    mean = all(isinstance(leaf, float) for leaf in leaves)
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if _has(first, dim):
+        if is_own(leaves):
+            return first.to(device)
+        mean = _is_mean(leaves, sizes)
+        if not mean and any(_has(leaf, dim) for leaf in leaves):
             return _cat(leaves, dim, device)
         leaves = [leaf.to(device) for leaf in leaves]
-        if first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
-            return sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
-    elif all(isinstance(leaf, float) for leaf in leaves):
-        return sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
+    if mean:
+        count = sum(sizes)
+        return sum(size / count * leaf for size, leaf in zip(sizes, leaves, strict=True))
     if all(_equal(leaf, leaves[0]) for leaf in leaves):
         return leaves[0]
     shown = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
@@ -96,12 +138,33 @@ def join(leaves: list[Any], *, weights: Sequence[float], dim: int, device: torch
     )
 
 
-def _cat(tensors: list[Tensor], dim: int, device: torch.device) -> Tensor:
-    if device.type == "cuda" and all(tensor.is_cuda for tensor in tensors):
+def _is_mean(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Each one number, but not one a sample: `loss.mean()`, or `loss.mean().unsqueeze(0)`."""
+    shapes = {tuple(leaf.shape) for leaf in leaves}
+    number = shapes == {()} or (shapes == {(1,)} and max(sizes) > 1)
+    return number and (leaves[0].is_floating_point() or leaves[0].is_complex())
+
+
+def _cat(leaves: list[Tensor], dim: int, device: torch.device) -> Tensor:
+    beside = set()
+    for leaf in leaves:
+        shape = list(leaf.shape)
+        del shape[dim : dim + 1 or None]
+        if leaf.shape != (0,):  # which torch joins with everything
+            beside.add((leaf.dim(), *shape))
+    if len(beside) > 1:
+        shown = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise UsageError(
+            f"tensors returned by a module on {len(leaves)} devices, joined along dimension {dim}",
+            f"they have other shapes beside it: {shown}",
+            "return the same shape whatever the samples are: squeeze named dimensions alone, as a "
+            "part may be one sample, and pad to a length that does not depend on the part",
+        )
+    if device.type == "cuda" and all(leaf.is_cuda for leaf in leaves):
         # torch's own writes the parts to their places, without a second copy on the device.
-        made: Tensor = gather(tensors, device, dim=dim)
+        made: Tensor = gather(leaves, device, dim=dim)
         return made
-    return torch.cat([tensor.to(device) for tensor in tensors], dim)
+    return torch.cat([leaf.to(device) for leaf in leaves], dim)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,0 +1,118 @@
+"""What the replicas of a module do otherwise than one device, found by looking at a forward pass.
+
+A module that keeps statistics of its samples, or a term of the loss, keeps those of each replica's
+samples in each replica, and those of the first one stay. A list beside the tensors of a batch is
+not cut. Neither is an error, as both may be meant; both give other numbers in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.errors import warn
+from lockstep.strategies.replicas.parts import listed
+
+_SHOWN = 4
+_CODE = "LS310"
+
+
+class Differences:
+    """Looks at the first forward pass of several replicas, and at the first with gradients."""
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._trained = False
+
+    @contextmanager
+    def looked_for(self, modules: Sequence[nn.Module], batch: Any, count: int) -> Iterator[None]:
+        """Warns of what the pass shows that runs meanwhile.
+
+        Args:
+            modules: the replicas that run.
+            batch: what the whole pass was called with.
+            count: its samples.
+        """
+        trained = torch.is_grad_enabled() and not self._trained
+        if len(modules) < 2 or (self._seen and not trained):
+            yield
+            return
+        if not self._seen:
+            self._seen = True
+            _warn_of_lists(len(modules), batch, count)
+        before = _lists(modules[0]) if trained else {}
+        yield
+        if trained:
+            self._trained = True
+            _warn_of_state(modules, before)
+
+
+def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
+    found = listed(batch, count)
+    if found:
+        warn(
+            f"inputs of a module on {replicas} replicas",
+            f"{found[0]}, beside tensors of {count} samples: tensors are cut, and this goes to "
+            "every replica as a whole",
+            "give what belongs to the samples as tensors; nothing, where it does not",
+            code=_CODE,
+        )
+
+
+def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, int]) -> None:
+    first, *others = [_kept(module) for module in modules]
+    names = [n for n, value in first.items() if not all(_same(value, o.get(n)) for o in others)]
+    # A list that was there before is one for all replicas.
+    names += [n for n, size in _lists(modules[0]).items() if before.get(n, size) < size]
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+        warn(
+            f"a module on {len(modules)} replicas that keeps {shown}",
+            "each replica makes its own of its samples, and the first one's stays; a list grows "
+            "by an entry a replica",
+            "return what the loss needs from forward, so that it is joined",
+            code=_CODE,
+        )
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """Buffers, and attributes that are one number with a gradient, by name."""
+    found: dict[str, Any] = {}
+    for name, part in _parts(module):
+        found |= {name + key: buffer for key, buffer in part._buffers.items()}
+        found |= {name + key: value for key, value in vars(part).items() if _is_term(value)}
+    return found
+
+
+def _lists(module: nn.Module) -> dict[str, int]:
+    """The lengths of the lists among the attributes, but for those of anything else."""
+    return {
+        name + key: len(value)
+        for name, part in _parts(module)
+        for key, value in vars(part).items()
+        if isinstance(value, list) and all(map(_is_term, value))
+    }
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):  # which has a choice of its own, `sync_batchnorm`
+            yield f"{name}." if name else "", part
+
+
+def _is_term(value: Any) -> bool:
+    """Of a loss."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.allclose(one.detach(), other.detach().to(one.device), equal_nan=True)
