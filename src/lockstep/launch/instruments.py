@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from lockstep.launch.torch_private import flight_record, process_groups
@@ -44,6 +45,7 @@ microseconds each, about 1 KB each. Read by torch at the first process group."""
 _MAGIC = b"lkbeacn1"
 _BEACON = struct.Struct("=8sqQQdd")
 _STEPS = struct.Struct("=Qdd")
+_OPENS = "init_process_group"
 _STEPS_AT = _BEACON.size - _STEPS.size
 
 
@@ -181,16 +183,9 @@ class Instruments:
             _groups.append(dist.group.WORLD)
             return result
 
-        for module in list(sys.modules.values()):
-            name = getattr(module, "__name__", "")
-            if str(name).startswith("torch.distributed"):
-                self._replace(module, original, init_process_group)
-
-    def _replace(self, module: Any, old: Any, new: Any) -> None:
-        name = "init_process_group"
-        if vars(module).get(name) is old:
-            setattr(module, name, new)
-            self._undo.append(lambda: setattr(module, name, old))
+        for module in holders():
+            setattr(module, _OPENS, init_process_group)
+            self._undo.append(functools.partial(setattr, module, _OPENS, original))
 
     def start_answering(self) -> None:
         """Starts the thread that waits for requests, once."""
@@ -243,6 +238,17 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
         for ident, top in sys._current_frames().items()
         if ident != own
     }
+
+
+@functools.cache
+def holders() -> list[ModuleType]:
+    """The modules of torch that have `init_process_group` by its name.
+
+    Asked for in the zygote: to look at all modules in a copy of it copies a page for each.
+    """
+    parts = [m for name, m in sys.modules.items() if name.startswith("torch.distributed")]
+    original = getattr(sys.modules["torch.distributed"], _OPENS)
+    return [module for module in parts if vars(module).get(_OPENS) is original]
 
 
 _installed: Instruments | None = None

@@ -34,7 +34,6 @@ _PACKAGES = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 MACRO = "${local_rank}"
 """Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
-_OF_EVERY_RANK = ("lockstep.launch.exceptions", "lockstep.launch.instruments")
 _SCRIPT = "LOCKSTEP_SCRIPT"
 """Variable: what a fresh interpreter is to run, as JSON."""
 
@@ -295,8 +294,11 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     # Before a group is opened: its functions keep the group of the moment as a default argument.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
-    for name in (*_OF_EVERY_RANK, *modules):
+    from lockstep.launch import exceptions, instruments  # noqa: F401
+
+    for name in modules:
         import_module(name)
+    instruments.holders()
 
 
 def settle() -> None:
