@@ -115,6 +115,14 @@ def residual_net() -> nn.Module:
     )  # fmt: skip
 
 
+def synchronised_net() -> nn.Module:
+    """Layers that share statistics with all ranks, unless they are told otherwise."""
+    net = residual_net()
+    net[1] = lockstep.SyncBatchNorm(4)
+    net[3].body[1], net[4].body[1] = nn.SyncBatchNorm(4), lockstep.SyncBatchNorm(4)
+    return net
+
+
 def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -123,6 +131,7 @@ PROBLEMS: dict[str, Any] = {
     "language": (Language, text, language_loss),
     "weighted": (Language, text, weighted_loss),
     "images": (residual_net, images, image_loss),
+    "synchronised": (synchronised_net, images, image_loss),
 }
 BATCH, STEPS = 12, 6
 
@@ -135,13 +144,14 @@ def train(
     shares: str | None = None,
     weighted: bool = False,
     broken_off: bool = False,
+    meets: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Some steps; the weights of this rank, the losses and a sum over an evaluation."""
     make, data, loss_of = PROBLEMS[problem]
     strategy = Pipeline(micro_batches=micro_batches, **options)
     with lockstep.init(strategy, seed=3) as world:
-        torch.manual_seed(1)
+        torch.manual_seed(1 + world.rank)  # the weights of rank 0 are taken
         model = make().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         example = DataLoader(data(4), 2)
@@ -160,8 +170,15 @@ def train(
         losses, norms = [], []
         while world._run.step.number < STEPS:
             for batch in loader:
+                if meets:  # in something else: all ranks, three times in each turn
+                    world.sum(1.0)
                 loss = loss_of(model, batch)
+                if meets:
+                    with torch.no_grad():
+                        model(batch[0])
                 world.backward(loss)
+                if meets:
+                    world.barrier()
                 losses.append(loss.item())
                 if clip is not None:
                     norms.append(world.clip_grad_norm(model, clip))
@@ -203,6 +220,9 @@ CASES: dict[str, dict[str, Any]] = {
         "problem": "language", "samples": 36, "micro_batches": 4, "interleave": 2,
         "schedule": "gpipe",
     },
+    "language, interleaved, met by all": {
+        "problem": "language", "samples": 31, "micro_batches": 4, "interleave": 2, "meets": True,
+    },
     "language, broken off": {
         "problem": "language", "samples": 36, "micro_batches": 4, "broken_off": True,
     },
@@ -210,6 +230,7 @@ CASES: dict[str, dict[str, Any]] = {
         "problem": "weighted", "samples": 31, "micro_batches": 3, "weighted": True, "clip": 1.0,
     },
     "images": {"problem": "images", "samples": 36, "micro_batches": 2},
+    "synchronised": {"problem": "synchronised", "samples": 24, "micro_batches": 2},
     "images, short batches, clipped": {
         "problem": "images", "samples": 32, "micro_batches": 2, "clip": 0.1,
     },
@@ -254,6 +275,9 @@ COPIES: dict[str, dict[str, Any]] = {
     "images": {"problem": "images", "samples": 32, "micro_batches": 2, "shares": "1:2"},
     "weighted": {
         "problem": "weighted", "samples": 31, "micro_batches": 3, "weighted": True, "shares": "2:1",
+    },
+    "synchronised, interleaved": {
+        "problem": "synchronised", "samples": 25, "micro_batches": 2, "interleave": 2,
     },
 }  # fmt: skip
 

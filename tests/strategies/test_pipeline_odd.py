@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -164,6 +165,53 @@ class Taking(nn.Module):
         return self.linear(added * flag)
 
 
+class Detaching(nn.Module):
+    """Trains only what comes after a frozen beginning, which it has not frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Detached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Detached(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Unused(nn.Module):
+    """Of three outputs of its first part one is never used, and one sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second = Choosing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(*(each(x) for each in self.each))
+
+
+class Choosing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor, sometimes: Tensor, never: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x + sometimes if 5 < self.calls < 8 else x)
+
+
+def normed() -> nn.Module:
+    """No parameters, but statistics that move."""
+    norms = [nn.BatchNorm1d(LENGTH, affine=False, momentum=None) for _ in range(4)]
+    return nn.Sequential(*(m for norm in norms for m in (nn.Linear(WIDTH, WIDTH), norm)))
+
+
 def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
@@ -178,6 +226,10 @@ MODELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "hooks": (hooked, ["1"], {}),
     "compiled": (compiled, ["2"], {}),
     "kinds": (SeveralKinds, ["second"], {}),
+    "normed": (normed, ["4"], {}),
+    "normed, interleaved": (normed, ["2", "4", "6"], {}),
+    "detached": (Detaching, ["second"], {}),
+    "unused": (Unused, ["second"], {}),
     "unfrozen": (layers, ["3"], {"frozen": 6}),
     "recomputed": (layers, ["3"], {"recompute": nn.Linear}),
     "interrupted": (layers, ["3"], {"interrupt": True}),
@@ -190,7 +242,8 @@ def train(name: str) -> dict[str, Any]:
     """A few steps: the weights of this rank, and outputs of evaluations."""
     make, cuts, ways = MODELS[name]
     outputs = []
-    with lockstep.init(Pipeline(split=cuts, micro_batches=3), seed=5) as world:
+    strategy = Pipeline(split=cuts, micro_batches=3, interleave=(len(cuts) + 1) // 2)
+    with lockstep.init(strategy, seed=5) as world:
         torch.manual_seed(2)
         model, data = make().double(), torch.randn(24, LENGTH, WIDTH, dtype=torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -306,7 +359,7 @@ def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
 
 def uses() -> None:
     with lockstep.init(Pipeline(split=["3"], micro_batches=1)) as world:
-        model = layers()
+        model = nn.Sequential(*layers(), lockstep.SyncBatchNorm(WIDTH))
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         model, optimizer = world.prepare(model, optimizer)
         x = torch.ones(2, WIDTH)
@@ -318,7 +371,7 @@ def uses() -> None:
             assert "last stage alone" in refused(world.backward, loss, **option)
         world.backward(loss)
         held = [p for p in model.parameters() if p.grad is not None]
-        assert len(held) == 6
+        assert len(held) == (8 if world.rank == 0 else 6)
         if world.rank == 1:
             held[0].grad.fill_(torch.nan)
         for norm_type in (2.0, float("inf")):
@@ -338,6 +391,38 @@ def uses() -> None:
 
 def test_copies_options_and_norms_of_nan():
     run_ranks(uses, 2)
+
+
+class Scattered(nn.Module):
+    """What it holds lies in memory with gaps and overlaps, in dtypes that Gloo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = nn.Parameter(torch.rand(WIDTH, 2 * WIDTH)[:, ::2])
+        self.first.weight = nn.Parameter(torch.rand(WIDTH, WIDTH).t())
+        self.register_buffer("turned", torch.rand(WIDTH).to(torch.complex64), persistent=False)
+        self.register_buffer("rows", torch.rand(1, WIDTH).expand(2, WIDTH))
+        self.register_buffer("short", torch.randint(9, (WIDTH,)).to(torch.uint16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.turned.real * self.rows
+        return self.second(x) + self.short.float()
+
+
+def take_weights() -> list[float]:
+    with lockstep.init(Pipeline(split=["second"], micro_batches=1)) as world:
+        torch.manual_seed(7 + world.rank)
+        model = world.prepare(Scattered())
+        assert getattr(model, "module", model).first.weight.stride() == (1, WIDTH)
+        with torch.no_grad():
+            return model(torch.ones(2, WIDTH)).flatten().tolist()
+
+
+def test_all_weights_are_those_of_rank_0():
+    (alone,) = run_ranks(take_weights, 1)
+    for found in run_ranks(take_weights, 2):
+        assert found == pytest.approx(alone, rel=1e-6)
 
 
 def break_off() -> tuple[float, float]:

@@ -28,7 +28,7 @@ SIZES = [
 def test_every_rank_computes_everything_once_and_never_waits_for_ever(
     schedule, positions, per_rank, micro_batches
 ):
-    """Simulates the ranks with what they may know: messages, and turns of the training loop."""
+    """Simulates the ranks with what they may know, all meeting twice in a turn of the loop."""
     orders = [
         order(schedule, position, positions, per_rank, micro_batches)
         for position in range(positions)
@@ -41,37 +41,63 @@ def test_every_rank_computes_everything_once_and_never_waits_for_ever(
             # Messages of one cut come in the order of the micro-batches.
             sent = [a.micro_batch for a in actions if (a.stage, a.forward) == (stage, forward)]
             assert sent == sorted(sent)
+    highest = [last + 1 - positions + position for position in range(positions)]
     done: set[Action] = set()
     at = [0] * positions
-    turn = [0] * positions  # the micro-batch that a rank's loop is at
-    losses = [0] * positions
-    moved = True
-    while moved:
-        moved = False
+    for turn, backward in product(range(micro_batches), (False, True)):
+        # All ranks meet after the call of the model, and after that of world.backward.
+        until = []
         for p, actions in enumerate(orders):
-            while at[p] < len(actions):
-                a = actions[at[p]]
-                known = a.micro_batch <= turn[p] if a.forward else a.micro_batch < losses[p]
-                if a.forward:
-                    came = a.stage == 0 or Action(True, a.stage - 1, a.micro_batch) in done
-                else:
-                    came = a.stage == last or Action(False, a.stage + 1, a.micro_batch) in done
-                    came = came and Action(True, a.stage, a.micro_batch) in done
-                if not (known and came):
-                    break
-                done.add(a)
-                at[p] += 1
-                moved = True
-            wanted = last if p == positions - 1 else p
-            if losses[p] == turn[p] and Action(True, wanted, turn[p]) in done:
-                losses[p] += 1  # world.backward was called
-                moved = True
-                continue
-            waits = at[p] < len(actions) and actions[at[p]].micro_batch <= turn[p]
-            if losses[p] > turn[p] and turn[p] < micro_batches - 1 and not waits:
-                turn[p] += 1
-                moved = True
+            unknown = [a.micro_batch > turn - (not (a.forward or backward)) for a in actions]
+            until.append([*unknown, True].index(True))
+            if not backward:
+                called = actions.index(Action(True, highest[p], turn)) + 1
+                assert called <= until[p]
+                until[p] = max(called, at[p])
+        moved = True
+        while moved:
+            moved = False
+            for p, actions in enumerate(orders):
+                while at[p] < until[p] and needs(actions[at[p]], last) <= done:
+                    done.add(actions[at[p]])
+                    at[p] += 1
+                    moved = True
+        assert at == until
     assert at == [len(actions) for actions in orders]
+
+
+def needs(action: Action, last: int) -> set[Action]:
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.forward:
+        return {Action(True, stage - 1, micro_batch)} if stage else set()
+    found = {Action(True, stage, micro_batch)}
+    return found | ({Action(False, stage + 1, micro_batch)} if stage < last else set())
+
+
+def seconds(schedule: str, positions: int, per_rank: int, micro_batches: int) -> float:
+    """Of a global batch, in forward passes of a rank's stages; a backward pass takes two."""
+    last = positions * per_rank - 1
+    orders = [
+        list(order(schedule, position, positions, per_rank, micro_batches))
+        for position in range(positions)
+    ]
+    ends: dict[Action, float] = {}
+    free = [0.0] * positions
+    while any(orders):
+        for p, actions in enumerate(orders):
+            while actions and needs(actions[0], last) <= ends.keys():
+                action = actions.pop(0)
+                begin = max([free[p], *(ends[before] for before in needs(action, last))])
+                ends[action] = free[p] = begin + (1 if action.forward else 2) / per_rank
+    return max(free)
+
+
+def test_on_two_and_three_ranks_interleaved_stages_wait_no_longer():
+    for positions, rounds in product((2, 3), (1, 2, 4)):
+        sizes = positions, 2, rounds * positions
+        assert seconds("1f1b", *sizes) <= seconds("1f1b", positions, 1, sizes[-1]) * 1.005
+    assert seconds("1f1b", 2, 2, 2) == 8
+    assert seconds("1f1b", 2, 1, 2) == 9
 
 
 def in_words(schedule: str, position: int, positions: int, micro_batches: int) -> str:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
+from lockstep.runtime import payload
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.process_group import carrier_device
 from lockstep.runtime.run import Run
@@ -38,6 +39,7 @@ from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.run import PipelinedModule
 from lockstep.strategies.pipelining.split import Split, balanced, split, units
 from lockstep.strategies.pipelining.stage import StagedModel
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.topology import Part, Topology
 
 _SCHEDULES = ("1f1b", "gpipe")
@@ -65,7 +67,7 @@ class Pipeline(Strategy):
     schedule: str = "1f1b"
     """`1f1b` or `gpipe`, which holds the activations of all micro-batches at a time."""
     interleave: int = 1
-    """Stages on each rank: more of them wait less and send more."""
+    """Stages on each rank: several send more, and wait less on two or three ranks."""
     micro_batches: int | None = None
     """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch` is set."""
 
@@ -145,8 +147,8 @@ class Pipeline(Strategy):
         if place.positions == 1:
             return Wrapped(module.to(run.device), [Choice("pipeline", "one stage", "one process")])
         self._check_module(module, run)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
+        self._share_statistics(module, run)
+        _take_from_first([*module.parameters(), *module.buffers()])
         found, reason = self._cut(module, run, place)
         model = StagedModel(module, found, place.stages, run.device)
         wrapped = PipelinedModule(module, model, place, self.schedule, run, self._groups(run))
@@ -255,6 +257,20 @@ class Pipeline(Strategy):
         groups = [run.groups[kind] for kind in kinds]
         return Groups(groups[:cuts], groups[cuts:], run.groups.get("replicas"))
 
+    def _share_statistics(self, module: nn.Module, run: Run) -> None:
+        """Layers that would take statistics of all ranks take those of equal stages."""
+        layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
+        group = self._groups(run).replicas
+        if layers and group is None:
+            for rank in range(run.topology.size):
+                _open(run, "alone", range(rank, rank + 1))
+            group = run.groups["alone"]
+        for layer in layers:
+            if isinstance(layer, nn.SyncBatchNorm):  # torch's knows no CPU, and no shapes
+                convert(layer, group)
+            if layer.process_group is None:
+                layer.process_group = group
+
     def _check_module(self, module: nn.Module, run: Run) -> None:
         normalised = any(isinstance(m, _BatchNorm) for m in module.modules())
         if normalised and self.micro_batches is None and run.settings.micro_batch is None:
@@ -287,6 +303,18 @@ class Pipeline(Strategy):
         parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
         shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
         return split(module, cuts), f"{shown} {reason}"
+
+
+def _take_from_first(tensors: Sequence[Tensor]) -> None:
+    """Gives tensors rank 0's values, as bytes: Gloo does not know all dtypes."""
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        data = payload.to_bytes(tensor)
+        dist.broadcast(data, 0)
+        if not tensor.is_contiguous():  # `data` is a copy; one with gaps in memory loses them
+            came = payload.from_bytes(data, tensor.dtype, tensor.shape)
+            tensor.data = torch.empty_like(tensor).copy_(came)
 
 
 def _open(run: Run, name: str, ranks: range) -> None:

@@ -8,9 +8,10 @@ stages.
 - `1f1b`: as few forward passes ahead as keep all positions busy, then one backward pass for each
   forward pass (Narayanan et al. 2019, PipeDream, and 2021, arXiv 2104.04473): the same time, and
   activations of at most as many micro-batches as there are positions.
-- 1f1b with several stages a rank is the interleaved schedule of the second paper, with one
-  difference: the last position finishes the forward pass of a micro-batch before it begins the
-  next one, because its loss is computed by the user's training loop.
+- Several stages a rank are taken in turns, as in the second paper, but each rank finishes the
+  forward pass of a micro-batch before it begins the next one: the user's training loop computes
+  the loss on the last position, and what the loop calls between two micro-batches (a collective,
+  an evaluation) finds all ranks at the same one. From four ranks on this costs more than it saves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+
+_AHEAD = 2
+"""Interleaved 1f1b: so many more micro-batches than positions may be under way on a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +63,18 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
 def _interleaved(
     schedule: str, positions: int, per_rank: int, micro_batches: int
 ) -> list[list[Action]]:
-    """Lets the ranks compute in turns, each taking the first of its actions that can be done.
+    """Lets the ranks compute by a clock, each taking the first of its actions that can be done.
 
-    A backward pass goes before a forward pass (but under gpipe), as long as it can be done; forward
-    passes go in rounds of as many micro-batches as there are positions, as in the paper.
+    A forward pass takes one tick, a backward pass two. Forward passes go first, because the last
+    position waits for them.
+
+    A training loop has two places in each turn where all ranks may meet in a collective: after the
+    call of the model (2 * micro_batch) and after `world.backward` (one more). A rank gets past such
+    a place when it has done all that it can do until there; so nothing may need what another rank
+    does only after a later one.
     """
     last = positions * per_rank - 1
     orders: list[list[Action]] = [[] for _ in range(positions)]
-    done: set[Action] = set()
     waiting = [
         sorted(
             (
@@ -75,39 +83,54 @@ def _interleaved(
                 for stage in range(position, last + 1, positions)
                 for micro_batch in range(micro_batches)
             ),
-            key=lambda a: _urgency(a, schedule, positions),
+            key=_urgency,
         )
         for position in range(positions)
     ]
-
-    def ready(action: Action) -> bool:
-        stage, micro_batch = action.stage, action.micro_batch
-        if action.forward:
-            before = stage == 0 or Action(True, stage - 1, micro_batch) in done
-            finishes = stage % positions != positions - 1 or micro_batch == 0
-            return before and (finishes or Action(True, last, micro_batch - 1) in done)
-        after = stage == last or Action(False, stage + 1, micro_batch) in done
-        return after and Action(True, stage, micro_batch) in done
-
+    ends: dict[Action, int] = {}
+    place: dict[Action, int] = {}
+    """Before which place of the training loop an action is done."""
+    free, present = [0] * positions, [0] * positions
+    tick = 0
     while any(waiting):
-        taken = [next(filter(ready, _offered(actions, schedule)), None) for actions in waiting]
-        for position, action in enumerate(taken):
-            if action is not None:
-                orders[position].append(action)
-                waiting[position].remove(action)
-                done.add(action)
+        for position, actions in enumerate(waiting):
+            for action in actions if free[position] <= tick else ():
+                here = max(present[position], 2 * action.micro_batch + (not action.forward))
+                needed = _needed(action, schedule, positions, last, micro_batches)
+                if all(ends.get(n, tick + 1) <= tick and place[n] <= here for n in needed):
+                    orders[position].append(action)
+                    actions.remove(action)
+                    place[action] = here
+                    ends[action] = free[position] = tick + (1 if action.forward else 2)
+                    called = action.forward and action.stage > last - positions
+                    present[position] = here + called
+                    break
+        tick += 1
     return orders
 
 
-def _offered(actions: list[Action], schedule: str) -> list[Action]:
-    if schedule == "1f1b":
-        return actions
-    return [a for a in actions if a.forward] or actions
+def _urgency(action: Action) -> tuple[bool, int, int]:
+    stage = action.stage if action.forward else -action.stage
+    return not action.forward, action.micro_batch, stage
 
 
-def _urgency(action: Action, schedule: str, positions: int) -> tuple[object, ...]:
-    stage = action.stage // positions
-    round_ = action.micro_batch // positions
+def _needed(
+    action: Action, schedule: str, positions: int, last: int, micro_batches: int
+) -> Iterator[Action]:
+    """What is done before an action, by its rank or by another one."""
+    stage, number = action.stage, action.micro_batch
+    highest = last - (last - stage) % positions  # of the stages on this rank
+    lowest = stage % positions
     if action.forward:
-        return schedule != "gpipe", round_, stage, action.micro_batch
-    return schedule == "gpipe", round_, -stage, action.micro_batch
+        if stage:
+            yield Action(True, stage - 1, number)
+        if number:  # no place of the loop is between the stages of a rank
+            yield Action(True, highest, number - 1)
+        if schedule == "1f1b" and number >= positions + _AHEAD:
+            yield Action(False, lowest, number - positions - _AHEAD)
+    else:
+        yield Action(True, stage, number)
+        if stage < last:
+            yield Action(False, stage + 1, number)
+        if schedule == "gpipe":
+            yield Action(True, highest, micro_batches - 1)

@@ -10,10 +10,12 @@ loss is not used; in evaluation every rank gets the real output.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,15 @@ from lockstep.runtime.step import Pass
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.place import Groups, Place
-from lockstep.strategies.pipelining.shapes import Arguments, signature
+from lockstep.strategies.pipelining.shapes import Arguments, map_shapes, signature
 from lockstep.strategies.pipelining.stage import StagedModel
-from lockstep.strategies.pipelining.wire import Expected, Form, Wire
+from lockstep.strategies.pipelining.wire import (
+    Expected,
+    Wire,
+    marked,
+    with_mark,
+    without_mark,
+)
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
@@ -94,6 +102,7 @@ class PipelinedModule(nn.Module):
         self._schedule = schedule
         self._activations = [Wire(group, run.device) for group in groups.activations]
         self._gradients = [Wire(group, run.device) for group in groups.gradients]
+        self._copies: WeakSet[PipelinedModule] = WeakSet([self])
         self._batch: _Batch | None = None
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
@@ -138,11 +147,10 @@ class PipelinedModule(nn.Module):
         batch.kinds.append(self._kind((args, kwargs), batch.flags))
         number = len(batch.inputs) - 1
         output = None
-        wanted = self.place.last_stage if self.is_last else self.place.stages[0]
-        until = batch.actions.index(Action(True, wanted, number)) + 1
+        until = batch.actions.index(Action(True, self.place.stages[-1], number)) + 1
         while batch.next < until:
             output = self._do(batch)
-        return output if self.is_last else pytree.tree_map_only(Tensor, self._stand_in, output)
+        return output if self.is_last else map_shapes(self._stand_in, output)
 
     def _present(self) -> _Batch:
         """The global batch that the training loop works on."""
@@ -193,20 +201,22 @@ class PipelinedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A copy of the weights on this rank (averages of them, say) that can evaluate."""
-        shared = [self.run, self.place, self.replica_group, self._activations, self._gradients]
+        shared = [self.run, self.place, self._activations, self._gradients, self._copies]
+        shared += self.run.groups.values()
         memo |= {id(thing): thing for thing in shared}
         made = PipelinedModule.__new__(PipelinedModule)
         memo[id(self)] = made
-        own = {**vars(self), "_batch": None, "_moving_buffers": None}
+        own = {**vars(self), "_batch": None, "_moving_buffers": None, "replica_group": None}
         vars(made).update(copy.deepcopy(own, memo))
+        self._copies.add(made)
         return made
 
     def release(self) -> None:
         """Lets go of the process groups."""
         self._batch = None
         self.replica_group = self._moving_buffers = None
-        for part in self.module.modules():
-            if isinstance(part, SyncBatchNorm):
+        for part in itertools.chain.from_iterable(map(nn.Module.modules, self._copies)):
+            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
                 part.process_group = None
         self._activations.clear()
         self._gradients.clear()
@@ -275,17 +285,21 @@ class PipelinedModule(nn.Module):
                 expected = batch.expected.pop(action.micro_batch, None)
                 wire = self._wire(self._gradients, stage)
                 gradients = wire.take(expected or self._expect(wire, stage, went))
-                torch.autograd.backward(went, gradients)
+                self._go_back(went, gradients)
         finally:
             self._model.goes_back = False
         if stage:
-            back = [
-                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for tensor in came
-                if tensor.requires_grad
-            ]
+            back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
             wire = self._wire(self._gradients, stage - 1)
             wire.send_known(back, place.rank_of(stage - 1))
+
+    @staticmethod
+    def _go_back(went: list[Tensor], messages: list[Tensor]) -> None:
+        """The backward pass from those outputs for which a gradient has come."""
+        found = [without_mark(m, t) for m, t in zip(messages, went, strict=True)]
+        used = [t for t, gradient in zip(went, found, strict=True) if gradient is not None]
+        if used:
+            torch.autograd.backward(used, [g for g in found if g is not None])
 
     def _ask_early(self, batch: _Batch, number: int) -> None:
         """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
@@ -297,7 +311,7 @@ class PipelinedModule(nn.Module):
             batch.expected[number] = self._expect(wire, stage, went)
 
     def _expect(self, wire: Wire, stage: int, went: list[Tensor]) -> list[Expected]:
-        forms = [Form.of(tensor) for tensor in went]
+        forms = [marked(tensor) for tensor in went]
         return wire.expect(self.place.rank_of(stage + 1), forms)
 
     @staticmethod
@@ -342,12 +356,6 @@ class PipelinedModule(nn.Module):
         batch = self._batch
         if batch is not None and batch.of != self.run.step.batch:
             self._abandon(batch)
-        elif batch is not None and self.place.per_rank > 1:
-            raise UsageError(
-                "an evaluation between two micro-batches under Pipeline(interleave=...)",
-                "the stages of several micro-batches are under way, and other ranks wait for them",
-                "evaluate after optimizer.step() of a whole global batch, or leave interleave out",
-            )
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
             _, _, output = self._through(stage, arguments, kind, seed)

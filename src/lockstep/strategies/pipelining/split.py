@@ -1,7 +1,8 @@
 """Where a model is cut into stages: pure functions of a module's structure and of costs.
 
-A cut stands before a module that holds parameters: everything that is registered before it belongs
-to earlier stages, so modules have to be registered in the order in which they are called.
+A cut stands before a module that holds parameters or the statistics of a BatchNorm: everything that
+is registered before it belongs to earlier stages, so modules have to be registered in the order in
+which they are called.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.blocks import repeated_blocks
@@ -26,7 +28,7 @@ class Split:
     cuts: tuple[str, ...]
     """The names of the modules that begin the stages after the first."""
     pieces: dict[str, int]
-    """The stage of every largest submodule with parameters that no cut goes through, by name."""
+    """The stage of every largest submodule with state that no cut goes through, by name."""
     own: dict[str, int]
     """The stage of every parameter that belongs to a module which a cut goes through, by name."""
 
@@ -39,7 +41,7 @@ def units(module: nn.Module) -> list[str]:
     connection, say) need not be a chain.
     """
     blocks = [name for name, _ in repeated_blocks(module)]
-    return [name for name, unit in _units("", module, blocks) if _has_parameters(unit)]
+    return [name for name, unit in _units("", module, blocks) if _has_state(unit)]
 
 
 def split(module: nn.Module, cuts: Sequence[str]) -> Split:
@@ -58,7 +60,7 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
                 "the model has no submodule of that name",
                 f"did you mean {near[0]!r}?" if near else "use the names of model.named_modules()",
             )
-        if not _has_parameters(module.get_submodule(name)):
+        if not _has_state(module.get_submodule(name)):
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "this submodule has no parameters, and every stage runs it",
@@ -144,7 +146,7 @@ def _assign(module: nn.Module, names: list[str], places: list[int], cuts: tuple[
             prefix = f"{name}." if name else ""
             direct = modules[name].named_parameters(recurse=False)
             own |= {f"{prefix}{p}": stages[name] for p, _ in direct}
-        elif under_crossed and _has_parameters(modules[name]):
+        elif under_crossed and _has_state(modules[name]):
             pieces[name] = stages[name]
     return Split(cuts, pieces, own)
 
@@ -167,5 +169,9 @@ def _check_shared(module: nn.Module, made: Split) -> None:
             )
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _has_state(module: nn.Module) -> bool:
+    """Whether it holds what training changes: parameters, or the statistics of a BatchNorm."""
+    return next(module.parameters(), None) is not None or any(
+        isinstance(part, _BatchNorm) or getattr(part, "running_mean", None) is not None
+        for part in module.modules()
+    )

@@ -4,7 +4,8 @@ No code is traced or rewritten. Every rank calls the forward of the whole model;
 other stages stand there as stubs, which compute shapes on the meta device and remember them. What
 comes before the stage's first submodule runs on such shapes, its first submodule is given what the
 stage before has sent instead, and what comes after the first submodule of the next stage is shapes
-again. Submodules without parameters run everywhere, on real values where they are given such.
+again. Submodules without parameters (but BatchNorms) run everywhere, on real values where they are
+given such.
 
 So the forward can be any Python, as long as each stage needs of the stages before no more than the
 arguments of its first submodule, and of the model's own inputs whatever it likes.
@@ -15,7 +16,6 @@ these compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,8 +30,10 @@ from lockstep.strategies.pipelining.shapes import (
     Arguments,
     Shape,
     Shapes,
+    leave_statistics,
     like,
     map_shapes,
+    on_meta,
     shape_of,
     signature,
 )
@@ -147,8 +149,11 @@ class StagedModel:
             piece = module.get_submodule(name)
             here = stage in self._stages
             # Whoever runs several stages is a stub of its own submodules now and then.
-            shadow = _on_meta(piece) if here and len(self._stages) > 1 else piece
-            stub = None if here and shadow is piece else _Stub(shadow.forward)
+            shadow = on_meta(piece) if here and len(self._stages) > 1 else piece
+            stub = None
+            if shadow is not piece or not here:
+                leave_statistics(shadow)
+                stub = _Stub(shadow.forward)
             piece.forward = stands_in = _Piece(self, name, stage, name in firsts, piece, stub)
             if name in firsts:
                 piece.register_forward_pre_hook(stands_in.arrive, prepend=True, with_kwargs=True)
@@ -233,6 +238,7 @@ class StagedModel:
             return forward(*arguments[0], **arguments[1])
         if stub is None:
             raise RuntimeError(f"no stub for {name}, a submodule of stage {stage}")
+        # Not what the stub remembers: the caller may change its shape in place.
         return map_shapes(self._as_shape, stub(arguments))
 
     def _as_shape(self, tensor: Tensor) -> Tensor:
@@ -294,7 +300,8 @@ class _Stub:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, arguments: Arguments) -> Any:
-        kind = signature(arguments)
+        with torch._C.DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
+            kind = signature(arguments)
         if kind is None or kind not in self._known:
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
             output = self._forward(*args, **kwargs)
@@ -303,19 +310,7 @@ class _Stub:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[kind] = output
-        # Not the same object twice: the caller may change its shape in place.
-        return map_shapes(like, self._known[kind])
-
-
-def _on_meta(piece: nn.Module) -> nn.Module:
-    tensors = [*piece.parameters(), *piece.buffers()]
-    memo: dict[int, Any] = {
-        id(t): nn.Parameter(t.detach().to("meta"), requires_grad=t.requires_grad)
-        if isinstance(t, nn.Parameter)
-        else t.detach().to("meta")
-        for t in tensors
-    }
-    return copy.deepcopy(piece, memo)
+        return self._known[kind]
 
 
 def _move(

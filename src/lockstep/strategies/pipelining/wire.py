@@ -187,6 +187,29 @@ class Wire:
             self._under_way.append((work, data))
 
 
+def marked(tensor: Tensor) -> Form:
+    """Of the message with a tensor's gradient: its bytes, and one that says if there is any."""
+    return Form(torch.uint8, (tensor.numel() * tensor.element_size() + 1,))
+
+
+def with_mark(tensor: Tensor) -> Tensor:
+    """The message with a tensor's gradient, `(bytes + 1,)`.
+
+    No gradient is not one of zeros: plain torch leaves parameters alone that nothing depends on.
+    """
+    if tensor.grad is None:
+        return torch.zeros(marked(tensor).shape, dtype=torch.uint8, device=tensor.device)
+    data = payload.to_bytes(tensor.grad)
+    return torch.cat([data, data.new_ones(1)])
+
+
+def without_mark(message: Tensor, tensor: Tensor) -> Tensor | None:
+    """The gradient of a tensor, from what `with_mark` made on the other side."""
+    if not message[-1]:
+        return None
+    return payload.from_bytes(message[:-1], tensor.dtype, tensor.shape)
+
+
 def _encoded(forms: Sequence[Form]) -> list[int]:
     numbers = []
     for form in forms:
