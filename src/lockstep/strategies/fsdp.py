@@ -10,7 +10,8 @@ device ever holds the whole model. Every forward pass gathers each unit once, wi
 without, so every rank makes every pass. A backward pass gathers each unit but the last once more
 (`reshard_after_forward`); the one that closes a global batch scatters the average of the gradients,
 unit by unit, while it still runs. `HSDP` shards within groups of ranks and averages over the groups
-with one all-reduce more. Buffers that move are taken from rank 0 after each step (`buffers`).
+with one all-reduce more. Buffers that move are taken from rank 0 after each step (`buffers`). What
+the ranks have used is compared in each step, in the background (`same_use`).
 
 Micro-batches before the last send no gradients: they add up in whole on every rank. That is fast
 and takes the memory of one whole gradient; `accumulate_shards` sends them each time instead.
@@ -44,7 +45,10 @@ from lockstep.runtime.choice import Choice
 from lockstep.runtime.interface import find_interface, gloo_interface
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped
-from lockstep.strategies.sharded import Sharded, sharded, without_views
+from lockstep.strategies.outputs import Outputs
+from lockstep.strategies.same_use import SameUse
+from lockstep.strategies.sharded import Sharded, sharded
+from lockstep.strategies.shards import Replaced, check_hooks
 from lockstep.strategies.wrapping import Blocks, find_blocks
 
 
@@ -54,6 +58,7 @@ class FSDP(Strategy):
 
     name: ClassVar[str] = "fsdp"
     evaluates_together: ClassVar[bool] = True
+    unfreezes: ClassVar[bool] = True
 
     blocks: Chosen | None = None
     """The parts that are gathered as units: a class or tuple of classes, a pattern of names as in
@@ -104,30 +109,26 @@ class FSDP(Strategy):
             _take_from_first(list(module.buffers()), run.device)
             return Wrapped(module, [Choice(self.name, "not sharded", "no parameters")])
         check_parameters(module)
+        check_hooks(module)
         blocks = find_blocks(module, self.blocks)
-        units = [*(block for _, block in blocks.found), module]
-        check_dtypes(units)
+        units = {**dict(blocks.found), "": module}
+        check_dtypes(list(units.values()))
         before = dict(module.named_parameters(remove_duplicate=False))
         size = sum(p.numel() * p.element_size() for p in module.parameters())
         choices = [self._units_choice(blocks)]  # before torch changes the names of classes
         mesh, choice = self._mesh(run)
         _take_from_first(list(module.buffers()), run.device)
-        for unit in units:
-            whole = [p for p in unit.parameters() if not isinstance(p, DTensor)]
-            _take_from_first(whole, run.device)
-            unit.register_forward_hook(without_views)  # before torch's own
-            fully_shard(
-                unit,
-                mesh=mesh,
-                # None: not after that of the whole model, which backward begins with.
-                reshard_after_forward=None if self.reshard_after_forward else False,
-                offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
-            )
-            for p in whole:  # an optimizer still holds it, and would hold its memory
-                p.data = p.data.new_empty(0)
+        use = SameUse(list(units))
+        for number, unit in enumerate(units.values()):
+            inside = [block for _, block in blocks.found] if unit is module else []
+            outputs = Outputs(unit, inside, use.counter(number), lambda: held.keep())
+            unit.register_forward_hook(outputs.before)
+            self._shard(unit, mesh, run)
+            unit.register_forward_hook(outputs.after)
         held = Sharded(
             module,
             units,
+            use,
             mesh,
             run,
             keep_whole=not self.reshard_after_forward,
@@ -143,14 +144,31 @@ class FSDP(Strategy):
             list(replaced.values()),
         )
 
+    def _shard(self, unit: nn.Module, mesh: DeviceMesh, run: Run) -> None:
+        """Replaces the parameters of a unit by shards of rank 0's."""
+        whole = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+        _take_from_first(whole, run.device)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            # None: not after that of the whole model, which backward begins with.
+            reshard_after_forward=None if self.reshard_after_forward else False,
+            offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        )
+        for p in whole:  # an optimizer still holds it, and would hold its memory
+            p.data = p.data.new_empty(0)
+            p.__class__ = Replaced
+
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
         """The backward pass; gradients are averaged in the last micro-batch."""
-        for module in modules:
-            if (held := sharded(module)) is not None:
-                held.follow()
+        sides = [held for module in modules if (held := sharded(module)) is not None]
+        for held in sides:
+            held.follow()
         precision.backward(loss, **options)
+        for held in sides:
+            held.end_keeping()
 
     def gradients(self, module: nn.Module) -> Iterator[Tensor]:
         """This rank's shards, and whole gradients that wait for the last micro-batch."""
@@ -168,27 +186,39 @@ class FSDP(Strategy):
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
+        dtype, device = gradients[0].dtype, gradients[0].to_local().device
+        for gradient in gradients:
+            dtype = torch.promote_types(dtype, gradient.dtype)
         # Some ranks hold nothing of a small parameter, and nothing has no largest element.
         own = [local for g in gradients if (local := g.to_local()).numel()]
-        norm = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].to_local().device)
-        if own:
-            norm = torch.nn.utils.get_total_norm(own, norm_type)
         mesh = gradients[0].device_mesh
         group = mesh.get_group(mesh.ndim - 1)  # its last dimension is the one sharded over
+        # In float64, where powers of large norms are still numbers; on the device that sends.
+        norm = torch.tensor(math.inf if norm_type < 0 else 0.0, dtype=torch.float64)
+        if own:
+            norm = torch.nn.utils.get_total_norm(own, norm_type).double()
+        norm = norm.to(mesh.device_type)
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-            return norm
-        power = norm**norm_type
-        dist.all_reduce(power, dist.ReduceOp.SUM, group)
-        return power ** (1.0 / norm_type)
+            operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+            dist.all_reduce(norm, operation, group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, dist.ReduceOp.SUM, group)
+            norm = norm ** (1.0 / norm_type)
+        return norm.to(device, dtype)
 
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Lets go of whole parameters, which the step would leave behind."""
+        """Lets go of whole parameters, which the step would leave behind.
+
+        Raises:
+            UsageError: gradients that were not averaged.
+            RanksDifferError: the ranks used different parts of the model.
+        """
         if (held := sharded(module)) is not None:
-            held.reshard()
+            held.before_step()
 
     def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move; looks for parameters that came later now and then."""
+        """Shares buffers that move; compares the ranks now and then."""
         if (held := sharded(module)) is not None:
             held.after_step()
 
@@ -235,9 +265,21 @@ class HSDP(FSDP):
             )
 
     def check(self, run: Run) -> None:
-        """Raises SettingError: the ranks do not make groups of the shard size."""
+        """Raises on every rank where the ranks do not make groups of the shard size.
+
+        Raises:
+            SettingError: it does not divide the number of ranks.
+            RanksDifferError: machines have different numbers of ranks, and none is set.
+        """
         super().check(run)
-        size, shard = run.topology.size, self.shard_size or run.topology.local_size
+        size, shard = run.topology.size, self._size(run)
+        everyone = run.collectives.exchange(str(shard))
+        if len(set(everyone)) > 1:
+            raise RanksDifferError(
+                f"HSDP(shard_size={self.shard_size})",
+                f"ranks 0 to {size - 1} have {', '.join(everyone)} ranks a group",
+                "start equally many processes on every machine, or set shard_size",
+            )
         if size % shard:
             raise SettingError(
                 f"HSDP(shard_size={self.shard_size})",
@@ -245,15 +287,11 @@ class HSDP(FSDP):
                 "give a shard_size that divides the number of ranks",
             )
 
+    def _size(self, run: Run) -> int:
+        return self.shard_size or run.topology.local_size
+
     def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
-        shard = self.shard_size or run.topology.local_size
-        everyone = run.collectives.exchange(str(shard))
-        if len(set(everyone)) > 1:
-            raise RanksDifferError(
-                f"HSDP(shard_size={self.shard_size})",
-                f"ranks 0 to {run.topology.size - 1} have {', '.join(everyone)} ranks a group",
-                "start equally many processes on every machine, or set shard_size",
-            )
+        shard = self._size(run)
         replicas = run.topology.size // shard
         reason = "as set" if self.shard_size else "a copy of the model on every machine"
         choice = Choice("shards", f"{shard} ranks x {replicas} replicas", reason)
@@ -276,6 +314,8 @@ def check_parameters(module: nn.Module) -> None:
             problem = "is on the meta device and has no values", "build the model on the CPU"
         elif p.dim() == 0:
             problem = "has no dimension to cut", "make it a parameter of shape (1,)"
+        elif not p.numel():
+            problem = "has no elements", "leave it out, or make it a buffer"
         if problem:
             raise UsageError(f"world.prepare of the parameter {name!r}", *problem)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lockstep.checkpoint.modules import plain_names
 from lockstep.errors import UsageError, warn
 
 _SHOWN = 8
@@ -39,7 +40,8 @@ class KeptParameters:
         self._module = weakref.ref(module)
         self._alone = alone
         self._said = False
-        self._names = {name.removeprefix("module.") for name, _ in module.named_parameters()}
+        self._plain = plain_names(module)
+        self._names = {self._plain(name) for name, _ in module.named_parameters()}
         self._kept = {
             id(p): _Kept(weakref.ref(p), p.requires_grad or may_unfreeze, p.dtype, p.device)
             for p in module.parameters()
@@ -73,7 +75,7 @@ class KeptParameters:
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            name = full_name.removeprefix("module.")  # that of a wrapper
+            name = self._plain(full_name)
             kept = self._kept.get(id(parameter))
             if kept is None or kept.parameter() is not parameter:
                 found.append(f"{name} {'replaced' if name in self._names else 'added'}")

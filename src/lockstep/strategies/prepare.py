@@ -281,13 +281,14 @@ class Preparer:
                         f"world.prepare of {type(optimizer).__name__} after it has stepped",
                         f"strategy {self._strategy.name!r} spreads the parameters over the ranks, "
                         "and the state of the optimizer belongs to whole ones",
-                        "prepare a new optimizer; world.checkpoint takes up a training",
+                        "prepare the model first, then an optimizer of its new parameters; "
+                        "world.checkpoint takes up a training",
                     )
                 if new is not None:
                     now.append(new)
                     places[-1].append(number)
                 number += 1
-            group["params"] = now
+            group["params"][:] = now  # LBFGS holds this very list
         return places
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:

@@ -7,7 +7,7 @@ tested in tests/strategies/test_fsdp.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
 from lockstep.runtime.run import Run
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.replica_check import check_equal, due
+from lockstep.strategies.same_use import SameUse
+from lockstep.strategies.shards import Shards, some
 
 _ATTRIBUTE = "_lockstep_sharded"
 
@@ -30,7 +31,9 @@ class Sharded:
 
     Args:
         root: the module, after `fully_shard`.
-        units: all modules that `fully_shard` was applied to, the root among them.
+        units: the names of all modules that `fully_shard` was applied to, and the modules; the
+            root, whose name is empty, is the last.
+        use: counts the passes of these units.
         mesh: of the ranks.
         run: whose steps it follows.
         keep_whole: gathered parameters stay until the last micro-batch is through.
@@ -40,7 +43,8 @@ class Sharded:
     def __init__(
         self,
         root: nn.Module,
-        units: Sequence[nn.Module],
+        units: Mapping[str, nn.Module],
+        use: SameUse,
         mesh: DeviceMesh,
         run: Run,
         *,
@@ -51,20 +55,29 @@ class Sharded:
         self.run = run
         self._module = root
         self._mesh = mesh
-        self._units = [cast(FSDPModule, unit) for unit in units]
+        self._units = [cast(FSDPModule, unit) for unit in units.values()]
+        self._use = use
         self._keep_whole = keep_whole
         self._accumulate_shards = accumulate_shards
-        self.whole = list(_whole_parameters(units))
-        """What forward passes compute with; the gradients of micro-batches add up there."""
+        self._whole = dict(_whole_parameters(units))
+        self._shards = Shards(root)
         self.moving_buffers = MovingBuffers(root)
         self._batch: object = None
         """The global batch that the last pass belonged to."""
         self._last = True
         """Whether torch is set to average the gradients."""
-        self._released = False
+        self._kept = False
+        """Whether units stay gathered, for a backward pass through a backward pass."""
+        self._failed = self._released = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
         vars(root)[_ATTRIBUTE] = self
+        vars(root)["_apply"] = self._moved  # what .to(...) and its like call
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """What forward passes compute with; the gradients of micro-batches add up there."""
+        return list(self._whole.values())
 
     def follow(self) -> None:
         """Sets torch to what the present micro-batch needs."""
@@ -83,24 +96,68 @@ class Sharded:
         if self._keep_whole:
             self.root.set_reshard_after_backward(last)
 
+    def keep(self) -> None:
+        """Keeps gathered units: a backward pass is differentiated, and will need them again."""
+        if not self._kept:
+            self._kept = True
+            self.root.set_reshard_after_backward(False)
+            self.root.set_reshard_after_forward(False)
+
+    def end_keeping(self) -> None:
+        """Units are let go again; to be called after the backward pass of a loss."""
+        if not self._kept:
+            return
+        self._kept = False
+        self.root.set_reshard_after_backward(self._last or not self._keep_whole)
+        if not self._keep_whole:
+            for unit in self._units[:-1]:
+                unit.set_reshard_after_forward(True, recurse=False)
+        if self._last or not self._keep_whole:
+            self.reshard()
+
     def reshard(self) -> None:
         """Lets go of all gathered parameters."""
         for unit in self._units:
             unit.reshard()
 
+    def before_step(self) -> None:
+        """Lets go of whole parameters; looks whether the gradients are those of the global batch.
+
+        Raises:
+            UsageError: some stayed on this rank, or what the user has changed does not take hold.
+            RanksDifferError: in the step before, the ranks had run different units or used
+                different parameters.
+        """
+        self.end_keeping()
+        self.reshard()
+        left = [name for name, p in self._whole.items() if p.grad is not None]
+        if left:
+            raise UsageError(
+                "a backward pass around the outputs of a sharded model",
+                f"the gradients of {some(left)} stayed on this rank: when the last backward pass "
+                "of the global batch ended, torch did not know that they were there",
+                "compute the loss of every micro-batch from what the model returns, in tensors, "
+                "tuples, lists or dicts",
+            )
+        if due(self.run.step.number + 1):
+            self._shards.guard()
+            self._shards.check()
+        self._use.compare(self._shards.named)
+
     def after_step(self) -> None:
-        """Shares buffers that move; looks for new parameters."""
+        """Shares buffers that move; compares what is the same on several ranks."""
         number = self.run.step.number
-        if due(number):
+        looks = due(number)
+        if looks:
             self.moving_buffers.find()
-            self._check_parameters()
         self.moving_buffers.share()
-        if due(number):
+        if looks:
             self._compare(f"step {number}")
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
         self._released = True
+        self._use.release()
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
         let_go(self._units, self._mesh)
 
@@ -108,12 +165,24 @@ class Sharded:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
         check_equal({}, dict(self._module.named_buffers()), when)
         if self._mesh.ndim > 1:
-            named = self._module.named_parameters()
-            shards = {name: p.to_local() for name, p in named if isinstance(p, DTensor)}
+            shards = {name: cast(DTensor, p).to_local() for name, p in self._shards.named.items()}
             check_equal(shards, {}, when, self._mesh.get_group(0))
 
+    def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Raises UsageError unless a move or conversion of the model leaves it as it is."""
+        shards = [cast(DTensor, p).to_local() for p in self._shards.named.values()]
+        for tensor in [*shards, *self._module.buffers()]:
+            if change(tensor) is not tensor:
+                raise UsageError(
+                    "a model moved or converted after world.prepare",
+                    f"its shards stay in {tensor.dtype} on {tensor.device}",
+                    "do it before world.prepare, or choose precision= in lockstep.init",
+                    code="LS303",
+                )
+        return self._module
+
     def _drop_gradients(self) -> None:
-        for parameter in self.whole:
+        for parameter in self._whole.values():
             parameter.grad = None
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -123,31 +192,30 @@ class Sharded:
                 "its parameters are on all ranks, and the process group is closed",
                 "evaluate before closing; world.checkpoint keeps whole weights",
             )
+        if self._failed:
+            raise UsageError(
+                "a forward pass of a sharded model after one that raised",
+                f"torch {torch.__version__} cannot take up such a model",
+                "let the error end the run, or use a newer torch",
+            )
+        self._use.finish()
         if torch.is_grad_enabled():
             self.follow()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         present = self.run.step.current
         error = sys.exception() if output is None else None  # torch calls this after one, too
-        if error is not None and present.count and not present.local:
-            error.add_note(EMPTY_PART.format(count=present.count))
-        if not torch.is_grad_enabled():
+        if error is not None:
+            if present.count and not present.local:
+                error.add_note(EMPTY_PART.format(count=present.count))
+            # Torch would go on as if the pass still ran, with parameters as old as that.
+            reset = getattr(self.root, "reset_iter_state", None)
+            self._failed = reset is None
+            if reset is not None:
+                reset()
+        elif not torch.is_grad_enabled() and not self._kept:
             # Torch keeps the root's for a backward pass. A step would make them old.
             self.reshard()
-
-    def _check_parameters(self) -> None:
-        new = [
-            name
-            for name, p in self._module.named_parameters()
-            if p.requires_grad and not isinstance(p, DTensor)
-        ]
-        if new:
-            raise UsageError(
-                "parameters added or replaced after world.prepare",
-                f"the gradients of {', '.join(new[:8])} are not averaged over the ranks",
-                "change the model first, then call world.prepare",
-                code="LS303",
-            )
 
 
 EMPTY_PART = (
@@ -157,48 +225,24 @@ EMPTY_PART = (
 )
 
 
-def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A forward hook: outputs that are views become tensors of their own over the same memory.
-
-    Torch hangs the gathering of parameters for the backward pass on what a unit returns. An
-    operation in place on a view would drop it, and torch warns of each view.
-    """
-    if not torch.is_grad_enabled():
-        return output
-    return pytree.tree_map_only(Tensor, _no_view, output)
-
-
-def _no_view(tensor: Tensor) -> Tensor:
-    viewed = tensor.requires_grad and tensor._is_view()
-    return _Same.apply(tensor) if viewed else tensor  # type: ignore[no-untyped-call]
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 def sharded(module: nn.Module) -> Sharded | None:
     """What is held beside a module; None where it is not sharded."""
     held = vars(module).get(_ATTRIBUTE)
     return held if isinstance(held, Sharded) else None
 
 
-def _whole_parameters(units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters that torch puts into the modules while they run.
+def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that torch puts into the modules while they run, with their names.
 
     Gathering each unit once makes them; torch keeps the objects and only frees their memory. If
     they were made in a forward pass under `torch.inference_mode()`, they could never train.
     """
-    for unit in units:
-        unit = cast(Any, unit)
+    for name, module in units.items():
+        unit = cast(Any, module)
         unit.unshard()
-        yield from (p for p in unit.parameters() if not isinstance(p, DTensor))
+        for own, p in module.named_parameters(prefix=name):
+            if not isinstance(p, DTensor):
+                yield own, p
         unit.reshard()
 
 

@@ -60,10 +60,10 @@ ENTRIES = (
         "parameters were added, replaced or unfrozen after prepare",
         """
         DDP and FSDP hang their hooks on the parameters that are trained when they wrap the model.
-        A layer that is exchanged, an adapter (LoRA) that is added, a backbone that is unfrozen, a
-        `load_state_dict(assign=True)` or a model moved to another device or type comes too late:
-        its gradients stay on this rank. On one process the same script is right, so it breaks
-        only when it is scaled up.
+        A layer that is exchanged, an adapter (LoRA) that is added, a backbone that is unfrozen (but
+        under FSDP), a `load_state_dict(assign=True)` or a model moved to another device or type
+        comes too late: its gradients stay on this rank. On one process the same script is right,
+        so it breaks only when it is scaled up.
         """,
         """
         Finish the model first, then prepare it, then do not exchange its parameters:

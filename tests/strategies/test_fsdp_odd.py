@@ -1,0 +1,463 @@
+"""Strategies fsdp and hsdp where a model or a loop is unusual: the numbers of one device, or an
+error that says why not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import FEATURES, difference, tensors
+from ranks import run_ranks
+from test_fsdp import whole
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lockstep
+from lockstep.errors import LockstepError, LockstepWarning
+from lockstep.strategies import FSDP
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Two units and the rest."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList([block(), block()])
+        self.head = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(
+    strategy: Any,
+    model: nn.Module,
+    loss: Loss = entropy,
+    *,
+    between: Callable[[nn.Module, int], Any] = lambda model, step: None,
+    optimizer: Callable[..., Any] = torch.optim.SGD,
+    samples: int = 50,
+    micro_batch: int | None = None,
+    steps: int = 4,
+) -> dict[str, Tensor]:
+    """Weights after some steps; `between` is called after the backward passes of each."""
+    with lockstep.init(strategy, seed=5) as world:
+        opt = optimizer(model.parameters(), lr=0.1)
+        model, opt = world.prepare(model, opt)
+        each = None if micro_batch is None else micro_batch // world.size
+        loader = world.loader(tensors(samples), 16, shuffle=True, micro_batch=each)
+        while world._run.step.number < steps:
+            for batch in loader:
+                world.backward(loss(model, batch))
+                between(model, world._run.step.number)
+                opt.step()
+                opt.zero_grad()
+                if world._run.step.number == steps:
+                    break
+        return whole(model)
+
+
+def net(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+class Aside(Block):
+    """A term of the loss beside the output, made after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.terms = {"norm": [(x.sin() * self.norm.weight).square().mean()]}
+        return out
+
+
+class Policy(nn.Module):
+    """One unit, and its output is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return Categorical(logits=self.layer(x))
+
+
+class Silent(Policy):
+    def forward(self, x: Tensor) -> None:
+        self.kept = SimpleNamespace(logits=self.layer(x)) if self.hidden else (self.layer(x),)
+
+    hidden = False
+
+
+def of_aside(model: nn.Module, batch: Batch) -> Tensor:
+    return entropy(model, batch) + sum(block.terms["norm"][0] for block in model.blocks)
+
+
+def penalty(model: nn.Module, batch: Batch, again: bool = False) -> Tensor:
+    """With the gradient of a gradient (WGAN-GP)."""
+    x, y = batch[0].clone().requires_grad_(), batch[1]
+    out = model(x)
+    [gradient] = torch.autograd.grad(out.sum(), x, create_graph=True)
+    smooth = gradient.square().sum() / max(len(x), 1)
+    with torch.no_grad():
+        model(x)
+    return F.cross_entropy(model(batch[0]) if again else out, y) + smooth
+
+
+class Stop(Exception):
+    """Leaves a forward pass in its middle."""
+
+
+def left(model: nn.Module, step: int, grad: bool = False) -> None:
+    """A forward pass that is left by an exception, between backward pass and step."""
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    hook = model.blocks[1].layer.register_forward_hook(stop)
+    try:
+        with torch.set_grad_enabled(grad):
+            model(torch.ones(2, FEATURES, dtype=torch.float64))
+    except Stop:
+        pass
+    hook.remove()
+
+
+def frozen_at_first() -> nn.Module:
+    model = Net()
+    model.blocks.requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def unfreeze(model: nn.Module, step: int) -> None:
+    if step == 4:
+        model.requires_grad_(True)
+
+
+class Normed(nn.Module):
+    """Parametrizations inside of units and outside; parameters smaller than the ranks are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"module": Block(), "_orig_mod": Block()})
+        for block in self.blocks.values():
+            parametrizations.weight_norm(block.layer)
+        self.last = parametrizations.spectral_norm(nn.Linear(FEATURES, 4))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1, FEATURES)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, block in zip(self.scales, self.blocks.values(), strict=True):
+            x = block(x * scale)
+        return self.last(x)
+
+
+def to_where_it_is(model: nn.Module, batch: Batch) -> Tensor:
+    return entropy(model.to(batch[0].device).double(), batch)
+
+
+def average(strategy: Any) -> dict[str, Tensor]:
+    """A moving average of the weights, prepared like the model."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, ema = world.prepare(model, optimizer, ema)
+        for batch in world.loader(tensors(32), 16):
+            world.backward(entropy(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update_parameters(model)
+        return whole(ema)
+
+
+def searched(strategy: Any) -> dict[str, Tensor]:
+    """LBFGS keeps the list of parameters that it was built with."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        model, optimizer = world.prepare(model, optimizer)
+        for batch in world.loader(tensors(48), 48):
+
+            def closure(batch: Batch = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = entropy(model, batch)
+                world.backward(loss)
+                return world.mean(loss.detach())
+
+            optimizer.step(closure)
+        return whole(model)
+
+
+def norms(strategy: Any) -> dict[str, Tensor]:
+    """Of gradients of two types, of which a rank may have nothing of one; and the smallest."""
+    model = net().float()
+    model.first = nn.Identity()
+    model.head = nn.Linear(FEATURES, 2, bias=False).double()
+    model.head.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    with lockstep.init(strategy, seed=5) as world:
+        model = world.prepare(model)
+        x = torch.linspace(-1, 2, FEATURES).view(1, FEATURES)
+        found = {}
+        world.backward(1e3 * model(x).square().sum())
+        for kind in (2.0, 3.0, float("inf")):
+            found[f"{kind}"] = world.clip_grad_norm(model, 1e9, kind)
+        found["smallest"] = world.clip_grad_norm(model.head, 1e9, float("-inf"))
+        return found
+
+
+EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+    "terms in attributes": lambda s: train(s, net(lambda: Net(Aside)), of_aside),
+    "terms in attributes, micro-batches": lambda s: train(
+        s, net(lambda: Net(Aside)), of_aside, micro_batch=6
+    ),
+    "an object": lambda s: train(s, net(Policy), lambda m, b: -m(b[0]).log_prob(b[1]).mean()),
+    "an attribute alone": lambda s: train(
+        s, net(Silent), lambda m, b: F.cross_entropy((m(b[0]), m.kept)[1][0], b[1])
+    ),
+    "gradient of a gradient": lambda s: train(s, net(), penalty, micro_batch=8),
+    "and another forward": lambda s: train(s, net(), lambda m, b: penalty(m, b, again=True)),
+    "evaluation that is left": lambda s: train(s, net(), between=left),
+    "forward that is left": lambda s: train(s, net(), between=lambda m, n: left(m, n, grad=True)),
+    "unfrozen": lambda s: train(s, net(frozen_at_first), between=unfreeze, samples=200, steps=11),
+    "parametrizations": lambda s: train(s, net(Normed)),
+    "moved to where it is": lambda s: train(s, net(), to_where_it_is),
+    "moving average": average,
+    "LBFGS": searched,
+}
+
+
+def exact(strategy: Any) -> dict[str, Any]:
+    return {name: case(strategy) for name, case in EXACT.items()}
+
+
+def on_two() -> dict[str, Any]:
+    return {
+        "fsdp": exact("fsdp"),
+        "kept whole": EXACT["and another forward"](FSDP(reshard_after_forward=False)),
+        "refused": refused(),
+        "others": other_parts(),
+    }
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    [found] = run_ranks(exact_on_one, 1)
+    return found
+
+
+def exact_on_one() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LockstepWarning)  # of what is unfrozen
+        return {**exact("single"), "norms": norms("single")}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(on_two, 2, timeout=100)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_unusual_models_and_loops_give_the_numbers_of_one_device(one, two, case):
+    for of_rank in two:
+        assert difference(one[case], of_rank["fsdp"][case]) < 1e-9
+
+
+def test_units_that_are_kept_whole_may_be_differentiated_twice(one, two):
+    for of_rank in two:
+        assert difference(one["and another forward"], of_rank["kept whole"]) < 1e-9
+
+
+def test_the_norm_of_gradients_that_some_ranks_have_nothing_of(one):
+    for found in run_ranks(norms, 3, "fsdp"):
+        assert difference(one["norms"], found) < 1e-6
+
+
+def unmoved(model: nn.Module, batch: Batch) -> Tensor:
+    for p in model.parameters():
+        p.data = p.data.clamp(-0.1, 0.1)
+    return entropy(model, batch)
+
+
+def watched(model: nn.Module, batch: Batch) -> Tensor:
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return entropy(model, batch)
+
+
+def of_shards(model: nn.Module, batch: Batch) -> Tensor:
+    return entropy(model, batch) + model.blocks[0].layer.weight.full_tensor().square().sum()
+
+
+def empty() -> nn.Module:
+    model = Net()
+    model.none = nn.Parameter(torch.empty(0, 3))
+    return model
+
+
+def hooked() -> nn.Module:
+    model = Net()
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+def of_hidden(model: nn.Module, batch: Batch) -> Tensor:
+    model.hidden = True
+    model(batch[0])
+    return F.cross_entropy(model.kept.logits, batch[1])
+
+
+def refused() -> dict[str, str]:
+    """What each of them says."""
+    old: list[Any] = []
+
+    def kept() -> nn.Module:
+        model = net()
+        old[:] = model.parameters()
+        return model
+
+    def clip(model: nn.Module, step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(old, 1.0)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "old in a norm": lambda: train("fsdp", kept(), between=clip),
+        "old in a penalty": lambda: train(
+            "fsdp", kept(), lambda m, b: entropy(m, b) + sum(p.square().sum() for p in old)
+        ),
+        "data": lambda: train("fsdp", net(), unmoved),
+        "hook": lambda: train("fsdp", net(), watched),
+        "hook before": lambda: train("fsdp", net(hooked)),
+        "shards": lambda: train("fsdp", net(), of_shards),
+        "empty": lambda: train("fsdp", net(empty)),
+        "unseen": lambda: train("fsdp", net(Silent), of_hidden),
+        "converted": lambda: train("fsdp", net(), lambda m, b: entropy(m.float(), b)),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except LockstepError as error:
+            found[name] = error.parts
+    assert "replaced" in repr(old[0])
+    return found
+
+
+def test_what_would_go_wrong_in_silence_is_refused(two):
+    for found in (of_rank["refused"] for of_rank in two):
+        assert "taken from a model before world.prepare" in found["old in a norm"]
+        assert "taken from a model before world.prepare" in found["old in a penalty"]
+        assert "no effect on first.weight" in found["data"]
+        assert "those of head.weight are not called" in found["hook"]
+        assert "those of head.weight are not called" in found["hook before"]
+        assert "blocks.0.layer.weight was a shard" in found["shards"]
+        assert "'none'" in found["empty"]
+        assert "layer.weight, layer.bias stayed on this rank" in found["unseen"]
+        assert "shards stay in torch.float64" in found["converted"]
+
+
+class Experts(nn.Module):
+    """Runs those whose numbers it is given."""
+
+    def __init__(self, expert: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([expert(), expert()])
+        self.head = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor, numbers: list[int]) -> Tensor:
+        for number in numbers:
+            x = self.experts[number](x)
+        return self.head(x)
+
+
+def other_parts() -> dict[str, list[str]]:
+    """In the last step the ranks run units, or use parameters, that others do not: what is said."""
+
+    def steps(
+        strategy: Any, expert: Callable[[], nn.Module], number: int, last: list[list[int]]
+    ) -> list[str]:
+        said = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LockstepWarning)
+            with lockstep.init(strategy, seed=5) as world:
+                torch.manual_seed(3)
+                model = Experts(expert)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                model, optimizer = world.prepare(model, optimizer)
+                x = torch.ones(2, FEATURES)
+                try:
+                    for step in range(number):
+                        numbers = last[world.rank if step == number - 1 else 0]
+                        world.backward(model(x, numbers).square().mean())
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if number == 5:
+                        model(x, last[0])
+                except LockstepError as error:
+                    said.append(error.parts)
+        return said + [f"warning {warning.message}" for warning in caught]
+
+    linear = partial(nn.Linear, FEATURES, FEATURES)
+    return {
+        "units": steps("fsdp", Block, 5, [[0], [1]]),
+        "units, last": steps("fsdp", Block, 1, [[0], [1]]),
+        "order": steps("fsdp", Block, 5, [[0, 1], [1, 0]]),
+        "parameters": steps("fsdp", linear, 5, [[0], [1]]),
+        "unused": steps(FSDP(find_unused_parameters=True), linear, 5, [[0], [1]]),
+    }
+
+
+def test_ranks_that_use_other_parts_of_the_model(two):
+    for rank, found in enumerate(of_rank["others"] for of_rank in two):
+        assert "experts.0, experts.1 ran more often on some" in found["units"][0]
+        assert "another order" in found["order"][0]
+        assert "experts.0.weight, experts.0.bias, experts.1.weight" in found["parameters"][0]
+        assert found["unused"] == []
+        assert len(found["units, last"]) == (1 if rank == 0 else 0)  # warnings are rank 0's
+    assert "warning forward passes" in two[0]["others"]["units, last"][0]
+
+
+def machines() -> str:
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"] = str(rank % 2), str(rank // 2)
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
+    try:
+        lockstep.init("hsdp")
+    except LockstepError as error:
+        return f"{type(error).__name__} {error.found}"
+    return ""
+
+
+def test_machines_of_different_size_are_refused_on_every_rank():
+    """Of three ranks, two on one machine."""
+
+    found = run_ranks(machines, 3)
+    assert found == ["RanksDifferError ranks 0 to 2 have 2, 2, 1 ranks a group"] * 3
