@@ -11,6 +11,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
@@ -262,6 +263,58 @@ def test_a_sampler_of_the_users_is_the_global_order():
     assert max(sum(one, [])) < 10
     two = [read(make(source, rank, 2)) for rank in range(2)]
     assert [sum(parts, []) for parts in zip(*two, strict=True)] == one
+
+
+class Moving(Sampler[int]):
+    """Its order depends on how often it was asked, and nothing that can be seen says so."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        self.draw = lambda: rng.permutation(12).tolist()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.draw())
+
+
+class MovingBatches(Moving):
+    """The same in global batches of 1 to 4 samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        order = self.draw()
+        return (order[begin:end] for begin, end in ((0, 4), (4, 7), (7, 10), (10, 11), (11, 12)))
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_an_order_that_cannot_be_had_again_is_in_the_position(batches):
+    def source() -> Source:
+        if batches:
+            return from_loader(DataLoader(Numbers(12), batch_sampler=MovingBatches()))
+        return from_loader(DataLoader(Numbers(12), batch_size=3, sampler=Moving()))
+
+    loader = make(source())
+    read(loader)
+    assert "order" not in loader.state_dict()
+    begun, handed = iter(loader), []
+    for _ in range(2):
+        handed += next(begun).tolist()
+        len(loader)  # as a progress bar asks on one rank alone
+        loader._step.mark_stepped()
+    state = loader.state_dict()
+    begun.close()
+    two = [make(source(), rank, 2) for rank in range(2)]
+    for each in two:
+        each.load_state_dict(state)
+        assert torch.equal(each.state_dict()["order"], state["order"])  # saved again at once
+    handed += sum(sum((read(each) for each in two), []), [])
+    assert sorted(handed) == list(range(12))
+    assert [each.epoch for each in two] == [2, 2]
+    assert len(read(two[0])) == (5 if batches else 4)  # the next epoch is whole
 
 
 def test_a_batch_sampler_of_the_users_makes_the_global_batches():

@@ -98,9 +98,30 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
+class Keeping(Sampler[int]):
+    """Draws from a generator of its own, which moves on with every epoch."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        order = list(range(SIZE))
+        self.own.shuffle(order)
+        return iter(order)
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: source(sampler=Keeping(np.random.default_rng(1))),
+        lambda: source(sampler=Keeping(np.random.Generator(np.random.MT19937()))),
+        lambda: source(sampler=Keeping(np.random.RandomState(1))),
+        lambda: source(sampler=Keeping(random.Random(1))),
+        lambda: source(sampler=Wrapping(Keeping(np.random.default_rng()))),
+        lambda: batched(Keeping(np.random.default_rng())),
         lambda: source(sampler=WeightedRandomSampler([1.0] * SIZE, SIZE, generator=generator())),
         lambda: source(sampler=SubsetRandomSampler(range(SIZE), generator=generator())),
         lambda: source(sampler=RandomSampler(DATA, replacement=True, generator=generator())),
@@ -116,6 +137,22 @@ def test_a_generator_of_the_samplers_own_does_not_break_resuming(make):
     assert epochs[1] != epochs[2]
     assert make().plan(3, 2).order.tolist() == epochs[2]
     assert whole.plan(3, 2).order.tolist() == epochs[2]
+
+
+class Unseeded(np.random.PCG64):
+    """A bit generator of somebody's own, which takes no seed."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [random.SystemRandom(), np.random.Generator(Unseeded()), np.random.RandomState(Unseeded())],
+)
+def test_a_generator_that_cannot_be_seeded_is_used_as_it_is(own):
+    given = source(sampler=Keeping(own))
+    assert sorted(given.plan(3, 0).order.tolist()) == list(range(SIZE))
 
 
 def test_a_sampler_without_samples_is_still_seeded():

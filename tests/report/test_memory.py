@@ -215,6 +215,7 @@ def test_fsdp_holds_a_shard_and_gathers_copies(two):
     for device in devices:
         assert device.parameters == device.gradients == device.state < WEIGHTS * DOUBLE
         assert device.copies == WEIGHTS * DOUBLE, "the model is one unit here"
+        assert device.gathered == 2 * WEIGHTS * DOUBLE, "gradients, and what they are sent in"
         assert (device.activations, device.loss) == kept_by(BATCH // 2)
 
 
@@ -235,6 +236,8 @@ def test_replicas_are_shown_as_devices():
     assert (even[0].copies, even[1].copies) == (0, WEIGHTS * DOUBLE)
     assert (even[0].state, even[1].state) == (WEIGHTS * DOUBLE, 0)
     assert even[0].counted > even[1].counted
+    assert even[1].peak is None
+    assert even[0].peak > 3 * WEIGHTS * DOUBLE, "parameters, gradients and state are there"
 
     balanced = ask(DP(replicas=3), shares="1:2:1")[1].devices
     assert [device.samples for device in balanced] == [4, 8, 4]
@@ -253,8 +256,16 @@ def test_the_loss_may_call_the_model_more_than_once():
         model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loader = world.loader(tensors(), BATCH)
         memory = world.memory(model, optimizer, loader, loss)
-    assert [device.device for device in memory.devices] == ["cpu"], "which replica is not known"
-    assert memory.devices[0].activations == 2 * kept_by(BATCH)[0]
+    assert [d.activations for d in memory.devices] == [2 * kept_by(BATCH // 2)[0]] * 2
+
+
+def test_layers_that_replicas_compute_together_count_for_each():
+    with lockstep.init(DP(replicas=2)) as world:
+        model = mlp(batch_norm=True)
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = world.loader(tensors(), BATCH)
+        first, second = world.memory(model, optimizer, loader, mean_loss).devices
+    assert first.activations == second.activations > kept_by(BATCH // 2)[0]
 
 
 def test_the_table():

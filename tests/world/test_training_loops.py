@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problems import Augmented, difference, mean_loss, mlp, tensors, weights
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Sampler, random_split
 
 import lockstep
 from lockstep.errors import RanksDifferError, SettingError, UsageError
@@ -171,6 +172,45 @@ def test_a_checkpoint_at_any_place_of_the_loop_loses_and_repeats_nothing(tmp_pat
     whole, expected = train(stop=False)
     assert len(whole) == 20
     assert difference(expected, resumed) == 0
+
+
+@pytest.mark.parametrize("kept", ["generator", "out of sight"])
+def test_a_sampler_of_ones_own_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, kept):
+    class Drawing(Sampler[int]):
+        def __init__(self) -> None:
+            rng = np.random.default_rng(5)
+            self.draw = None if kept == "generator" else lambda: rng.permutation(20)
+            self.rng = rng if kept == "generator" else None
+
+        def __len__(self) -> int:
+            return 20
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter((self.draw() if self.rng is None else self.rng.permutation(20)).tolist())
+
+    def handed(folder: str, stop: bool) -> list[list[float]]:
+        found = []
+        with lockstep.init(seed=3) as world:
+            model, optimizer = ready(world)
+            loader = world.prepare(DataLoader(tensors(20), batch_size=4, sampler=Drawing()))
+            state = {"model": model, "optimizer": optimizer, "loader": loader}
+            checkpoint = world.checkpoint(tmp_path / folder, **state)
+            checkpoint.resume()
+            for epoch in world.epochs(3):
+                for step, batch in enumerate(loader, loader.start):
+                    world.backward(mean_loss(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(batch[0].sum(dim=1).tolist())
+                    if stop and (epoch, step) == (1, 2):
+                        checkpoint.save()
+                        return found
+        return found
+
+    pieces = handed("stopped", stop=True) + handed("stopped", stop=False)
+    assert sorted(sum(pieces[5:10], [])) == sorted(sum(pieces[:5], []))
+    if kept == "generator":
+        assert pieces == handed("whole", stop=False)
 
 
 def test_breaking_out_of_the_epochs_counts_the_epoch_if_it_was_done(world):

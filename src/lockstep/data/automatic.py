@@ -22,6 +22,9 @@ from lockstep.runtime.settings import AUTO
 
 _WORTH = 1.08
 """Shares are changed where a step gets this much faster: two equal devices never measure alike."""
+_FEWEST, _MOST = 5, 20
+_STEADY = 1.05
+"""Times are taken 5 times, and up to 20 times where one is usually more than 5 % above its best."""
 _NEAR = 1.02
 """The smallest whole numbers are taken that come this near to the best division."""
 _PARTS = 12
@@ -164,6 +167,44 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
         size = (good + bad) // 2
         good, bad = (size, bad) if fits(size) else (good, size)
     return good
+
+
+def enough(times: Sequence[Sequence[float]]) -> bool:
+    """Whether shares can be chosen from these times of each rank, or more have to be taken."""
+    taken = len(times[0])
+    steady = all(np.median(each) <= _STEADY * min(each) for each in times)
+    return taken >= _MOST or (taken >= _FEWEST and steady)
+
+
+def alike(times: Sequence[Sequence[float]]) -> bool:
+    """Whether the spread of the times hides how the ranks differ, if they do.
+
+    It does where each rank has been as fast at times as any other usually is: no shortest time is
+    above the median of another rank.
+    """
+    return bool(max(map(min, times)) <= min(map(np.median, times)))
+
+
+def shares_by_times(
+    times: Sequence[Sequence[float]],
+    present: tuple[int, ...],
+    batch_size: int,
+    limits: Sequence[int | None],
+) -> tuple[int, ...]:
+    """The shares by the shortest times; even ones, as far as these fit, where ranks are `alike`.
+
+    What else runs on a machine makes a time longer and never shorter.
+
+    Args:
+        times: of each rank for a sample, taken by all ranks in the same moments.
+        present: as in `choose_shares`, which raises SettingError.
+        batch_size: likewise.
+        limits: likewise.
+    """
+    if alike(times):
+        even = (1,) * len(times)
+        return choose_shares(even, even, batch_size, limits)
+    return choose_shares([min(each) for each in times], present, batch_size, limits)
 
 
 def choose_shares(

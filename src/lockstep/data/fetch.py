@@ -65,6 +65,11 @@ class Fetch(Dataset[Any]):
         return read(indices) if read else [self.dataset[index] for index in indices]
 
 
+def as_it_is(item: Any) -> Any:
+    """For a DataLoader whose dataset gives what is wanted: nothing is collated or converted."""
+    return item
+
+
 def _tensors(dataset: Dataset[Any]) -> tuple[tuple[torch.Tensor, ...], Indices | None] | None:
     """The tensors, and the row of each sample, of a TensorDataset or a Subset of one.
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.data.automatic import Wish, parts
 from lockstep.data.coverage import Coverage
 from lockstep.data.division import Division, Portion
-from lockstep.data.fetch import Fetch, Key
-from lockstep.data.global_batch import Indices
+from lockstep.data.fetch import Fetch, Key, as_it_is
+from lockstep.data.global_batch import EpochPlan, Indices
 from lockstep.data.nest import emptied, map_tensors
 from lockstep.data.prefetch import to_device
 from lockstep.data.source import Source
@@ -94,6 +94,8 @@ class Loader:
         self._epoch = 0
         self._start = 0
         self._running: Pass | None = None
+        self._own_plan: EpochPlan | None = None
+        """Of the pass that is running, or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
         self._persistent: DataLoader[Any] | None = None
@@ -164,11 +166,17 @@ class Loader:
         """Micro-batches of an epoch, which is the number of turns of a training loop.
 
         While `micro_batch="auto"` is not found, one for each global batch is counted.
+
+        Raises:
+            LengthUnknownError: of a stream that does not say its length.
         """
-        if self.micro_batches == 1 and self.source.batch_sampler is None:
-            return self.steps
-        plan = self.source.plan(self.seed, self.epoch)
-        return len(self._division.pieces(plan, self._collectives.part, 0))
+        length, size = self.source.length, self.batch_size
+        if self.source.batch_sampler is not None:
+            plan = self.source.plan(self.seed, self.epoch)
+            return len(self._division.pieces(plan, self._collectives.part, 0))
+        full = min(self.steps, length // size)
+        last = len(self._division.planned(length % size)) if self.steps > full else 0
+        return full * self.micro_batches + last
 
     def __iter__(self) -> Iterator[Any]:
         training = torch.is_grad_enabled()
@@ -177,16 +185,23 @@ class Loader:
         self.trained += int(training)
         return self._begin(epoch, start, training)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position: the same on every rank, and meaningful on any number of them."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on every rank, and meaningful on any number of them.
+
+        Inside of an epoch it comes with the order of that epoch where a sampler of the user's gave
+        it: asked again, that may give another one.
+        """
         if self._running is None:
             epoch, step = self._epoch, self._start
         else:
             done = self._running.micro_batch.last and self._running.stepped
             epoch, step = self._epoch - 1, self._position + int(done)
-        return {"epoch": epoch, "step": step, **self._identity()}
+        state: dict[str, Any] = {"epoch": epoch, "step": step, **self._identity()}
+        if self.mid_epoch and self._own_plan is not None:
+            state |= {name: torch.from_numpy(a) for name, a in vars(self._own_plan).items()}
+        return state
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up the position; the next pass begins there.
 
         Raises:
@@ -200,6 +215,9 @@ class Loader:
                     "continue with the same data, batch size and seed, or leave the loader out",
                 )
         self._epoch, self._start, self._running = state["epoch"], state["step"], None
+        self._own_plan = None
+        if "order" in state:
+            self._own_plan = EpochPlan(state["order"].numpy(), state["bounds"].numpy())
 
     def example(self) -> Any:
         """A batch of one micro-batch's size, of the first samples, on the CPU."""
@@ -213,9 +231,12 @@ class Loader:
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         """The pass over an epoch, from a global batch of it on."""
-        plan = self.source.plan(self.seed, epoch)
+        plan = self._own_plan if start else None
+        if plan is None:
+            plan = self.source.plan(self.seed, epoch)
         part = self._collectives.part
         if training:
+            self._own_plan = plan if self.source.own_order else None
             self.coverage.begin(epoch, start, plan)
             portions = self._division.portions(plan, part, start, weighed=self.weight is not None)
             return self._run(epoch, portions, start, training, False)
@@ -291,7 +312,15 @@ class Loader:
             micro, batch = read[0]
             portion.begun = weigh(self.weight, batch) if micro.local else 0.0
             pairs = iter(read)
-        return islice(weighted(pairs, self.weight, self._collectives, begun), len(portion.pieces))
+        whole = weighted(
+            pairs,
+            self.weight,
+            self._collectives,
+            epoch=epoch,
+            position=wanted[0][0] if wanted else 0,
+            begun=begun,
+        )
+        return islice(whole, len(portion.pieces))
 
     def _place(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         """Moves batches to the device while keeping what they are beside them."""
@@ -346,7 +375,7 @@ class Loader:
             fetch,
             batch_size=None,
             sampler=self._keys,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=generator,
             **options,
         )
@@ -367,7 +396,3 @@ class Keys:
 
 _FIRST: Indices = np.zeros(1, dtype=np.int64)
 SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

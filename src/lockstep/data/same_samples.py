@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data.fetch import as_it_is
 from lockstep.data.source import Source
 from lockstep.errors import RanksDifferError
 from lockstep.runtime.collectives import Collectives
@@ -118,7 +119,7 @@ def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
         batch_size=None,
         num_workers=1,
         multiprocessing_context=context,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         worker_init_fn=source.options.get("worker_init_fn"),
         generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
     )
@@ -204,7 +205,3 @@ def alike(one: Any, other: Any) -> bool:
         both_nan = math.isnan(one) and math.isnan(other)
         return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-9)
     return bool(one == other)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

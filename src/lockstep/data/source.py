@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -91,6 +93,11 @@ class Source:
         return batches_in_epoch(self.length, self.batch_size, drop_last=self.drop_last)
 
     @property
+    def own_order(self) -> bool:
+        """A sampler of the user's says which samples form the global batches."""
+        return self.sampler is not None or self.batch_sampler is not None
+
+    @property
     def fingerprint(self) -> int:
         """A CRC-32 over what must be equal on all ranks: sizes, splits, and the user's own order.
 
@@ -100,7 +107,7 @@ class Source:
         found = zlib.crc32(repr(tuple(int(size) for size in sizes)).encode())
         for indices in _subsets(self.dataset):
             found = zlib.crc32(_bytes(indices), found)
-        if self.sampler is not None or self.batch_sampler is not None:
+        if self.own_order:
             plan = self.plan(0, 0)
             found = zlib.crc32(plan.order.tobytes(), found)
             found = zlib.crc32(plan.bounds.tobytes(), found)
@@ -115,7 +122,7 @@ class Source:
 
     def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The global batches of an epoch, the same on every rank."""
-        if self.sampler is None and self.batch_sampler is None:
+        if not self.own_order:
             return plan_epoch(
                 self.length,
                 self.batch_size,
@@ -125,10 +132,10 @@ class Source:
                 drop_last=self.drop_last,
             )
         with kept_random_state():
-            # A sampler may draw from any of the global streams, or from a generator of its own.
+            # A sampler may draw from any of the global streams, or from generators of its own.
             seed_sample(seed, epoch, _SAMPLER)
             for number, generator in enumerate(_generators(self.batch_sampler, self.sampler)):
-                generator.manual_seed(mix(seed, epoch, _SAMPLER, number))
+                _seed(generator, mix(seed, epoch, _SAMPLER, number))
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
@@ -141,16 +148,34 @@ def _indices(sampler: Sampler[int] | None) -> Iterator[int]:
     return iter(sampler) if sampler is not None else iter(())
 
 
-def _generators(*samplers: object) -> list[torch.Generator]:
+_Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def _seed(generator: _Generator, value: int) -> None:
+    """Leaves what cannot be seeded as it is, such as a generator of the operating system's."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(value)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        with suppress(TypeError, ValueError):  # a bit generator of somebody's own
+            bits.state = type(bits)(value).state
+    elif isinstance(generator, np.random.RandomState):
+        with suppress(TypeError):  # numpy seeds only its Mersenne Twister again
+            generator.seed(value & 0xFFFFFFFF)
+    else:
+        generator.seed(value)
+
+
+def _generators(*samplers: object) -> list[_Generator]:
     """Those that samplers and the samplers they wrap have as attributes."""
-    found: list[torch.Generator] = []
+    found: list[_Generator] = []
     waiting, known = list(samplers), {id(sampler) for sampler in samplers}
     while waiting:
         for name, value in getattr(waiting.pop(), "__dict__", {}).items():
             if id(value) in known:
                 continue
             known.add(id(value))
-            if isinstance(value, torch.Generator):
+            if isinstance(value, _Generator):
                 found.append(value)
             elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
                 waiting.append(value)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.data.division import Piece, Portion
 from lockstep.data.fetch import Key as Rows
-from lockstep.data.global_batch import Indices, batches_in_epoch
+from lockstep.data.global_batch import Indices
 from lockstep.data.loader import SOME_SKIP, Loader
 from lockstep.data.nest import emptied, map_tensors
 from lockstep.data.stream import StreamSource
@@ -131,18 +131,6 @@ class StreamLoader(Loader):
         }[self.source.how]
         return Choice(said.name, said.value, f"{said.reason}; {how}")
 
-    def __len__(self) -> int:
-        """Micro-batches of an epoch.
-
-        Raises:
-            LengthUnknownError: the stream does not say its length.
-        """
-        length, size = self.source.length, self.batch_size
-        steps = batches_in_epoch(length, size, drop_last=self.source.drop_last)
-        full = min(steps, length // size)
-        last = len(self._division.planned(length % size)) if steps > full else 0
-        return full * self.micro_batches + last
-
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes up the position; the next pass begins there.
 
@@ -202,7 +190,9 @@ class StreamLoader(Loader):
         pairs = self._rest(epoch, portion, training)
         if self.weight is None or not training:
             return pairs
-        return weighted(pairs, self.weight, self._collectives)
+        return weighted(
+            pairs, self.weight, self._collectives, epoch=epoch, position=portion.position
+        )
 
     def _read(self, keys: list[Rows]) -> Iterator[Any]:
         """Of a global batch that has been read already."""

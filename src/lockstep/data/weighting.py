@@ -5,13 +5,14 @@ weight `w` counts as it should when that loss is multiplied by `w * ranks / W`, 
 of the whole global batch.
 
 By samples, `W` is known from the plan. By a user's weight (the tokens that count, say) it is a sum
-over ranks: the loader reads one global batch ahead and starts that all-reduce (8 bytes, on the CPU
-side) a whole step before its result is needed, so no step waits for it.
+over ranks: the loader reads one global batch ahead and starts that all-reduce (24 bytes, on the CPU
+side) a whole step before its result is needed, so no step waits for it. At most one is under way. A
+loop that is left lets go of it unread, which is right where all ranks leave; the sum also says of
+which global batch it is, so that one of a rank that has left alone is not taken for another.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, RanksDifferError
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.step import MicroBatch
 
@@ -34,46 +35,88 @@ class _Group:
 
     pairs: list[Pair]
     weights: list[float]
+    place: tuple[int, int]
+    """Its epoch, and its position in it."""
     total: Tensor
+    """Over the ranks: weight, epoch, position."""
     work: dist.Work | None
 
 
 def weighted(
-    pairs: Iterator[Pair], weight: Weight, collectives: Collectives, begun: float = 0.0
+    pairs: Iterator[Pair],
+    weight: Weight,
+    collectives: Collectives,
+    *,
+    epoch: int,
+    position: int,
+    begun: float = 0.0,
 ) -> Iterator[Pair]:
     """The same micro-batches with the exact scale of `weight` instead of that of samples.
 
-    `begun` is what this rank was handed of the first global batch before, by weight.
+    Args:
+        pairs: the micro-batches, in order.
+        weight: of a batch.
+        collectives: of the run.
+        epoch: of the pass.
+        position: of the first global batch in the epoch.
+        begun: what this rank was handed of that batch before, by weight.
+
+    Raises:
+        RanksDifferError: another rank is at another global batch.
     """
-    ahead: deque[_Group] = deque()
+    ahead: _Group | None = None
     group: list[Pair] = []
     for pair in pairs:
         group.append(pair)
         if pair[0].last:
-            ahead.append(_start(group, weight, collectives, begun))
-            group, begun = [], 0.0
-        if len(ahead) == 2:
-            yield from _finish(ahead.popleft(), collectives.part.count)
-    for waiting in ahead:
-        yield from _finish(waiting, collectives.part.count)
+            # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
+            ready = [] if ahead is None else _finish(ahead, collectives)
+            ahead = _start(group, weight, collectives, begun, (epoch, position))
+            group, begun, position = [], 0.0, position + 1
+            yield from ready
+    if ahead is not None:
+        yield from _finish(ahead, collectives)
 
 
-def _start(pairs: list[Pair], weight: Weight, collectives: Collectives, begun: float) -> _Group:
+def _start(
+    pairs: list[Pair],
+    weight: Weight,
+    collectives: Collectives,
+    begun: float,
+    place: tuple[int, int],
+) -> _Group:
     weights = [weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
     own = begun + sum(weights) if collectives.counts else 0.0
-    total = torch.tensor([own], dtype=torch.float64)
+    total = torch.tensor([own, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(total, async_op=True)
-    return _Group(pairs, weights, total, work)
+    return _Group(pairs, weights, place, total, work)
 
 
-def _finish(group: _Group, ranks: int) -> Iterator[Pair]:
+def _finish(group: _Group, collectives: Collectives) -> list[Pair]:
     if group.work is not None:
         group.work.wait()
-    total = float(group.total)
+        _check_place(group, collectives)
+    total = float(group.total[0])
+    ranks = collectives.part.count
     plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].first
+    found = []
     for (micro, batch), own in zip(group.pairs, group.weights, strict=True):
         scale = own * ranks / total if total else 0.0
-        yield replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch
+        found.append((replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch))
+    return found
+
+
+def _check_place(group: _Group, collectives: Collectives) -> None:
+    size = collectives.topology.size
+    if group.total[1:].tolist() != [size * number for number in group.place]:
+        epoch, position = group.place
+        raise RanksDifferError(
+            "the same global batch on every rank, which weight= sums up over the ranks",
+            f"rank {collectives.topology.rank} is at number {position} of epoch {epoch}, and "
+            "another rank is elsewhere",
+            "leave the training loop at the same step on every rank: decide break, continue and "
+            "return by what is equal everywhere, such as the step or world.mean(loss)",
+        )
 
 
 def weigh(weight: Weight, batch: Any) -> float:

@@ -8,7 +8,7 @@ exchanged once; the steps communicate as those of a training do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ _WIDTH = 12
 _ROWS = (
     ("parameters", "parameters"),
     ("parameter copies", "copies"),
+    ("a block whole", "gathered"),
     ("buffers", "buffers"),
     ("gradients", "gradients"),
     ("optimizer state", "state"),
@@ -43,7 +44,10 @@ _ROWS = (
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _ON_CPU = "tensors alive at one time in a step; what kernels take for themselves is not seen"
 _REPLICA = "replica "
-_REPLICAS = "replicas share the memory of their process; each is shown as on a device of its own"
+_REPLICAS = (
+    "replicas share the memory of their process; each is shown as on a device of its own, and with "
+    "the first of them the peak of all"
+)
 _ON_CUDA = "torch.cuda.max_memory_allocated of a step; the CUDA context is not in it"
 
 
@@ -58,6 +62,9 @@ class DeviceMemory:
     parameters: int = 0
     copies: int = 0
     """Parameters gathered or copied for a pass and held until its backward pass."""
+    gathered: int = 0
+    """By FSDP for the largest of its units, for a moment: its parameters, unless they are held,
+    their gradients, and what these are sent in."""
     buffers: int = 0
     gradients: int = 0
     """Those of parameters that are trained, when they are there."""
@@ -68,12 +75,13 @@ class DeviceMemory:
     loss: int | None = None
     """What is kept likewise after the model: by the loss, where outputs are joined."""
     peak: int | None = None
+    """Where replicas share one device, that of their process, with the first of them."""
     step_s: float | None = None
 
     @property
     def counted(self) -> int:
         """All that is counted, as if it were alive at the same time."""
-        known = (self.parameters, self.copies, self.buffers, self.gradients)
+        known = (self.parameters, self.copies, self.gathered, self.buffers, self.gradients)
         return sum(known) + (self.state or 0) + (self.activations or 0) + (self.loss or 0)
 
 
@@ -160,10 +168,11 @@ def measure(
 
     world._check_open("memory")
     run = world._run
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # an evaluation may have left it whole
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for unit in units:
+        unit.reshard()  # an evaluation may have left it whole
     held = _Held(run)
+    held.add("gathered", {run.device: _gathered(units)})
     held.add("parameters", bytes_by_device(storages(model.parameters()).values()))
     held.add("buffers", bytes_by_device(storages(model.buffers()).values()))
     for parameter in model.parameters():
@@ -204,11 +213,11 @@ def _replicas(
             replace(row, gradients=home.gradients) if other else row
             for row, other in zip(rows, others, strict=True)
         ]
-    if found is not None and found.replicas is None:
-        return rows
-    activations: list[Any] = sizes if found is None else list(found.replicas or ())
-    made = [replace(home, device=f"{_REPLICA}0", samples=sizes[0], peak=None)]
-    made[0] = replace(made[0], activations=activations[0])
+    activations: list[Any] = sizes
+    if found is not None:
+        # By samples: layers that the replicas compute together keep for all of them.
+        activations = [(home.activations or 0) * size // max(1, sum(sizes)) for size in sizes]
+    made = [replace(home, device=f"{_REPLICA}0", samples=sizes[0], activations=activations[0])]
     for n in range(1, model.count):
         made.append(
             replace(
@@ -220,9 +229,22 @@ def _replicas(
                 state=0,
                 activations=activations[n],
                 loss=None if found is None else 0,
+                peak=None,
             )
         )
     return made
+
+
+def _gathered(units: Sequence[nn.Module]) -> int:
+    """Bytes for the largest unit; of a model's units, the outermost first."""
+    known: set[int] = set()
+    needed = [0]
+    for unit in reversed(units):  # those inside of it have been counted
+        own = [p for p in unit.parameters() if id(p) not in known]
+        known.update(map(id, own))
+        held = int(unit is units[0])  # the outermost stays whole: among the copies
+        needed.append(sum((1 - held + 2 * p.requires_grad) * _size(p) for p in own))
+    return max(needed)
 
 
 def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:

@@ -67,8 +67,6 @@ class Found:
     """Of this rank's first micro-batch, at which the activations were counted."""
     activations: dict[torch.device, int]
     """Kept by the model for the backward pass, but for parameters and buffers."""
-    replicas: list[int] | None
-    """The activations of each replica of a DataParallel, where it called each but once."""
     loss: dict[torch.device, int]
     """Kept likewise by what comes after the model: outputs brought together, the loss."""
     copies: dict[torch.device, int]
@@ -93,7 +91,6 @@ def try_out(subject: Subject) -> Found:
         return Found(
             samples=kept.samples,
             activations=kept.activations,
-            replicas=kept.replicas,
             loss=kept.loss,
             copies=kept.copies,
             state=bytes_by_device(state.values()),
@@ -128,7 +125,6 @@ class _Call:
     def __init__(self, args: Any) -> None:
         self.saved = SavedTensors()
         inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.samples = next((len(tensor) for tensor in inputs if tensor.dim()), 0)
         self._inputs: dict[int, int] = {}
         """Bytes of each, by storage: a replica's inputs are views of the whole batch."""
         for tensor in inputs:
@@ -158,7 +154,6 @@ class _Kept:
         self.model = model
         self.samples = 0
         self.activations: dict[torch.device, int] = {}
-        self.replicas: list[int] | None = None
         self.loss: dict[torch.device, int] = {}
         self.copies: dict[torch.device, int] = {}
         self.gradients: list[weakref.ref[torch.UntypedStorage]] = []
@@ -200,16 +195,11 @@ class _Kept:
         copies = {number: s for number, s in self._seen.items() if number not in self._own}
         self.copies = bytes_by_device(copies.values())
         counted = self._own | copies
-        calls: list[tuple[int, int]] = []
         for call in self._calls:
-            new = call.kept(counted)
-            calls.append((call.samples, sum(new.values())))
-            for device, size in new.items():
+            for device, size in call.kept(counted).items():
                 self.activations[device] = self.activations.get(device, 0) + size
         outside = self._outside.storages()
         self.loss = bytes_by_device(s for n, s in outside.items() if n not in counted)
-        if isinstance(self.model, DataParallel):
-            self.replicas = _by_replica(self.model.sizes(sum(n for n, _ in calls)), calls)
         self._calls, self._outside, self._seen = [], SavedTensors(), {}  # they hold what they saw
 
     @contextmanager
@@ -228,20 +218,6 @@ class _Kept:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _by_replica(sizes: list[int], calls: list[tuple[int, int]]) -> list[int] | None:
-    """Which replica made which call: they come in any order, and are known by their samples."""
-    found = []
-    left = list(calls)
-    for size in sizes:
-        call = next((call for call in left if call[0] == size), (size, 0) if not size else None)
-        if call is None:
-            return None
-        if call in left:
-            left.remove(call)
-        found.append(call[1])
-    return None if left else found
 
 
 def _global_batch(

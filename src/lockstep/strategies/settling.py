@@ -4,9 +4,11 @@ It happens in the first global batch that is trained on, right after the backwar
 with which that batch was opened (`data.division`), and before any optimizer step. Every rank takes
 the calls that it made of its modules and tries them at other sizes (`trial`). The ranks begin each
 measurement together, because devices that share a machine slow each other down; what they found
-they exchange as text, so all decide from the same numbers.
+they exchange as text, so all decide from the same numbers. Times are taken again and again, because
+a machine that others use as well is slow at times: what differs less than they vary is the same.
 
-Communication: one exchange of text before and after each of at most three rounds of measurement.
+Communication: an exchange of text before and after each time that is taken, which is done 5 to 20
+times for at most three divisions.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.data.automatic import Question, Wish, choose_shares, largest_that_fits, parts
+from lockstep.data.automatic import (
+    Question,
+    Wish,
+    alike,
+    enough,
+    largest_that_fits,
+    parts,
+    shares_by_times,
+)
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.optim.accumulation import PreparedOptimizer
 from lockstep.runtime.run import Run
@@ -28,7 +38,7 @@ from lockstep.runtime.settings import AUTO
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.trial import Calls, Trial
 
-_ROUNDS = 3
+_DIVISIONS = 3
 """Times are taken again with the shares that the times before have led to, at most so often."""
 _SHOWN = 8
 
@@ -144,10 +154,10 @@ class Settling:
         search = _Search(self._run, self._strategy, question, trial)
         shares = question.shares
         if question.find_shares:
-            before, after, seconds = search.shares()
+            before, after, times = search.shares()
             shares = self._strategy.divide(self._modules, after)
             kind = "rank" if self._run.collectives.part.count > 1 else "device"
-            self._say(_shares_in_words(before, after, seconds, kind))
+            self._say(_shares_in_words(before, after, times, kind))
         if question.find_micro_batch:
             self.micro_batch = search.micro_batch(shares)
             most = max(parts(question.batch_size, shares))
@@ -174,25 +184,31 @@ class _Search:
         self._fitting: dict[int | None, int] = {}
         self._limits: dict[int | None, int] = {}
 
-    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
-        """The devices' shares as they were and as they should be, and what a sample took first."""
+    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
+        """The devices' shares as they were and as they should be, and the times that say so."""
         question = self._question
         before = shares = question.shares
         if len(shares) != self._devices:  # the loader knows of this process alone
             before = shares = (1,) * self._devices
         # Where the parts may be computed in pieces, memory does not bound them.
         bound = question.micro_batch is None and not question.find_micro_batch
-        first: list[float] = []
-        for _ in range(_ROUNDS):
+        tried: list[tuple[int, ...]] = []
+        telling: list[tuple[float, ...]] = []
+        while shares not in tried and len(tried) < _DIVISIONS:
+            tried.append(shares)
             limits = self._everywhere(self._limit, self._own, shares)
-            seconds = self._everywhere(self._seconds, self._own, shares)
-            first = first or seconds
+            times = self._times(shares)
+            telling = times if alike(times) or not telling else telling
             room = limits if bound else [None] * self._devices
-            better = choose_shares(seconds, shares, question.batch_size, room)
-            if better == shares:
-                break
-            shares = better
-        return before, shares, first
+            shares = shares_by_times(times, shares, question.batch_size, room)
+        return before, shares, telling
+
+    def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
+        """What a sample takes on each device, at its share, again and again."""
+        rounds = [self._everywhere(self._seconds, self._own, shares)]
+        while not enough(list(zip(*rounds, strict=True))):
+            rounds.append(self._everywhere(self._seconds, self._own, shares))
+        return list(zip(*rounds, strict=True))
 
     def micro_batch(self, shares: tuple[int, ...]) -> int | None:
         """The most samples a process computes at a time, by the least memory of all; None: all.
@@ -260,12 +276,14 @@ class _Search:
 
 
 def _shares_in_words(
-    before: Sequence[int], after: Sequence[int], seconds: Sequence[float], kind: str
+    before: Sequence[int], after: Sequence[int], times: Sequence[Sequence[float]], kind: str
 ) -> str:
-    took = [f"{kind} {number} {_time(each)}" for number, each in enumerate(seconds[:_SHOWN])]
-    times = f"a sample took {', '.join(took)}{', ...' * (len(seconds) > _SHOWN)}"
+    took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times[:_SHOWN])]
+    text = f"a sample took {', '.join(took)}{', ...' * (len(times) > _SHOWN)}"
+    if alike(times):
+        text += f": no difference, as the times of one {kind} differ as much"
     change = "stay" if tuple(before) == tuple(after) else f"-> {_colons(after)}"
-    return f"shares auto: {_colons(before)} {change}; {times}"
+    return f"shares auto: {_colons(before)} {change}; {text}"
 
 
 def _micro_batch_in_words(found: int | None, part: int) -> str:
