@@ -21,14 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from psutil import Process
 
 HERE = Path(__file__).resolve()
 CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
 PROBLEMS = {"mlp": (10, 10), "digits": (5, 4), "resnet18": (1, 1)}
 """Steps in a block, and blocks in a round: the shorter a step, the more of them are needed."""
+BY_LOCKSTEP_RUN = "started by lockstep run"
 
 
 def problem(name: str) -> tuple[Any, Any, int]:
@@ -177,8 +180,14 @@ def time_all(kind: str, fixed: bool, rounds: int) -> dict[str, Any]:
     return {"times": times, "same_weights": same if fixed else {}}
 
 
-def peak_memory(kind: str, name: str) -> dict[str, float]:
-    """MiB of resident memory: at the end of imports, and the peak while training."""
+def peak_memory(kind: str, name: str, starter: int) -> dict[str, float]:
+    """MiB of this rank at the end of imports and at most while training; of the run at its end.
+
+    The run is all that the process `starter` has started, launcher and ranks, and what they share
+    counts once.
+    """
+    import torch.distributed as dist
+
     shared = open_shared([name])
     before = _resident()
     _, step, batches = contestant(name, kind, True, shared)
@@ -187,12 +196,21 @@ def peak_memory(kind: str, name: str) -> dict[str, float]:
         step(next(stream))
     stream.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"before": before, "peak": peak}
+    dist.barrier()
+    whole = sum(_proportional(child.pid) for child in Process(starter).children(recursive=True))
+    dist.barrier()
+    return {"before": before, "peak": peak, "run": whole}
 
 
 def _resident() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _proportional(pid: int) -> float:
+    """What it shares with others counts in equal parts."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def worker(arguments: list[str]) -> None:
@@ -201,7 +219,8 @@ def worker(arguments: list[str]) -> None:
         fixed, rounds = extra.split(",")
         found: Any = time_all(kind, fixed == "fixed", int(rounds))
     else:
-        found = peak_memory(kind, extra)
+        name, starter = extra.split(",")
+        found = peak_memory(kind, name, int(starter))
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found))
     # torch keeps a DDP model's process group, with its threads, through the interpreter's shutdown,
@@ -215,16 +234,25 @@ def installed() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 
-def on_two(*arguments: str) -> Any:
+def on_two(*arguments: str, by: Sequence[str] = ("-m", "torch.distributed.run")) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         environ = {**installed(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, *by, "--standalone"]
         command += ["--nproc-per-node", "2", str(HERE), "--worker", *arguments, str(out)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         return json.loads(out.read_text())
+
+
+def memory(kind: str) -> dict[str, dict[str, float]]:
+    """Of rank 0, by contestant: all started by torchrun, and Lockstep by its own command, too."""
+    own = os.getpid()
+    found = {name: on_two("memory", kind, f"{name},{own}") for name in CONTESTANTS[1:]}
+    command = str(Path(sys.executable).with_name("lockstep"))
+    found[BY_LOCKSTEP_RUN] = on_two("memory", kind, f"lockstep,{own}", by=(command, "run"))
+    return found
 
 
 def import_times(rounds: int) -> dict[str, list[float]]:
@@ -300,11 +328,12 @@ def main() -> None:
                 middle, low, high = ratio(times, found["times"]["ddp"], 25)
                 interval += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
                 print(f"  {name:<11}{milliseconds:9.3f} ms  {interval}{note}")
-        results["memory"][kind] = {name: on_two("memory", kind, name) for name in CONTESTANTS[1:]}
-        print(f"\n{kind}: peak resident memory of rank 0, and the growth while training")
+        results["memory"][kind] = memory(kind)
+        print(f"\n{kind}: peak resident memory of rank 0, its growth while training, and memory of")
+        print("  the whole run, launcher and two ranks, with what they share counted once")
         for name, figures in results["memory"][kind].items():
-            growth = figures["peak"] - figures["before"]
-            print(f"  {name:<11}{figures['peak']:9.1f} MiB  {growth:9.1f} MiB")
+            shown = (figures["peak"], figures["peak"] - figures["before"], figures["run"])
+            print(f"  {name:<24}" + "  ".join(f"{value:8.1f} MiB" for value in shown))
     results["import"] = import_times(max(5, options.rounds // 3))
     print("\nimport: median seconds, ratio to torch [95 % interval]")
     for name, times in results["import"].items():

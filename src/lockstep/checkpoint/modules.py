@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep.checkpoint.dcp import Spread
+from lockstep.checkpoint.header import Described
 from lockstep.checkpoint.matching import Shape
 from lockstep.checkpoint.whole import spread
 
@@ -63,7 +63,7 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
 def shape_of(value: object) -> Shape:
     """A tensor's shape; None for what has none yet, or is not a tensor."""
-    if isinstance(value, Spread):
+    if isinstance(value, Described):
         return value.shape
     if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
         return None

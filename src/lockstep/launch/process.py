@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.diagnose.first_failure import FirstFailure
+if TYPE_CHECKING:
+    from lockstep.diagnose.first_failure import FirstFailure
 
 
 @dataclass(eq=False)

@@ -15,9 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.diagnose.first_failure import FirstFailure, render
 from lockstep.errors import RankFailedError, UsageError
-from lockstep.launch.exceptions import read_record
 from lockstep.launch.machine import read_machine
 from lockstep.launch.process import Attempt
 from lockstep.launch.rank_process import (
@@ -33,6 +31,7 @@ from lockstep.launch.spec import HangRules, LaunchSpec, Plan, choose_nproc, plan
 from lockstep.launch.zygote import Zygote
 
 if TYPE_CHECKING:
+    from lockstep.diagnose.first_failure import FirstFailure
     from lockstep.launch.running import Outcome
 
 _GRACE_S = 3.0
@@ -225,6 +224,9 @@ def _values(outcome: Outcome, was_set: str, timeout: float | None) -> list[Any]:
 
 
 def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+    from lockstep.diagnose.first_failure import render
+    from lockstep.launch.exceptions import read_record
+
     folders = {process.rank: process.folder for process in attempt.processes}
     records = {rank: read_record(folders[rank]) for rank in first.ranks}
     if any(record and record.type == NoMainGuard.__name__ for record in records.values()):

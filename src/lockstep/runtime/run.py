@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -23,11 +23,13 @@ from lockstep.runtime.device import choose_device
 from lockstep.runtime.environment import detect
 from lockstep.runtime.manifest import collect
 from lockstep.runtime.process_group import choose_backend, close_group, open_group
-from lockstep.runtime.rendezvous import Joined, join
 from lockstep.runtime.settings import Settings
 from lockstep.runtime.step import Step
 from lockstep.sockets import means_loopback
 from lockstep.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.runtime.rendezvous import Joined
 
 # Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
 _MAIN_FIRST = timedelta(days=7)
@@ -120,6 +122,8 @@ def join_run(
 
 
 def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
+    from lockstep.runtime.rendezvous import join  # one process meets nobody
+
     global _joins
     _joins += 1  # a store that outlives this run must not show it the records of the last
     launch = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "")
