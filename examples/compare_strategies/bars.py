@@ -5,7 +5,7 @@ from html import escape
 from math import ceil, log10
 from pathlib import Path
 
-COLOURS = ("#4477aa", "#66ccee", "#aa3377", "#ee7733", "#ccbb44")
+COLOURS = ("#4477aa", "#66ccee", "#aa3377", "#ee7733", "#ccbb44", "#228833")
 """Told apart with any eyes (Paul Tol, "bright"), on white and on black."""
 STYLE = """
   text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f }
@@ -80,7 +80,7 @@ def legend(names: list[str]) -> list[str]:
     """A square and a word for each colour, in one line."""
     drawn = []
     for number, (name, colour) in enumerate(zip(names, COLOURS, strict=True)):
-        x = LEFT + 124 * number
+        x = LEFT + 112 * number
         drawn.append(f'<rect x="{x}" y="39" width="12" height="12" fill="{colour}"/>')
         drawn.append(text(x + 17, 50, name, "faint", "start"))
     return drawn

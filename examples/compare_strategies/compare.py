@@ -104,6 +104,7 @@ def main() -> None:
                 "optimizer state": device.state or 0,
                 "activations": device.activations or 0,
                 "outputs and loss": device.loss or 0,
+                "a block whole": device.gathered or 0,
             }
             step = f"{(device.step_s or 0) * 1e3:.0f} ms a step"
             bars.append(Bar(way, step, f"device {number}", parts))

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "compare_strategies"
-TINY = ["--batch-size", "8", "--length", "32", "--words", "2000", "--width", "64", "--blocks", "2"]
+TINY = ["--batch-size", "8", "--length", "32", "--words", "2000", "--width", "64", "--blocks", "6"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -45,9 +45,9 @@ def test_the_first_device_of_dp_holds_most(made):
 
 def test_it_says_what_is_counted(made):
     assert "replicas share the memory of their process" in made[0]
-    assert made[0].count("measured peak") == 2, (
-        "of DDP and FSDP; replicas have no peak of their own"
-    )
+    peaks = re.findall(r"^  measured peak +(\S+) +(\S+)$", made[0], re.M)
+    assert [other == "?" for _, other in peaks] == [True, True, False, False]
+    assert all(float(first.replace(",", "")) > 0 for first, _ in peaks)
 
 
 def test_the_picture_is_of_these_numbers(made):

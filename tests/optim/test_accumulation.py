@@ -57,6 +57,22 @@ def test_one_step_and_one_clearing_for_a_global_batch(zero_grad_at):
     assert step.samples == 8
 
 
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_a_step_that_is_left_out_leaves_nothing_behind(after_backward):
+    parameter, optimizer, step = prepared()
+    running = Pass()
+    for number, (first, last) in enumerate([(True, False), (False, True)] * 2):
+        step.begin(running, micro(first, last))
+        left_out = number == 1  # as where the loss is infinite
+        if after_backward or not left_out:
+            (parameter.sum() * 1.0).backward()
+            running.backwards += 1
+        if not left_out:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert parameter.detach()[0].item() == -2
+
+
 def test_outside_of_a_loader_it_is_the_users_optimizer():
     parameter, optimizer, step = prepared()
     parameter.sum().backward()

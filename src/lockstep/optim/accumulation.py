@@ -71,7 +71,10 @@ class PreparedOptimizer(Optimizer):
         """A scheduler that drives it is prepared, or it was warned of one that is not."""
         self._last_rates: tuple[Pass, list[Any]] | None = None
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
+        self._dropped: tuple[Pass, int] | None = None
+        """The global batch in which a clearing was last put off."""
         step.clear_gradients.append(inner.zero_grad)
+        step.batch_begins.append(self._clear_dropped)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not there yet while copying or unpickling
@@ -124,6 +127,7 @@ class PreparedOptimizer(Optimizer):
         if not (present.first and present.last):
             batch = self._step.batch
             if self._asked == batch and self._taken != batch:
+                self._dropped = batch
                 return
         if set_to_none and self._plain_zero_grad:
             # What torch's own does, without the profiling around it, which takes ten times as long.
@@ -132,6 +136,12 @@ class PreparedOptimizer(Optimizer):
                     parameter.grad = None
         else:
             self.inner.zero_grad(set_to_none)
+
+    def _clear_dropped(self) -> None:
+        """Before a global batch: the one before was to be cleared, and its step was left out."""
+        if self._dropped not in (None, self._taken):
+            self.inner.zero_grad()
+        self._dropped = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the strategy was built for the parameters that were there at `prepare`."""

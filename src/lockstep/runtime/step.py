@@ -106,6 +106,8 @@ class Step:
         """Samples, over all ranks, that this process has seen trained on."""
         self.clear_gradients: list[Callable[[], None]] = []
         """Of the prepared optimizers."""
+        self.batch_begins: list[Callable[[], None]] = []
+        """Called before the first micro-batch of a global batch."""
         self.watchers: list[Watcher] = [*standing]
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
@@ -152,6 +154,8 @@ class Step:
         if micro_batch.first:
             running.number += 1
             running.stepped = running.accumulated = False
+            for begins in self.batch_begins:
+                begins()
         elif running.backwards:
             running.accumulated = True
         running.micro_batch = self.seen = micro_batch
