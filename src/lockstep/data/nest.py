@@ -39,6 +39,18 @@ def map_tensors(
     return batch
 
 
+def tensors(batch: Any) -> list[Tensor]:
+    """All tensors of a nest, in order."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, look)
+    return found
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """The batch on the device; from pinned memory the copy of a tensor does not block."""
     return map_tensors(

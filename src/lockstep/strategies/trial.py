@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.data.nest import map_tensors
+from lockstep.data.nest import map_tensors, tensors
 from lockstep.errors import UsageError
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.run import Run
@@ -142,9 +142,9 @@ class Trial:
             for call in self._calls:
                 module = alone.enter_context(self._strategy.alone(call.module, device))
                 args, kwargs = self._resized(call, samples)
-                inputs += [t for t in _tensors((args, kwargs)) if t.requires_grad]
+                inputs += [t for t in tensors((args, kwargs)) if t.requires_grad]
                 inputs += [p for p in module.parameters() if p.requires_grad]
-                outputs += _tensors(module(*args, **kwargs))
+                outputs += tensors(module(*args, **kwargs))
         losses = [_stand_in(output) for output in outputs if output.requires_grad]
         if not losses or not inputs:
             raise UsageError(
@@ -212,17 +212,6 @@ _ON_TRIAL = (
     "the forward pass is tried at several sizes, which differ between the ranks, to find what is "
     "'auto'"
 )
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(nest, note)
-    return found
 
 
 def _stand_in(output: Tensor) -> Tensor:

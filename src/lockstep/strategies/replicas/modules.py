@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.global_batch import parse_shares, split_batch
-from lockstep.data.nest import joined, map_tensors
+from lockstep.data.nest import joined, map_tensors, tensors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.replicas import batchnorm
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
 from lockstep.strategies.replicas.copies import copies, take_buffers
 from lockstep.strategies.replicas.differences import Differences
 from lockstep.strategies.replicas.meeting import run_together
-from lockstep.strategies.replicas.parts import join, part_of, samples, tensors
+from lockstep.strategies.replicas.parts import join, part_of, samples
 
 Device = int | str | torch.device
 

@@ -53,18 +53,6 @@ def samples(batch: Any, dim: int, replicas: int) -> int:
     return counts[0] if counts else 0
 
 
-def tensors(batch: Any) -> list[Tensor]:
-    """All that a batch holds."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(batch, look)
-    return found
-
-
 def listed(batch: Any, count: int) -> list[str]:
     """Lists and arrays without tensors that have one entry a sample, each in words."""
     if isinstance(batch, np.ndarray):
