@@ -197,7 +197,9 @@ def peak_memory(kind: str, name: str, starter: int) -> dict[str, float]:
     stream.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     dist.barrier()
-    whole = sum(_proportional(child.pid) for child in Process(starter).children(recursive=True))
+    started = Process(starter).children(recursive=True)
+    # By what each holds in equal parts with others.
+    whole = sum(child.memory_full_info().pss for child in started) / 2**20
     dist.barrier()
     return {"before": before, "peak": peak, "run": whole}
 
@@ -205,12 +207,6 @@ def peak_memory(kind: str, name: str, starter: int) -> dict[str, float]:
 def _resident() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _proportional(pid: int) -> float:
-    """What it shares with others counts in equal parts."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def worker(arguments: list[str]) -> None:
