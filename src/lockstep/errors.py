@@ -32,6 +32,7 @@ import linecache
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -200,6 +201,25 @@ def warn(was_set: str, found: str, do: str, *, code: str) -> None:
 def reference(code: str) -> str:
     """What follows a message that has an entry in the catalogue."""
     return f"[{code}: lockstep explain {code}]"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first of many names: "a, b, ..."."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    ordered = sorted(set(ranks))
+    return f"{'ranks' if len(ordered) > 1 else 'rank'} {spans(ordered)}"
+
+
+def spans(numbers: Sequence[int], most: int | None = None) -> str:
+    """Numbers in their order: `[3, 4, 5, 9]` as "3-5, 9"; no more than the first `most` spans."""
+    cuts = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    found = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
+    names = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found if len(s)]
+    return some(names, len(names) if most is None else most)
 
 
 def _three_parts(was_set: str, found: str, do: str, code: str | None) -> str:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from made_up import call, in_backward, own
 
-from lockstep.diagnose.finding import Finding, Row, describe, name_ranks, render, verb
+from lockstep.diagnose.finding import Finding, Row, describe, render, verb
 from lockstep.diagnose.matching import Parting
+from lockstep.errors import name_ranks
 
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
+from lockstep.errors import name_ranks
 from lockstep.runtime.manifest import (
     NEVER_COMPARED,
     collect,
     differences,
-    name_ranks,
     shared_arguments,
 )
 from lockstep.topology import Topology

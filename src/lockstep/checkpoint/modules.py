@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lockstep.checkpoint.header import Described
 from lockstep.checkpoint.matching import Shape
 from lockstep.checkpoint.whole import spread
+from lockstep.errors import some
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -91,7 +92,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        parts = [f"{len(names)} {word} ({_examples(names)})" for names, word in self._kinds]
+        parts = [f"{len(names)} {word} ({some(names, 3)})" for names, word in self._kinds]
         return "; ".join(parts) or "no differences"
 
     @property
@@ -120,10 +121,6 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences
             if name in saved and (text := conflict(saved[name], own[name]))
         ),
     )
-
-
-def _examples(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _wrapped_child(module: nn.Module) -> str | None:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.fetch import as_it_is
 from lockstep.data.source import Source
-from lockstep.errors import RanksDifferError
+from lockstep.errors import RanksDifferError, some
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.seeding import kept_random_state, seed_sample
 
@@ -82,7 +82,7 @@ def another(sample: int, digests: Sequence[Any]) -> str:
         digests: of what each rank has there.
     """
     others = [rank for rank, found in enumerate(digests) if not alike(found, digests[0])]
-    shown = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
+    shown = some([str(rank) for rank in others])
     several = "s" * (len(others) > 1)
     return f"sample {sample} of rank{several} {shown} is another one than that of rank 0"
 

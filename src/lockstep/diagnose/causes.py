@@ -13,8 +13,8 @@ from lockstep.diagnose import algebra
 from lockstep.diagnose.case import Case, Cause, shown
 from lockstep.diagnose.causes_in_data import of_contents, of_samples
 from lockstep.diagnose.equivalence import ranks_that_differ, replicas_that_differ
-from lockstep.diagnose.finding import name_ranks
 from lockstep.diagnose.updates import Array, Call, Update, backward_passes, largest, loss_of, merged
+from lockstep.errors import name_ranks
 
 
 def cause_of(case: Case) -> Cause:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 from lockstep.diagnose.matching import Parting
 from lockstep.diagnose.snapshot import Call, Frame
 from lockstep.diagnose.stacks import own_line
+from lockstep.errors import name_ranks
 
 WIDTH = 100
 
@@ -77,20 +78,6 @@ def render(finding: Finding, read_line: Callable[[str, int], str] | None = None)
         lines += _parting_lines(finding.parting, read_line)
     lines += [f"  do: {text}" for text in finding.advice]
     return "\n".join(part for line in lines for part in _wrapped(line))
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
-    ordered = sorted(ranks)
-    return f"{'ranks' if len(ordered) > 1 else 'rank'} {spans(ordered)}"
-
-
-def spans(numbers: Sequence[int], most: int | None = None) -> str:
-    """Numbers in their order: `[3, 4, 5, 9]` as "3-5, 9"; no more than the first `most` spans."""
-    cuts = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    found = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
-    names = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found[:most] if len(s)]
-    return ", ".join(names) + (", ..." if most is not None and len(found) > most else "")
 
 
 _PLURAL = {

@@ -20,9 +20,9 @@ from typing import Literal
 
 from lockstep.diagnose.endings import Ending, ErrorRecord, Interruption, LostNode
 from lockstep.diagnose.failure_texts import advice_for, lost_peer
-from lockstep.diagnose.finding import Finding, name_ranks
+from lockstep.diagnose.finding import Finding
 from lockstep.diagnose.finding import render as render_finding
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
 
 Kind = Literal[
     "exception",

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from lockstep.diagnose.activity import Activity, Kind, key, observe, pending
 from lockstep.diagnose.advice import advise
-from lockstep.diagnose.finding import Finding, Row, Verdict, describe, name_ranks, verb
+from lockstep.diagnose.finding import Finding, Row, Verdict, describe, verb
 from lockstep.diagnose.matching import Parting, Table, Waits, find_parting, signature, who_waits
 from lockstep.diagnose.snapshot import Call, Snapshot
 from lockstep.diagnose.stacks import IN_BUFFERS, own_line
+from lockstep.errors import name_ranks
 
 _PATIENCE: dict[Kind, tuple[Verdict, str]] = {
     Kind.SILENT: ("gil", "is in C code that holds Python's lock"),

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.diagnose.finding import name_ranks, spans
 from lockstep.diagnose.ledger_epoch import SHOWN, Batch, Epoch, Finding, counted
 from lockstep.diagnose.ledger_files import Attempt, Row, read_folder
-from lockstep.errors import reference
+from lockstep.errors import name_ranks, reference, spans
 
 _LISTED = 20
 """Findings in the text; JSON has all."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.diagnose.finding import spans
 from lockstep.diagnose.ledger_files import Samples
+from lockstep.errors import spans
 
 SHOWN = 5
 """Of several things in a text."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.diagnose.finding import Finding, Row, describe, name_ranks, verb
+from lockstep.diagnose.finding import Finding, Row, describe, verb
 from lockstep.diagnose.matching import Table
 from lockstep.diagnose.snapshot import Call, Snapshot
 from lockstep.diagnose.stacks import own_line
+from lockstep.errors import name_ranks
 
 _LONGEST_S = 30.0
 _SHORTEST_S = 2.0

@@ -26,8 +26,9 @@ from lockstep.errors import (
     MissingRankError,
     RanksDifferError,
     WorldSizeError,
+    name_ranks,
 )
-from lockstep.runtime.manifest import differences, name_ranks
+from lockstep.runtime.manifest import differences
 from lockstep.runtime.store import Store, wait_until
 from lockstep.topology import Topology
 

@@ -8,13 +8,14 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import name_ranks
 from lockstep.topology import Topology
 
 NEVER_COMPARED = frozenset({"host", "pid", "rank"})
@@ -73,19 +74,6 @@ def differences(records: Sequence[Mapping[str, str]]) -> list[str]:
         if len(holders) > 1:
             lines.append(f"{name}: {_groups(holders)}")
     return lines
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as "ranks 0-2, 5"; `[3]` as "rank 3"."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    if len(spans) == 1 and spans[0][0] == spans[0][1]:
-        return f"rank {spans[0][0]}"
-    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def shared_arguments(argv: Sequence[str]) -> list[str]:

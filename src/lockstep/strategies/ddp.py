@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, some
 from lockstep.runtime import profiling
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.out_of_memory import advise
@@ -300,10 +300,9 @@ class ExactDDP(DistributedDataParallel):
         if missing:
             self.check_parameters()
         if missing and not (self.options.find_unused_parameters or self.options.static_graph):
-            shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
-                f"{len(missing)} of {len(owned)} were not used for the loss: {shown}; "
+                f"{len(missing)} of {len(owned)} were not used for the loss: {some(missing)}; "
                 "DDP waits for them, so others may not be averaged either",
                 "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
                 "strategy=lockstep.strategies.DDP(find_unused_parameters=True)",

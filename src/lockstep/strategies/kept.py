@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.modules import plain_names
-from lockstep.errors import UsageError, warn
-
-_SHOWN = 8
+from lockstep.errors import UsageError, some, warn
 
 
 class _Kept(NamedTuple):
@@ -60,7 +58,7 @@ class KeptParameters:
         if not changed:
             return
         self._said = True
-        shown = ", ".join(changed[:_SHOWN]) + (", ..." if changed[_SHOWN:] else "")
+        shown = some(changed)
         was_set = "parameters added, replaced, unfrozen or moved after world.prepare"
         do = "change the model first, then call world.prepare"
         if self._alone:

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import RanksDifferError, warn
-from lockstep.strategies.shards import some
+from lockstep.errors import RanksDifferError, some, warn
 
 _LARGEST = 2**62 - 1
 _AT_CLOSE = timedelta(seconds=5)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, some
 from lockstep.runtime.run import Run
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.replica_check import check_equal, due
 from lockstep.strategies.same_use import SameUse
-from lockstep.strategies.shards import Shards, some
+from lockstep.strategies.shards import Shards
 
 _ATTRIBUTE = "_lockstep_sharded"
 

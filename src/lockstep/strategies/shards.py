@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import UsageError
-
-_NAMED = 8
+from lockstep.errors import UsageError, some
 
 
 class Shards:
@@ -82,11 +80,6 @@ def _no_hooks(names: Sequence[str]) -> UsageError:
         f"those of {some(names)} are not called: gradients of shards do not come from autograd",
         "read or change gradients between world.backward and optimizer.step",
     )
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of them."""
-    return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
 
 
 class Replaced(nn.Parameter):

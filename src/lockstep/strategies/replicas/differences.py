@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.errors import warn
+from lockstep.errors import some, warn
 from lockstep.strategies.replicas.parts import listed
 
 _SHOWN = 4
@@ -70,7 +70,7 @@ def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, int]) -> None
     # A list that was there before is one for all replicas.
     names += [n for n, size in _lists(modules[0]).items() if before.get(n, size) < size]
     if names:
-        shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+        shown = some(names, _SHOWN)
         warn(
             f"a module on {len(modules)} replicas that keeps {shown}",
             "each replica makes its own of its samples, and the first one's stays; a list grows "
