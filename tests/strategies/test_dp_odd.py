@@ -223,14 +223,14 @@ def test_buffers_of_another_shape_come_back_from_the_second_replica():
 def test_copies_are_gone_without_a_garbage_collection(monkeypatch):
     """Each holds copies of all parameters, where it is on another GPU."""
     alive: list[weakref.ref[nn.Module]] = []
-    replicate = nn.Module._replicate_for_data_parallel
+    shallow = copies._shallow
 
-    def watched(self: nn.Module) -> nn.Module:
-        new = replicate(self)
+    def watched(part: nn.Module) -> nn.Module:
+        new = shallow(part)
         alive.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(nn.Module, "_replicate_for_data_parallel", watched)
+    monkeypatch.setattr(copies, "_shallow", watched)
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(2)])
     lockstep.checkpoint_activations(blocks.double(), nn.Linear)
     fails = nn.Sequential(nn.BatchNorm1d(FEATURES).double(), made(lambda s, x: x + None))

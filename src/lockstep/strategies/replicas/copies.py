@@ -26,12 +26,16 @@ _reduce_add: Any = comm.reduce_add_coalesced
 
 
 def copies(
-    module: nn.Module, home: torch.device, devices: Sequence[torch.device]
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    home: torch.device,
+    devices: Sequence[torch.device],
 ) -> list[nn.Module]:
     """A copy of `module` for each of the devices.
 
     Args:
-        module: all of it on `home`.
+        module: to copy.
+        tensors: its parameters and buffers, all on `home`.
         home: where gradients come together.
         devices: of the copies; `home` may be among them, also several times.
 
@@ -41,7 +45,6 @@ def copies(
     """
     if not devices:
         return []
-    tensors = [*module.parameters(), *module.buffers()]
     elsewhere = list(dict.fromkeys(device for device in devices if device != home))
     moved: dict[torch.device, Sequence[Tensor]] = {}
     if elsewhere and tensors:
@@ -62,11 +65,12 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
     made: dict[nn.Module, nn.Module] = {}
     for name, part in module.named_modules():
         _check(name, part)
-        # Private, and the only way by which a module can say what a shallow copy of it needs: an
-        # RNN has a list of its weights.
-        made[part] = part._replicate_for_data_parallel()
+        made[part] = _shallow(part)
+    slots = {kind: _slots(kind) for kind in set(map(type, made))}
     for part, new in made.items():
-        _copy_slots(part, new)
+        for name in slots[type(part)]:
+            if hasattr(part, name):
+                object.__setattr__(new, name, getattr(part, name))
         # Around `Module.__setattr__`, which looks at each value for longer than a copy takes.
         vars(new).update(
             _modules={n: None if c is None else made[c] for n, c in part._modules.items()},
@@ -81,6 +85,20 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
         if "forward" in vars(part):
             new.forward = _forward_of(vars(part)["forward"], part, new)
     return made[module]
+
+
+def _shallow(part: nn.Module) -> nn.Module:
+    """A new object with the same attributes."""
+    replicate: Any = type(part)._replicate_for_data_parallel
+    if replicate is not nn.Module._replicate_for_data_parallel:
+        # Private, and the only way by which a module can say what a shallow copy of it needs: an
+        # RNN has a list of its weights.
+        own: nn.Module = replicate(part)
+        return own
+    new = type(part).__new__(type(part))
+    # As torch's own does, which goes through `Module.__setattr__` for each of its changes.
+    vars(new).update(vars(part), _is_replica=True)
+    return new
 
 
 def _check(name: str, part: nn.Module) -> None:
@@ -103,13 +121,13 @@ def _vars_of(value: Any) -> dict[str, Any]:
     return {} if hides else getattr(value, "__dict__", {})
 
 
-def _copy_slots(part: nn.Module, new: nn.Module) -> None:
-    """The attributes that the classes of a module keep outside of its dictionary."""
-    for kind in type(part).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(part, name):
-                object.__setattr__(new, name, getattr(part, name))
+def _slots(kind: type) -> list[str]:
+    """Names of the attributes that its objects keep outside of their dictionary."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return found
 
 
 def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., Any]:

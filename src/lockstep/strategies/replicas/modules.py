@@ -107,12 +107,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
     @property
     def devices(self) -> list[torch.device]:
         """Where each replica runs."""
-        return self._devices(())
+        return self._devices(_held(self.module), ())
 
-    def _devices(self, batch: Any) -> list[torch.device]:
+    def _devices(self, held: Sequence[Tensor], batch: Any) -> list[torch.device]:
         if self._fixed:
             return self._fixed
-        tensor = next(chain(self.module.parameters(), self.module.buffers(), tensors(batch)), None)
+        tensor = next(chain(held, tensors(batch)), None)
         return [torch.device("cpu") if tensor is None else tensor.device] * self.count
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
@@ -133,12 +133,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass over all replicas."""
         batch = inputs, kwargs
-        devices = self._devices(batch)
-        self._check_home(devices[0])
+        held = _held(self.module)
+        devices = self._devices(held, batch)
+        self._check_home(held, devices[0])
         count = samples(batch, self.dim, self.count)
         sizes = self.sizes(count) if count else [0] * self.count
         running = [n for n, size in enumerate(sizes) if size] or [0]
-        others = copies(self.module, devices[0], [devices[n] for n in running if n])
+        others = copies(self.module, held, devices[0], [devices[n] for n in running if n])
         modules = [self.module, *others] if running[0] == 0 else others
         ends = list(accumulate(sizes))
         calls = []
@@ -155,7 +156,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
         parts = [sizes[n] for n in running]
-        own = partial(_are_own, modules, {})
+        own = partial(_are_own, modules, {} if running[0] else {0: _places(held)})
         return joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
 
     def _run(self, calls: Sequence[_Call]) -> list[Any]:
@@ -167,8 +168,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return run_together(calls, devices)
         return [call() for call in calls]
 
-    def _check_home(self, home: torch.device) -> None:
-        for tensor in chain(self.module.parameters(), self.module.buffers()):
+    def _check_home(self, held: Sequence[Tensor], home: torch.device) -> None:
+        for tensor in held:
             if tensor.device != home:
                 where = ", ".join(map(str, dict.fromkeys(self.devices)))
                 raise UsageError(
@@ -349,6 +350,15 @@ def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, 
     return parse_shares(shares, count)
 
 
+def _held(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _places(held: Sequence[Tensor]) -> dict[int, int]:
+    return {id(tensor): place for place, tensor in enumerate(held)}
+
+
 def _are_own(
     modules: Sequence[nn.Module], known: dict[int, dict[int, int]], leaves: Sequence[Tensor]
 ) -> bool:
@@ -362,8 +372,7 @@ def _are_own(
     places = set()
     for n, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
         if n not in known:
-            held = chain(module.parameters(), module.buffers())
-            known[n] = {id(each): place for place, each in enumerate(held)}
+            known[n] = _places(_held(module))
         places.add(known[n].get(id(leaf)))
         if len(places) > 1 or None in places:
             return False
