@@ -6,10 +6,12 @@
     pipeline  torch.distributed.pipelining, ScheduleGPipe and Schedule1F1B
 
 Each pair lives in the same two processes (dp: in one), Gloo, one thread each, taking turns in short
-blocks whose order rotates, so that whatever disturbs the machine disturbs both. Equal between them:
-model and initial weights, global batch, optimizer (SGD), threads; the weights are compared at the
-end. Peak memory is resident memory after the first steps, each contestant in processes of its own;
-`ddp default` is DistributedDataParallel as it comes, which keeps gradients beside its buckets.
+blocks whose order rotates, so that whatever disturbs the machine disturbs both. A step takes as
+long as on the rank where it takes longest: the two have the stages of a pipeline on other ranks.
+Equal between them: model and initial weights, global batch, optimizer (SGD), threads; the weights
+are compared at the end. Peak memory is resident memory after the first steps, each contestant in
+processes of its own; `ddp default` is DistributedDataParallel as it comes, which keeps gradients
+beside its buckets.
 
     python benchmarks/bench_strategies.py [--rounds 30] [--out benchmarks/results/strategies.json]
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import platform
@@ -38,6 +41,8 @@ SMALL = {"width": 128, "blocks": 4, "length": 32, "batch": 16}
 LARGE = {"width": 256, "blocks": 16, "length": 8, "batch": 8}
 """For memory: 50 MiB of parameters in small pieces, beside which activations are small."""
 WORDS, PIECES = 1000, 8
+GLOBAL_BATCHES = 50
+"""Of an epoch, where Lockstep's loader hands out the micro-batches."""
 Step = Callable[[], None]
 
 
@@ -145,10 +150,12 @@ def ours(kind: str, size: dict[str, int], world: Any) -> tuple[Step, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if kind in ("gpipe", "1f1b"):
         called, optimizer = world.prepare(model, optimizer)
-        loader = world.loader(TensorDataset(x, y), len(x), sample_rng=False)
+        epoch = TensorDataset(x.repeat(GLOBAL_BATCHES, 1), y.repeat(GLOBAL_BATCHES, 1))
+        loader = world.loader(epoch, len(x), sample_rng=False)
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
 
         def step() -> None:
-            for inputs, target in loader:  # the micro-batches of one global batch
+            for inputs, target in itertools.islice(batches, PIECES):
                 world.backward(loss_of(called(inputs), target))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -183,7 +190,6 @@ def open_world(kind: str, size: dict[str, int]) -> Any:
 def weights(module: Any, world: Any) -> dict[str, Any]:
     """The whole model's weights, from all ranks."""
     import torch
-    import torch.distributed as dist
 
     own = {}
     for name, parameter in module.named_parameters():
@@ -192,13 +198,20 @@ def weights(module: Any, world: Any) -> dict[str, Any]:
             value = value.full_tensor()
         if not value.is_meta:
             own[name] = value.to("cpu", copy=True)
-    every: list[Any] = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(every, own)
     whole: dict[str, torch.Tensor] = {}
-    for part in every:
+    for part in on_all_ranks(own, world):
         whole |= part
     return whole
+
+
+def on_all_ranks(value: Any, world: Any) -> list[Any]:
+    """Every rank's value; under a pipeline `world.gather` has those of the last stage alone."""
+    import torch.distributed as dist
+
+    every = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(every, value)
+    return every
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -228,10 +241,16 @@ def time_pair(kind: str, rounds: int) -> dict[str, Any]:
                 times[name].append([round(seconds, 7) for seconds in each])
     after = {name: weights(module, world) for name, (_, module) in made.items()}
     return {
-        "times": times,
+        "times": {name: slowest(blocks, world) for name, blocks in times.items()},
         "difference": difference(after["torch"], after["lockstep"]),
         "trained": difference(before["torch"], after["torch"]),
     }
+
+
+def slowest(blocks: list[list[float]], world: Any) -> list[list[float]]:
+    """The time of each step on the rank where it took longest."""
+    ranks = on_all_ranks(blocks, world)
+    return [[max(step) for step in zip(*block, strict=True)] for block in zip(*ranks, strict=True)]
 
 
 def peak_memory(kind: str, who: str) -> dict[str, float]:
@@ -239,8 +258,6 @@ def peak_memory(kind: str, who: str) -> dict[str, float]:
 
     Of the rank that grows most: the pipelines have their stages on different ranks.
     """
-    import torch.distributed as dist
-
     world = open_world(kind, LARGE)
     before = status("VmRSS")
     step, _module = ours(kind, LARGE, world) if who == "lockstep" else raw(kind, LARGE)
@@ -250,10 +267,7 @@ def peak_memory(kind: str, who: str) -> dict[str, float]:
             Path("/proc/self/clear_refs").write_text("5")
         step()
     found = {"before": before, "peak": status("VmHWM")}
-    every: list[Any] = [found] * world.size
-    if world.size > 1:
-        dist.all_gather_object(every, found)
-    return max(every, key=lambda rank: rank["peak"] - rank["before"])
+    return max(on_all_ranks(found, world), key=lambda rank: rank["peak"] - rank["before"])
 
 
 def status(name: str) -> float:
