@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -95,6 +96,60 @@ def gone(pid: int) -> bool:
     return True
 
 
+def made_ahead(number: int) -> tuple[Zygote, list[int]]:
+    """A zygote that has made so many ranks before they are asked for, and these."""
+    zygote = Zygote(work, number)
+    process = psutil.Process(zygote.pid)
+    while len(process.children()) < number:
+        zygote.events(timeout=0.05)
+    return zygote, [child.pid for child in process.children()]
+
+
+def channels(pid: int) -> set[str]:
+    """The sockets and pipes that a process has open."""
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this very look
+            found.add(os.readlink(path))
+    return {link for link in found if link.startswith(("socket:", "pipe:"))}
+
+
+def test_ranks_that_are_made_ahead_are_taken_first() -> None:
+    inherited = channels(os.getpid())
+    made, ahead = made_ahead(2)
+    with started("wait", "wait", "wait", make=lambda: made) as (zygote, pids, reader):
+        read(reader, 3)
+        inherited |= channels(os.getpid())
+        assert set(pids[:2]) == set(ahead)
+        assert pids[2] not in ahead
+        for pid in pids:  # nothing of the zygote's is left in them
+            assert channels(pid) <= inherited
+            assert os.getsid(pid) == pid
+        zygote.signal([0, 1, 2], signal.SIGTERM)
+        assert ends(zygote, 3) == dict.fromkeys(range(3), -signal.SIGTERM)
+
+
+def test_a_rank_made_ahead_that_has_ended_is_replaced() -> None:
+    made, ahead = made_ahead(2)
+    os.kill(ahead[0], signal.SIGKILL)
+    assert gone(ahead[0])
+    with started("wait", "wait", make=lambda: made) as (_, pids, reader):
+        assert read(reader, 2) == ["ready", "ready"]
+        assert ahead[1] in pids
+        assert ahead[0] not in pids
+
+
+def test_ranks_made_ahead_and_never_asked_for_end_with_the_zygote() -> None:
+    made, ahead = made_ahead(3)
+    with started("wait", make=lambda: made) as (_, _, reader):
+        read(reader, 1)
+    assert all(gone(pid) for pid in ahead)
+    made, ahead = made_ahead(2)
+    os.kill(made.pid, signal.SIGKILL)
+    made.close()
+    assert all(gone(pid) for pid in ahead)
+
+
 def test_a_rank_has_its_own_session_variables_and_streams() -> None:
     before = dict(os.environ)
     zygote = Zygote(work)
@@ -168,7 +223,7 @@ LAUNCHER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from test_zygote import work, fresh, started, read, Zygote
-make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work)
+make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work, 1)
 with started("wait", "stubborn", make=make) as (zygote, pids, reader):
     read(reader, 2)
     print(zygote.pid, *pids, flush=True)
@@ -199,7 +254,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
 FRESH = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from lockstep.launch.zygote import serve
+from lockstep.launch.forking import serve
 from test_zygote import work
 serve(int(sys.argv[2]), work)
 """

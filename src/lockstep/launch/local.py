@@ -72,12 +72,13 @@ def run(spec: LaunchSpec, say: Say) -> int:
     reading = _read(spec, environ)
     script = _script(spec, reading)
     cold = _why_cold(spec, reading, environ)
-    with variables(_threads_known_early(spec, environ)):
+    nproc = _nproc_known_early(spec)
+    with variables(_threads_known_early(nproc, environ)):
         if cold is None:
             import_for_ranks(reading.imports)
             cold = _why_not_copied(spec)
         # Forked here: nothing above starts a thread, much below does.
-        zygote = Zygote(lambda: run_and_exit(script))
+        zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
         try:
             with nothing_collected():  # it imports torchrun's parser
                 made, namespace = _prepare(spec, environ)
@@ -257,12 +258,17 @@ def _why_not_copied(spec: LaunchSpec) -> str | None:
     return f"{', '.join(hidden)} beside the script" if hidden else None
 
 
-def _threads_known_early(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """OMP_NUM_THREADS before libraries read it at their import, where the plan is that simple."""
+def _nproc_known_early(spec: LaunchSpec) -> int:
+    """How many ranks this machine gets, where it takes no look at the machine; else 0."""
     asked = spec.nproc or "1"
-    if "OMP_NUM_THREADS" in environ or not asked.isdigit() or int(asked) < 1:
+    return int(asked) if asked.isdigit() else 0
+
+
+def _threads_known_early(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """OMP_NUM_THREADS before libraries read it at their import, where the plan is that simple."""
+    if "OMP_NUM_THREADS" in environ or not nproc:
         return {}
-    return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), int(asked)))}
+    return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), nproc))}
 
 
 def _command(script: Script, namespace: argparse.Namespace) -> Command:

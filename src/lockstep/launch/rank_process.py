@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lockstep.launch import rank_main
-from lockstep.launch.zygote import FreshZygote, serve
+from lockstep.launch.forking import serve
+from lockstep.launch.zygote import FreshZygote
 
 RESULT = "result.pickle"
 """In a rank's folder: what the function returned."""

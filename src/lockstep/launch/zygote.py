@@ -2,9 +2,9 @@
 
 It is forked from the launcher before any thread exists, or is an interpreter of its own where the
 launcher is a program of the user's (`FreshZygote`). It keeps one thread itself, and does nothing
-but fork, reap and signal: a fork from it is safe, and eight ranks start about as fast as one. As
-the ranks' parent it alone signals them, so a number that the system has given to another process
-meanwhile is never hit.
+but fork, reap and signal (`forking`): a fork from it is safe, and eight ranks start about as fast
+as one. As the ranks' parent it alone signals them, so a number that the system has given to another
+process meanwhile is never hit.
 
 When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
 rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see prctl(2)).
@@ -13,7 +13,6 @@ rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -22,23 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from lockstep.launch.run_token import VARIABLE as TOKEN
-
-_PR_SET_PDEATHSIG = 1
-_GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
-_MESSAGE_BYTES = 1 << 17
-_HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""What a Python program may answer with a checkpoint. It needs the workers of its DataLoader for
-that, so these are not for its whole group; what it leaves of that is killed when it has ended."""
-
-Work = Callable[[], NoReturn]
-"""What a rank does; its environment, streams and session are its own by then."""
+from lockstep.launch.forking import HANDED_DOWN, MESSAGE_BYTES, Server, Work, control_sockets
 
 
 class Started(NamedTuple):
@@ -57,19 +43,31 @@ class Ended(NamedTuple):
     """Exit code, or minus the number of the signal that ended it."""
 
 
+class Refused(NamedTuple):
+    """The system makes no process for a rank."""
+
+    rank: int
+    reason: str
+
+
+Event = Started | Ended | Refused
+_EVENTS: dict[str, type[Event]] = {"started": Started, "ended": Ended, "refused": Refused}
+
+
 class Zygote:
     """The launcher's end of the zygote.
 
     Args:
         work: run in every rank, with the rank's variables in `os.environ`; it must not return.
+        ahead: how many ranks are made before they are asked for, where that is known.
 
     Raises:
         OSError: no process could be made.
     """
 
-    def __init__(self, work: Work) -> None:
-        ours, theirs = _control_sockets()
-        handlers = {number: signal.getsignal(number) for number in _HANDED_DOWN}
+    def __init__(self, work: Work, ahead: int = 0) -> None:
+        ours, theirs = control_sockets()
+        handlers = {number: signal.getsignal(number) for number in HANDED_DOWN}
         # Else what is buffered here would be written again by every copy.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -78,7 +76,7 @@ class Zygote:
         if self.pid == 0:
             ours.close()
             try:
-                _Server(theirs, work, handlers).serve()
+                Server(theirs, work, handlers, ahead).serve()
             finally:
                 os._exit(1)
         gc.unfreeze()
@@ -117,23 +115,23 @@ class Zygote:
         with contextlib.suppress(OSError):  # it has gone, and the ranks with it
             self._socket.send(json.dumps({"signal": number, "ranks": list(ranks)}).encode())
 
-    def events(self, timeout: float = 0.0) -> list[Started | Ended]:
+    def events(self, timeout: float = 0.0) -> list[Event]:
         """What has happened since the last call; waits up to `timeout` seconds for the first.
 
         Raises:
             ChildProcessError: the zygote is gone.
         """
-        found: list[Started | Ended] = []
+        found: list[Event] = []
         while self._open and select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
             try:
-                data = self._socket.recv(_MESSAGE_BYTES)
+                data = self._socket.recv(MESSAGE_BYTES)
             except ConnectionResetError:
                 data = b""
             if not data:
                 self._open = False
                 break
             kind, *values = json.loads(data)
-            found.append(Started(*values) if kind == "started" else Ended(*values))
+            found.append(_EVENTS[kind](*values))
         if not self._open and not found:
             raise ChildProcessError("the process that starts the ranks is gone")
         return found
@@ -154,7 +152,7 @@ class FreshZygote(Zygote):
 
     Args:
         line: the program; the number of its control socket's descriptor follows as its last
-            argument, and it is to call `serve` with that.
+            argument, and it is to call `forking.serve` with that.
         environment: all its variables.
         files: other descriptors that it inherits.
 
@@ -165,7 +163,7 @@ class FreshZygote(Zygote):
     def __init__(
         self, line: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
     ) -> None:
-        ours, theirs = _control_sockets()
+        ours, theirs = control_sockets()
         with theirs:
             control = theirs.fileno()
             self._process = subprocess.Popen(
@@ -180,193 +178,3 @@ class FreshZygote(Zygote):
 
     def _wait(self) -> None:
         self._process.wait()
-
-
-def serve(control: int, work: Work) -> NoReturn:
-    """The life of a `FreshZygote`.
-
-    Args:
-        control: descriptor of its socket.
-        work: run in every rank, see `Zygote`.
-    """
-    handlers = {number: signal.getsignal(number) for number in _HANDED_DOWN}
-    os.set_inheritable(control, False)
-    _Server(socket.socket(fileno=control), work, handlers).serve()
-    os._exit(1)
-
-
-class _Server:
-    """The zygote's own end."""
-
-    def __init__(
-        self, control: socket.socket, work: Work, handlers: Mapping[signal.Signals, Any]
-    ) -> None:
-        self.control = control
-        self.work = work
-        self.handlers = handlers
-        self.running: dict[int, int] = {}
-        """Rank by process id."""
-        self.foreign: set[int] = set()
-        """Those of them that are no Python program."""
-        # Read descriptors and signals in one place: the handler does nothing but wake the select.
-        self.wake, waker = os.pipe()
-        os.set_blocking(self.wake, False)
-        os.set_blocking(waker, False)
-        self.waker = waker
-
-    def serve(self) -> None:
-        # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
-        for number in _HANDED_DOWN:
-            signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTSTP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
-        os.setpgid(0, 0)
-        watched: list[Any] = [self.control, self.wake]
-        while True:
-            readable = select.select(watched, [], [])[0]
-            if self.wake in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.wake, 4096)
-                self._reap()
-            if self.control in readable and not self._obey():
-                break
-        self._end_all()
-        os._exit(0)
-
-    def _obey(self) -> bool:
-        try:
-            data, streams, _, _ = socket.recv_fds(self.control, _MESSAGE_BYTES, 3)
-        except ConnectionResetError:
-            return False
-        if not data:
-            return False
-        request = json.loads(data)
-        if "start" in request:
-            self._fork(request, streams)
-            for stream in streams:
-                os.close(stream)
-        else:
-            self._signal(request["signal"], set(request["ranks"]))
-        return True
-
-    def _fork(self, request: dict[str, Any], streams: list[int]) -> None:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._become(request, streams, parent)
-                if request["command"]:
-                    _execute(request["command"])
-                self.work()
-            finally:
-                os._exit(1)
-        self.running[pid] = request["start"]
-        if request["command"] and request["command"][0] != sys.executable:
-            self.foreign.add(pid)
-        # Also here: a signal to the group may be asked for before the child has run at all.
-        if not request["own_session"]:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-        self._say("started", request["start"], pid)
-
-    def _become(self, request: dict[str, Any], streams: list[int], parent: int) -> None:
-        """Makes the copy a rank: what it has from the zygote is given back."""
-        signal.set_wakeup_fd(-1)
-        if request["own_session"]:
-            os.setsid()
-        else:
-            os.setpgid(0, 0)
-            _take_terminal(streams[0])
-        _die_with_parent(parent)
-        for number, handler in self.handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in (signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        for target, stream in enumerate(streams):
-            os.dup2(stream, target)  # dup2 makes them inheritable
-            os.close(stream)
-        for descriptor in (self.wake, self.waker):
-            os.close(descriptor)
-        self.control.close()
-        os.environ.update(request["environment"])
-        os.environ.pop(TOKEN, None)  # the launchers' alone
-
-    def _reap(self) -> None:
-        while self.running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            rank = self.running.pop(pid, None)
-            if rank is not None:
-                # What the rank has left in its group: loader workers of a rank that was killed.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._say("ended", rank, pid, os.waitstatus_to_exitcode(status))
-
-    def _signal(self, number: int, ranks: set[int]) -> None:
-        for pid, rank in self.running.items():
-            if rank in ranks:
-                if number in _REQUESTS and pid not in self.foreign:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                else:
-                    _signal_group(pid, number)
-                if number in _HANDED_DOWN:
-                    # A stopped process takes no other signal.
-                    _signal_group(pid, signal.SIGCONT)
-
-    def _end_all(self) -> None:
-        self._signal(signal.SIGTERM, set(self.running.values()))
-        limit = time.monotonic() + _GRACE_S
-        while self.running and time.monotonic() < limit:
-            select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.wake, 4096)
-            self._reap()
-        self._signal(signal.SIGKILL, set(self.running.values()))
-        for pid in self.running:
-            os.waitpid(pid, 0)
-
-    def _say(self, *message: object) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
-            self.control.send(json.dumps(message).encode())
-
-
-def _control_sockets() -> tuple[socket.socket, socket.socket]:
-    """The launcher's end and the zygote's; each message arrives whole."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _execute(line: list[str]) -> NoReturn:
-    try:
-        os.execvp(line[0], line)
-    except OSError as error:
-        os.write(2, f"{line[0]}: {error.strerror}\n".encode())
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as shells do
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        # Not yet the leader of a group of its own, or all of the group has ended.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _take_terminal(stream: int) -> None:
-    """Makes this group the one that the terminal's keys reach, where `stream` is a terminal."""
-    if os.isatty(stream):
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
-        with contextlib.suppress(OSError):
-            os.tcsetpgrp(stream, os.getpgrp())
-        signal.signal(signal.SIGTTOU, before)
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel knew
-        os._exit(1)
