@@ -9,11 +9,12 @@ COLOURS = ("#4477aa", "#66ccee", "#aa3377", "#ee7733", "#ccbb44", "#228833")
 """Told apart with any eyes (Paul Tol, "bright"), on white and on black."""
 STYLE = """
   text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f }
-  .page { fill: #ffffff } .line { stroke: #d0d7de } .strong { font-weight: 600 }
+  .page { fill: #ffffff } .line { stroke: #d0d7de }
+  .strong { font-weight: 600; paint-order: stroke; stroke: #ffffff; stroke-width: 3px }
   .faint { fill: #57606a; font-size: 12px }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .faint { fill: #9198a1 }
-    .page { fill: #0d1117 } .line { stroke: #30363d }
+    .page { fill: #0d1117 } .line { stroke: #30363d } .strong { stroke: #0d1117 }
   }
 """
 TOP, HEIGHT, LEFT, WIDE, GAP, BETWEEN = 76, 260, 56, 52, 10, 44
@@ -79,10 +80,11 @@ def stack(bar: Bar, x: float, top: float) -> list[str]:
 def legend(names: list[str]) -> list[str]:
     """A square and a word for each colour, in one line."""
     drawn = []
-    for number, (name, colour) in enumerate(zip(names, COLOURS, strict=True)):
-        x = LEFT + 112 * number
-        drawn.append(f'<rect x="{x}" y="39" width="12" height="12" fill="{colour}"/>')
+    x = float(LEFT)
+    for name, colour in zip(names, COLOURS, strict=True):
+        drawn.append(f'<rect x="{x:.1f}" y="39" width="12" height="12" fill="{colour}"/>')
         drawn.append(text(x + 17, 50, name, "faint", "start"))
+        x += 31 + 6.4 * len(name)  # about as wide as the word is
     return drawn
 
 

@@ -26,6 +26,15 @@ def test_unknown_command(arguments: list[str], advice: str) -> None:
     assert advice in result.output
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "runn"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "Usage: lockstep [OPTIONS]" in done.stderr
+    assert "Did you mean run?" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [(["--help"], "run"), (["--version"], __version__), (["run", "--help"], "--nproc")],

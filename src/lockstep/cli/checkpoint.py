@@ -22,7 +22,7 @@ _TRUST = click.option(
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-@click.group(name="checkpoint")
+@click.group(name="checkpoint", short_help="Looks at, converts, repairs checkpoints.")
 def command() -> None:
     """Looks at, compares, converts and repairs checkpoints and weights.
 
@@ -211,7 +211,7 @@ def convert_command(
         _say(f"wrote   {file} ({_size(file.stat().st_size)})")
 
 
-@command.command("repair")
+@command.command("repair", short_help="Puts the folder of a run in order.")
 @click.argument("folder", type=_PATH)
 @click.option("--yes", is_flag=True, help="Do it. Without, it is only said what would be done.")
 @click.pass_context

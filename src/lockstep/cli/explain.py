@@ -13,7 +13,7 @@ from lockstep.diagnose.catalogue import GROUPS, Entry
 _WIDEST = 100
 
 
-@click.command(name="explain")
+@click.command(name="explain", short_help="Says what a code such as LS303 means.")
 @click.argument("words", metavar="[CODE | WORDS]...", nargs=-1)
 @click.option("--markdown", is_flag=True, help="Print the whole catalogue, as docs/findings.md.")
 def command(words: tuple[str, ...], markdown: bool) -> None:

@@ -45,6 +45,7 @@ def samples_or_auto(
 @click.command(
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
+    short_help="Starts a script on several processes.",
     epilog="Every flag of torchrun but --logs-specs is accepted too, with torchrun's meaning "
     "(--nnodes, --node-rank, --master-addr, --rdzv-endpoint, --max-restarts, --log-dir, ...; see "
     "torchrun --help). Flags stand before the script; what follows the script is the script's own.",

@@ -24,6 +24,7 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 
 
 @click.command(
+    short_help="Compares what several processes compute with one.",
     context_settings={"allow_interspersed_args": False},
     epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, or nothing could be compared.",
 )
