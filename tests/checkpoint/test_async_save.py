@@ -17,7 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_session import CPU, Counter, Training, caught, checkpoint_of, in_gloo_group, joined
+from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
 import lockstep
 from lockstep.checkpoint import disk, layout
@@ -165,7 +165,7 @@ def test_a_run_that_fails_finishes_what_was_handed_over(tmp_path: Path) -> None:
 
 
 def test_memory_for_the_copies_is_used_again() -> None:
-    copies = HostCopies(CPU)
+    copies = HostCopies()
     own = [torch.randn(4, 3), torch.randn(5)[::2], torch.tensor(2.0)]
     fresh = torch.randn(7)
 

@@ -7,6 +7,7 @@ several, and call the parts that use it.
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lockstep
+from lockstep.diagnose.parsing import parse_flight
+from lockstep.diagnose.snapshot import Call
+from lockstep.launch import torch_private
+from lockstep.launch.instruments import FLIGHT_RECORDER
 from lockstep.optim.precision import Precision
 from lockstep.runtime import payload
 from lockstep.runtime.choice import Choice
@@ -126,6 +131,51 @@ def batchnorm(device: torch.device) -> list[float]:
 def test_batchnorm_over_the_group(device: str) -> None:
     [errors] = run_on(batchnorm, 1, device)
     assert max(errors) < 1e-11
+
+
+def recorded() -> list[Call]:
+    groups, records = torch_private.process_groups(), torch_private.flight_record(lines=False)
+    text = f'{{"request": 1, "stacks": {{}}, "groups": {json.dumps(groups)}, "records": {records}}}'
+    flight = parse_flight(text)
+    assert flight is not None, text
+    assert [group.ranks for group in flight.groups] == [(0,)]
+    return [call for call in flight.calls if call.op == "all_reduce"]
+
+
+@in_group
+def behind_other_work(device: torch.device) -> list[list[tuple[Any, ...]]]:
+    """What the recorder says of a collective while the GPU works before it, and after it."""
+    x = torch.ones(8192, 8192, device=device) if device.type == "cuda" else torch.ones(8, 8)
+    y = x @ x
+    dist.all_reduce(x[0, :3])  # the first one may wait until it is connected
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for _ in range(100):  # a second or two
+        torch.mm(x, x, out=y)
+    dist.all_reduce(x[0])
+    during = recorded()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    parts = (during[-1:], recorded())
+    return [[(c.backend, c.seq, c.dtypes, c.p2p, c.state) for c in calls] for calls in parts]
+
+
+def with_recorder(device: str) -> Any:
+    os.environ.update(FLIGHT_RECORDER)
+    return behind_other_work(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_recorder_says_what_is_not_completed(device: str) -> None:
+    [[[during], [first, second]]] = run_on(with_recorder, 1, device)
+    backend, seq, dtypes, p2p, state = during
+    assert (backend, p2p) == ("nccl" if device == "cuda" else "gloo", False)
+    assert [dtype.lower() for dtype in dtypes] == ["float"]
+    assert state in ("scheduled", "started")
+    assert second[:4] == during[:4]
+    assert seq == first[1] + 1
+    if device == "cuda":
+        assert (first[4], second[4]) == ("completed", "completed")
 
 
 class OneShard(FSDP):

@@ -55,11 +55,12 @@ def test_half_precision_learns_as_full_precision_does(device: str, size: int) ->
         assert losses["bf16"] != losses["fp32"] != losses["fp16"]
 
 
-def overflow(device: str) -> dict[str, Any]:
+def overflow(device: str, fused: bool) -> dict[str, Any]:
     """In one step the loss of the last rank is too large for fp16."""
     with lockstep.init(seed=1, precision="fp16", **settings(device)) as world:
         model = mlp(dtype=torch.float32)
-        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(tensors(6 * BATCH, torch.float32), BATCH)
         scaler = world.precision.scaler
         assert scaler is not None
@@ -82,9 +83,10 @@ def overflow(device: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("device", "size"), ON_RANKS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(device: str, size: int) -> None:
-    ranks = run_on(overflow, size, device)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(device: str, size: int, fused: bool) -> None:
+    ranks = run_on(overflow, size, device, fused)
     for found in ranks:
         assert found["skipped"] == [False, False, True, False, False, False]
         assert found["moved"] == [not skipped for skipped in found["skipped"]]

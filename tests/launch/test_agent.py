@@ -18,7 +18,8 @@ def test_the_methods_that_torch_leaves_to_an_agent() -> None:
     assert not Agent.__abstractmethods__
     for name in [*abstract, "_exit_barrier"]:
         theirs = inspect.signature(getattr(SimpleElasticAgent, name)).parameters
-        assert list(inspect.signature(getattr(Agent, name)).parameters) == list(theirs)
+        ours = list(inspect.signature(getattr(Agent, name)).parameters)
+        assert ours[: len(theirs)] == list(theirs)  # `_shutdown` has one more since torch 2.12
 
 
 def test_what_it_calls_is_still_called() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,6 +276,22 @@ def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
 
 
 @in_clean_process
+def test_a_folder_that_knows_no_pipes(tmp_path: Path) -> None:
+    """As some shared and some Windows folders: the run goes on, and shows its stacks alone."""
+    original = os.mkfifo
+
+    def fail(*_: object) -> None:
+        raise PermissionError("no pipes here")
+
+    os.mkfifo = fail
+    try:
+        with installed(tmp_path), group_of_one():
+            assert not (tmp_path / "ask").exists()
+    finally:
+        os.mkfifo = original
+
+
+@in_clean_process
 def test_installing_twice_watches_once(tmp_path: Path) -> None:
     with installed(tmp_path / "a"), installed(tmp_path / "b"):
         optimizer().step()
@@ -339,6 +356,23 @@ def test_what_is_no_beacon(tmp_path: Path, content: bytes) -> None:
 def test_torchs_private_parts_are_as_they_were() -> None:
     """Fails where a new torch has changed what `torch_private` uses."""
     run_ranks(_private_parts, 1, env=instruments.FLIGHT_RECORDER)
+
+
+def test_the_thread_that_answers_takes_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    torch_private.take_gpu()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    torch_private.take_gpu()
+    group = SimpleNamespace(bound_device_id=torch.device("cuda", 2))
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", group)
+    torch_private.take_gpu()
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # this rank is shown its own alone
+    torch_private.take_gpu()
+    assert taken == [3, 2]
 
 
 def _private_parts() -> None:

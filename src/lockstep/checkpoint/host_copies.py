@@ -18,13 +18,11 @@ class HostCopies:
     Fresh memory costs more than the copying itself: each page is handed out by the kernel when it
     is first written to. (1 GB on a machine of two cores: 4.5 GB a second into fresh memory, 32 into
     memory that was used before.) For tensors on a GPU it is page-locked.
-
-    Args:
-        device: on which the tensors are.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self._gpus: set[torch.device] = set()
+        """Those that copy now: one process may have spread its model over several."""
         self._buffers: list[Tensor | None] = []
         self._next = 0
         self._own: set[int] = set()
@@ -53,10 +51,12 @@ class HostCopies:
             pinned = value.is_cuda and value.numel() > 0
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
             self._buffers[place] = buffer
+        if value.is_cuda:
+            self._gpus.add(value.device)
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
 
     def finish(self) -> None:
         """Returns when the copies are complete; memory that was not used again goes."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        while self._gpus:
+            torch.cuda.current_stream(self._gpus.pop()).synchronize()
         del self._buffers[self._next :]

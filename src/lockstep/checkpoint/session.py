@@ -93,7 +93,7 @@ class Checkpoint:
         self._world = world
         self._doing = f"saving a checkpoint in {self.folder}"
         self._passed_over: tuple[str, ...] = ()
-        self._copies = HostCopies(run.collectives.device)
+        self._copies = HostCopies()
         self._writer = Writer(self.folder, run.collectives)
         requests = Requests()
         self._moment = Moment(policy.every, run.collectives, requests)

@@ -7,6 +7,7 @@ clock: torch elastic looks at the workers every `monitor_interval` seconds.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -28,7 +29,7 @@ from lockstep.launch import job_control
 from lockstep.launch.exceptions import ERROR_FILE
 from lockstep.launch.process import Attempt, Process
 from lockstep.launch.rank_main import FOLDER, Command
-from lockstep.launch.zygote import Ended, Zygote
+from lockstep.launch.zygote import Ended, Refused, Zygote
 
 _ERROR_FILE_NAME = "elastic_error.json"
 _SETTLE_S = 0.5
@@ -96,10 +97,12 @@ class Agent(SimpleElasticAgent):
         plain: bool,
         keyboard: bool = True,
     ) -> None:
-        super().__init__(spec, shutdown_timeout=int(grace))
+        super().__init__(spec)  # not with the grace, which newer versions take: `_end` has it
         self._zygote, self._command, self._environment = zygote, command, environment
         self._folder, self._ranks, self._grace = folder, ranks, grace
         self._plain, self._keyboard = plain, keyboard
+        self._refused: str | None = None
+        """Why a rank could not be started."""
         self._alone: Process | None = None
         """The rank that has the terminal's keys."""
         self.attempts: list[Attempt] = []
@@ -132,6 +135,8 @@ class Agent(SimpleElasticAgent):
                 raise
         while any(process.pid is None for process in attempt.processes):
             self._read_events(timeout=1.0)
+        if self._refused is not None:
+            raise BlockingIOError(errno.EAGAIN, self._refused)
         self._ranks.started(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
@@ -257,7 +262,10 @@ class Agent(SimpleElasticAgent):
             events = [Ended(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()]
         for event in events:
             process = processes[event.rank]
-            if isinstance(event, Ended):
+            if isinstance(event, Refused):
+                self.attempts[-1].processes.remove(process)  # what never started has no end
+                self._refused = event.reason
+            elif isinstance(event, Ended):
                 if process.pid in (None, event.pid) and process.code is None:
                     process.pid, process.code = event.pid, event.code
                     process.ended_at = time.time()

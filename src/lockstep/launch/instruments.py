@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
-from lockstep.launch.torch_private import flight_record, process_groups
+from lockstep.launch.torch_private import flight_record, process_groups, take_gpu
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -165,7 +165,7 @@ class Instruments:
         return count
 
     def _make_pipe(self) -> None:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):  # it exists, or the file system knows no pipes
             os.mkfifo(self.folder / "ask", 0o600)
 
     def _watch_for_a_group(self) -> None:
@@ -193,7 +193,10 @@ class Instruments:
             if self._thread is not None or self._map is None:
                 return
             # Read and write: without a writer of our own, reading would end when the asker closes.
-            self._ask = os.open(self.folder / "ask", os.O_RDWR)
+            try:
+                self._ask = os.open(self.folder / "ask", os.O_RDWR)
+            except OSError:  # none could be made: a signal still shows the main thread's stack
+                return
             self._thread = threading.Thread(
                 target=self._answer, args=(self._ask,), name="lockstep-answers", daemon=True
             )
@@ -212,6 +215,7 @@ class Instruments:
 
     def _write_answer(self, number: str, *, lines: bool) -> None:
         try:
+            take_gpu()
             stacks, groups = json.dumps(_stacks()), json.dumps(process_groups())
             records = flight_record(lines=lines)
             text = (

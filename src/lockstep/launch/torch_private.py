@@ -1,12 +1,14 @@
 """torch's private parts that the launcher uses; a test tells when they change.
 
-Written for torch 2.11 to 2.13. What is missing in another version is left out of the answers.
+Written for torch 2.11 to 2.14. What is missing in another version is left out of the answers.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -44,6 +46,21 @@ def _dump(name: str, lines: bool) -> str | None:
     return json.dumps(pickle.loads(written), default=str)  # made by torch, in this process
 
 
+def take_gpu() -> None:
+    """In a thread of ours, before the recorders are asked: its GPU is that of this rank.
+
+    They ask CUDA whether a call has ended. A thread that has chosen no GPU would open the first
+    one for that, where every rank of the machine would then hold some hundred MiB more.
+    """
+    cuda, c10d = map(sys.modules.get, ("torch.cuda", "torch.distributed.distributed_c10d"))
+    if cuda is None or c10d is None or not cuda.is_initialized():
+        return
+    bound = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    index = int(os.environ.get("LOCAL_RANK", 0)) if bound is None else bound.index
+    if index < cuda.device_count():
+        cuda.set_device(index)
+
+
 def process_groups() -> list[dict[str, Any]]:
     """This rank's process groups: their names, descriptions and the ranks in them."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -75,11 +92,11 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     logger = logging.getLogger(binding.__name__)
     before, logger.disabled = logger.disabled, True  # it would print the traceback
+    wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
+    newer = "device_index" in inspect.signature(wrap).parameters  # since torch 2.14
     try:
         return tuple(
-            binding._maybe_wrap_command_args_with_numa_binding(
-                line, gpu_index=gpu, numa_options=options
-            )
+            wrap(line, numa_options=options, **{"device_index" if newer else "gpu_index": gpu})
         )
     except Exception as error:  # of CUDA, of the file system, of torch's own checks
         raise SettingError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,12 @@ from lockstep.topology import Topology
 
 
 def choose_device(
-    wanted: str | None, topology: Topology, environ: Mapping[str, str], *, may_share: bool
+    wanted: str | None,
+    topology: Topology,
+    environ: Mapping[str, str],
+    *,
+    may_share: bool,
+    on_this_machine: Callable[[str], Sequence[str]],
 ) -> tuple[torch.device, str]:
     """The device and the reason for it.
 
@@ -20,6 +25,8 @@ def choose_device(
         topology: local rank r takes visible GPU r.
         environ: for `CUDA_VISIBLE_DEVICES`, which renumbers the GPUs.
         may_share: more processes than GPUs are allowed (Gloo can; NCCL refuses).
+        on_this_machine: tells a text to the other processes of this machine, and returns those of
+            all; called where there are fewer GPUs than processes.
 
     Raises:
         SettingError: no such device, or fewer GPUs than processes.
@@ -42,15 +49,28 @@ def choose_device(
         if device.index is not None:
             _check_one_process(device, topology, count)
             return device, "as set" + physical(device.index, environ)
-    if topology.local_size > count and not may_share:
+    index = topology.local_rank % count
+    own = topology.local_size > count and not may_share
+    if own and not _each_has_its_own(index, on_this_machine):
         raise SettingError(
             f"{topology.local_size} processes on this machine",
             f"{count} visible GPU{'s' * (count != 1)}{_visible(environ)}; NCCL needs one for each",
             f"start {count}, or use device='cpu', or backend='gloo' to share GPUs",
         )
-    index = topology.local_rank % count
     reason = f"local rank {topology.local_rank}" + physical(index, environ)
+    if own:
+        reason = "the one that this process is shown" + physical(index, environ)
     return torch.device("cuda", index), reason
+
+
+def _each_has_its_own(index: int, on_this_machine: Callable[[str], Sequence[str]]) -> bool:
+    """Whether each process of this machine is shown another GPU.
+
+    So do `srun --gpus-per-task=1`, `--virtual-local-rank` of `lockstep run` and torchrun, and
+    scripts that set `CUDA_VISIBLE_DEVICES` themselves; the number is 0 in all of them.
+    """
+    shown = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
+    return len(set(shown)) == len(shown)
 
 
 def _parsed(wanted: str) -> torch.device:
