@@ -116,6 +116,12 @@ def test_a_mean_of_means_is_known_by_what_the_parts_should_weigh(key: str) -> No
     assert any("0.25 : 0.75" in text and "0.5 : 0.5" in text for text in cause.seen)
 
 
+def test_a_batch_that_each_process_draws_for_itself() -> None:
+    cause = found(two(WHOLE), update(ONE, taken(0, 1, 2, 3)))[1]
+    assert cause.code == "LS110"
+    assert "1 of the 2 backward passes" in cause.seen[0]
+
+
 def test_clipping_before_averaging() -> None:
     clip = Call(name="clip", line="train.py:9")
     many = two(0.5 * (0.3 * ONE + 0.9 * OTHER), calls=(clip,))

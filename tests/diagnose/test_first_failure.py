@@ -101,7 +101,8 @@ def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Finding:
 
 
 def hang(kind: Any, ranks: tuple[int, ...], headline: str) -> Finding:
-    return Finding(kind, True, ranks, headline, (Row(ranks[0], "a", "is stopped", None),))
+    rows = (Row(ranks[0], "a", "is stopped", None),)
+    return Finding(kind, True, ranks, headline, rows, None, ("do as the hang says",))
 
 
 @dataclass
@@ -163,6 +164,29 @@ CASES = {
         (1,),
         code=3,
         says=("exit code 3, without an exception (os._exit", "giving up"),
+    ),
+    "a program of its own, with a traceback": Case(
+        [exited(1, 1, 10.0, last_lines=("Traceback (most recent call last):", "ValueError: x"))],
+        "exit",
+        (1,),
+        says=("exit code 1, after a traceback in stderr.log", "ValueError: x"),
+        silent=("without an exception",),
+    ),
+    "an excepthook has chosen another code": Case(
+        [raised(1, "bad", 10.0, "ValueError", code=9)], "exception", (1,), code=9
+    ),
+    "Ctrl-C of somebody else's": Case(
+        [raised(1, "", 10.0, "KeyboardInterrupt", exit_code=-2)],
+        "exception",
+        (1,),
+        code=130,
+    ),
+    "a message that is a file": Case(
+        [raised(1, "x" * 100_000, 10.0, "ValueError")],
+        "exception",
+        (1,),
+        says=("ValueError: xxx", "xxx... (all of it is in the logs)"),
+        silent=("x" * 2000,),
     ),
     "a signal goes before those who noticed": Case(
         [raised(0, RESET, 10.0), raised(2, CLOSED, 10.02), killed(1, 9, "SIGKILL", 10.4)],
@@ -408,7 +432,7 @@ CASES = {
         "left",
         (1,),
         code=71,
-        says=("left early",),
+        says=("left early", "what to do: do as the hang says"),
         more={"hang": hang("left", (1,), "rank 1 has left"), "judged_at": 20.0},
     ),
     "Ctrl-C": Case(
@@ -514,6 +538,16 @@ CASES = {
         "exception",
         (0,),
         says=("smaller --micro-batch",),
+    ),
+    "a CUDA error, which comes late": Case(
+        [
+            raised(
+                0, "CUDA error: device-side assert triggered\nCUDA kernel errors might be ...", 1.0
+            )
+        ],
+        "exception",
+        (0,),
+        says=("CUDA_LAUNCH_BLOCKING=1",),
     ),
     "a long message stays in the folder": Case(
         [raised(0, "head\n" + "\n".join(f"line {i}" for i in range(50)), 1.0)],

@@ -27,8 +27,9 @@ from made_up import (
 
 from lockstep.diagnose.finding import Finding
 from lockstep.diagnose.hang import judge
-from lockstep.diagnose.snapshot import Frame, Group, RankState, Snapshot
+from lockstep.diagnose.snapshot import Call, Frame, Group, RankState, Snapshot, Stack
 
+PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)
 
 
@@ -222,24 +223,45 @@ def test_ddp_on_some_ranks() -> None:
     assert "construct DistributedDataParallel on all ranks" in finding.advice[0]
 
 
-def test_nccl_is_judged_by_what_the_gpu_has_started() -> None:
-    """The main threads spin in lines of their own, `loss.item()`, waiting for their GPUs."""
+def on_gpus(*of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled") -> Finding | None:
+    """The main threads spin in lines of their own, `loss.item()`, waiting for their GPUs.
 
-    def nccl(state_of_call: str) -> Finding | None:
-        fields = {"backend": "nccl", "state": state_of_call}
-        return judge(
-            *looks(
-                state(0, at(30), call("all_reduce", 1, 5, **fields)),
-                state(1, at(31), call("all_gather", 1, 5, **fields)),
-                working=(0, 1),
-            ),
-            8.0,
+    Each rank has called the operations given, of which none is completed; None: it has ended.
+    """
+    fields = {"backend": "nccl", "state": state_of_call}
+    ranks = [
+        ended(rank)
+        if ops is None
+        else state(
+            rank,
+            at(30 + rank),
+            *[call(op, seq, 5, **fields) for seq, op in enumerate(ops, 1)],
+            completed={},
         )
+        for rank, ops in enumerate(of_ranks)
+    ]
+    return judge(*looks(*ranks, working=range(len(ranks))), 8.0)
 
-    finding = nccl("started")
+
+def test_nccl_is_judged_by_what_all_have_called() -> None:
+    """Torch does not say what a GPU has started, unless it is told to take the times."""
+    for state_of_call in ("started", "scheduled"):
+        finding = on_gpus(("all_reduce",), ("all_gather",), state_of_call=state_of_call)
+        assert finding is not None
+        assert (finding.kind, finding.fatal) == ("deadlock", True)
+        assert "waits in all_reduce" in finding.rows[0].does
+    # The GPUs still have work before it; and a host that runs ahead of them waits for nobody.
+    assert on_gpus(("all_reduce",), ("all_reduce",)) is None
+    assert on_gpus(("all_reduce", "barrier"), ("all_reduce",)) is None
+
+
+def test_a_gpu_waits_for_the_rank_that_has_not_come() -> None:
+    finding = on_gpus(("all_reduce",), ())
     assert finding is not None
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert nccl("scheduled") is None  # the GPUs still have work before it
+    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (1,))
+    finding = on_gpus(("all_reduce",), None)
+    assert finding is not None
+    assert (finding.kind, finding.fatal, finding.ranks) == ("left", True, (1,))
 
 
 def test_calls_that_came_from_different_lines_before_they_parted() -> None:
@@ -262,6 +284,39 @@ def test_what_has_left_the_ring_is_not_taken_for_a_call_never_made() -> None:
     assert finding.kind == "transport"
 
 
+BUSY = (Frame("/home/me/saver.py", 30, "save"), Frame("/usr/lib/python3.11/threading.py", 1, "run"))
+IDLE = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), *BUSY)
+SAVERS = (*PAIR, Group("3", "savers", (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("thread", "earlier", "kind"),
+    [
+        (BUSY, (), "working"),  # no thread of rank 0 has used the group so far
+        (BUSY, (call("barrier", 1, group="3", thread=8, state="completed"),), "working"),
+        (BUSY, (call("barrier", 1, group="3", state="completed"),), "deadlock"),
+        (IDLE, (), "deadlock"),
+        (in_op("barrier", 30), (), "deadlock"),
+    ],
+)
+def test_a_thread_that_works_may_yet_come_to_a_group_of_its_own(
+    thread: Stack, earlier: tuple[Call, ...], kind: str
+) -> None:
+    """Rank 1 waits for what rank 0's checkpoint thread will do, and the main thread of rank 0
+    for rank 1: no deadlock, as long as that thread works."""
+    calls = (*alike(5), *earlier, call("all_reduce", 6, 1))
+    rank_0 = state(
+        0, in_op("all_reduce", 40), *calls, groups=SAVERS, threads=(thread,), thread_ids=(8,)
+    )
+    waits = call("barrier", len(earlier) + 1, group="3")
+    rank_1 = state(1, in_op("barrier", 50), *alike(5), *earlier, waits, groups=SAVERS)
+    finding = found(rank_0, rank_1)
+    assert (finding.kind, finding.fatal) == (kind, kind == "deadlock")
+    if kind == "working":
+        assert finding.ranks == (0,)
+        assert finding.rows[0].line == BUSY[0]
+
+
 # --- a rank is gone
 
 
@@ -269,6 +324,12 @@ def test_a_rank_has_left() -> None:
     finding = found(at_barrier(0), ended(1))
     assert (finding.kind, finding.fatal, finding.ranks) == ("left", True, (1,))
     assert finding.rows[1].does.startswith("has ended with exit code 0")
+
+
+def test_a_group_that_is_taken_down_waits_for_nobody_who_has_ended() -> None:
+    """NCCL takes seconds for it, and the others may well have ended meanwhile."""
+    finding = found(state(0, in_op("destroy_process_group", 90), *alike(5)), ended(1))
+    assert not finding.fatal
 
 
 @pytest.mark.parametrize(("code", "signal"), [(3, None), (None, 9)])
@@ -389,6 +450,7 @@ def test_the_same_collective_everywhere_and_nothing_moves() -> None:
 def test_receives_only_may_be_a_transfer_under_way() -> None:
     finding = found(state(0, in_op("recv", 30)), state(1, in_op("recv", 31)))
     assert (finding.kind, finding.fatal) == ("transport", False)
+    assert "every send needs its receive" in finding.advice[0]
     finding = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
     assert (finding.kind, finding.fatal) == ("deadlock", False)
 
@@ -396,6 +458,29 @@ def test_receives_only_may_be_a_transfer_under_way() -> None:
 def test_all_ranks_blocked_outside_collectives() -> None:
     finding = found(state(0, at(5), completed={}), state(1, in_loader(6)))
     assert (finding.kind, finding.fatal) == ("blocked", False)
+
+
+def test_nothing_can_be_seen_of_any_rank() -> None:
+    """As on a full disk: they are asked and cannot write their answers."""
+    blind = {"answered": False, "calls": None}
+    finding = found(state(0, None, **blind), state(1, None, **blind))
+    assert (finding.kind, finding.fatal, finding.ranks) == ("unknown", False, (0, 1))
+    assert "disk" in finding.advice[0]
+    other = {"answered": None, "calls": None}  # a program that is not Python is not asked
+    assert judge(*looks(state(0, None, **other), state(1, None, **other)), 8.0) is None
+
+
+def test_all_ranks_wait_for_data() -> None:
+    finding = found(state(0, in_loader(6)), state(1, in_loader(6)))
+    assert (finding.kind, finding.fatal) == ("loading", False)
+    assert finding.headline == "all ranks wait for data, for 8 s"
+
+
+def test_a_rank_that_waits_for_its_own_threads_at_its_end() -> None:
+    shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), own(99))
+    finding = found(ended(0), state(1, shutdown, threads=(BUSY,), thread_ids=(8,)))
+    assert finding.rows[1].does.startswith("has come to its end, and waits for a thread")
+    assert finding.rows[1].line == BUSY[0]
 
 
 def test_a_rank_that_does_not_come_to_its_end() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -238,10 +239,28 @@ def own_wait(rank: int, size: int) -> None:
     work.wait()
 
 
+def saves_in_a_thread(rank: int, size: int) -> None:
+    """Rank 1 waits for what that thread will do, and rank 0's main thread for rank 1."""
+    join()
+    group = dist.new_group(timeout=FOREVER)
+    if rank == 0:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        threading.Thread(target=save, args=(group,), daemon=True).start()
+    else:
+        dist.barrier(group)
+    dist.all_reduce(torch.ones(5))
+
+
+def save(group: dist.ProcessGroup) -> None:
+    time.sleep(1000)
+    dist.barrier(group)
+
+
 @pytest.mark.parametrize(
     ("fn", "kind"),
     [
         (computes, "working"),
+        (saves_in_a_thread, "working"),
         (endless_loop, "working"),
         (sleeps, "blocked"),
         (reads, "blocked"),

@@ -20,6 +20,7 @@ from made_up import (
 from lockstep import errors
 from lockstep.diagnose.snapshot import Frame, Stack
 from lockstep.diagnose.stacks import IN_BUFFERS, Wait, is_loading, own_line, waits_in
+from lockstep.launch import rank_main
 
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -44,6 +45,15 @@ def test_own_line(stack: Stack, line: int) -> None:
     found = own_line(stack)
     assert found is not None
     assert found.line == line
+
+
+def test_what_lies_below_the_program_is_not_its_line() -> None:
+    """At a program's end nothing of it is on the stack: the launcher's command is not its line."""
+    launcher = (Frame(rank_main.__file__, 170, "leave"), Frame("/opt/venv/bin/lockstep", 8, "f"))
+    shutdown = Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown")
+    assert own_line((shutdown, *launcher)) == shutdown
+    assert own_line((own(3), *launcher)) == own(3)
+    assert own_line(launcher) is None
 
 
 def test_no_stack_has_no_line() -> None:

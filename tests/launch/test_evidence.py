@@ -202,3 +202,9 @@ def test_the_evidence_is_kept(tmp_path: Path) -> None:
     assert "signal 9" in text
     assert from_json((path.parent / "hang.json").read_text()) == snapshot
     assert sorted(p.name for p in path.parent.iterdir()) == ["hang.json", "hang.txt"]
+
+
+def test_a_script_whose_name_is_no_text(tmp_path: Path) -> None:
+    stack = (Frame(os.fsdecode(b"/home/me/tr\xe4in.py"), 3, "main"),)
+    state = RankState(rank=0, host="a", pid=5, alive=True, stack=stack)
+    assert r"tr\udce4in.py:3 in main" in keep(Snapshot(1.0, (state,)), tmp_path).read_text()

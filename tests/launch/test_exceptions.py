@@ -54,6 +54,19 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
         ("import sys\nsys.exit(3)", "sys.exit(3)", 2, 3),
         ("import sys\nsys.exit('no data')", "sys.exit('no data')", 2, 1),
         ("def f():\n    raise SystemExit(-1)\nf()", "sys.exit(-1)", 2, 255),
+        (
+            "try:\n    1 / 0\nexcept Exception:\n    raise SystemExit(2)",
+            "sys.exit(2) while handling ZeroDivisionError: division by zero",
+            2,
+            2,
+        ),
+        (
+            "import argparse, sys\np = argparse.ArgumentParser()\np.add_argument('n', type=int)"
+            "\np.parse_args(['x'])",
+            "sys.exit(2) while handling argparse.ArgumentError: argument n: invalid int",
+            4,
+            2,
+        ),
         ("import os\nx = 1\n(", "SyntaxError: '(' was never closed", 3, 1),
         ("class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E", "E: (its", 4, 1),
         ("raise KeyboardInterrupt", "KeyboardInterrupt", 1, -2),
@@ -124,6 +137,33 @@ def test_an_error_in_a_loader_worker_is_told_as_its_own(tmp_path: Path) -> None:
     assert found.line == 'train.py:9: raise ValueError(f"bad image {index}")'
 
 
+SPAWN = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "worker.py", line 5, in work
+    raise ValueError("two lines")
+ValueError: two
+lines
+"""
+
+
+def test_an_error_in_a_process_of_the_scripts_own_is_told_as_its_own() -> None:
+    """As `mp.spawn` raises it."""
+    made = describe(RuntimeError(SPAWN))
+    assert made.headline == "ValueError: two (in process 1)"
+    assert made.line == "worker.py:5"
+
+
+def test_what_fails_before_the_program_begins_has_no_line() -> None:
+    code = compile("raise ImportError('No module named no')", "<frozen importlib.util>", "exec")
+    with pytest.raises(ImportError) as caught:
+        exec(code)
+    error = caught.value
+    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    assert describe(error).line is None
+
+
 def test_an_error_of_lockstep() -> None:
     made = describe(SettingError("shares 1:2", "3 ranks", "give 3 shares"))
     assert (made.type, made.exit_code, made.from_lockstep) == ("SettingError", 2, True)
@@ -138,6 +178,8 @@ def test_an_error_of_lockstep() -> None:
         (SystemExit(), 0),
         (SystemExit(4), 4),
         (SystemExit("text"), 1),
+        (SystemExit(256), 0),  # as under Python: of a number the system takes 8 bits,
+        (SystemExit(2**70), 255),  # and -1 for one that is too large for C
         (SettingError("a", "b", "c"), 2),
     ],
 )

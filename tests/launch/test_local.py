@@ -63,7 +63,7 @@ def lockstep_run(
 
 def test_a_script_that_knows_only_torch(tmp_path: Path) -> None:
     flags = ["--nproc", "2", "--strategy", "ddp", "--seed", "5", "--max-restarts=0"]
-    done = lockstep_run(tmp_path, PLAIN, *flags, "script.py", "--seed", "9", "--", "a b")
+    done = lockstep_run(tmp_path, PLAIN, *flags, "script.py", "--seed", "9", "--n", "--", "a b")
     assert done.returncode == 0, done.stderr
     cores = len(os.sched_getaffinity(0))
     assert "OMP_NUM_THREADS" in done.stderr.splitlines()[0]
@@ -79,7 +79,7 @@ def test_a_script_that_knows_only_torch(tmp_path: Path) -> None:
             "LOCKSTEP_STRATEGY": "ddp",
             "LOCKSTEP_SEED": "5",
             "total": 3.0,
-            "argv": ["script.py", "--seed", "9", "--", "a b"],
+            "argv": ["script.py", "--seed", "9", "--n", "--", "a b"],
             "main": "__main__",
             "threads": int(seen["OMP_NUM_THREADS"]),
         }

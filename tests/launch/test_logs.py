@@ -359,6 +359,18 @@ def test_a_stream_that_someone_keeps_open_is_closed_in_time(tmp_path: Path) -> N
     assert b"[rank 0] child\n" in found[0]
 
 
+def test_a_full_disk_is_told_in_the_launchers_own_line(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").symlink_to("/dev/full")
+    with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
+        stdin, *streams = console.open(0, 0, tmp_path)
+        subprocess.run(["echo", "shown"], stdout=streams[0], stderr=streams[1], check=True)
+        for stream in (stdin, *streams):
+            os.close(stream)
+        console.drain()
+    assert found[0] == b"[rank 0] shown\n"
+    assert found[1] == b"lockstep: rank 0: stdout.log ends here: No space left on device\n"
+
+
 def test_streams_of_a_second_attempt(tmp_path: Path) -> None:
     with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
         for attempt in ("first", "second"):

@@ -72,6 +72,17 @@ def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
     assert read_script(str(tmp_path / "missing.py")) == Reading()
 
 
+def test_a_script_in_another_encoding_is_read(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    text = "# coding: latin-1\nadd_argument('--local_rank', help='Ger\xe4t')\n'\\d'\n"
+    (tmp_path / "script.py").write_bytes(text.encode("latin-1"))
+    assert read_script(str(tmp_path / "script.py")).local_rank_flag == "--local_rank"
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfadd_argument('--local-rank')")
+    assert read_script(str(tmp_path / "marked.py")).local_rank_flag == "--local-rank"
+    assert not recwarn.list  # of the escape: the ranks warn of it
+
+
 def test_what_a_script_would_import_in_the_place_of_what_is_loaded(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for path in (there / "a.py", there / "b" / "__init__.py", here / "own.py"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import pty
@@ -283,6 +284,26 @@ def test_launch_inside_a_rank_is_refused() -> None:
 def test_a_wrong_number_of_processes(nproc: int | str) -> None:
     with pytest.raises(SettingError, match="not a number of processes"):
         launch(sum_of_ranks, (1,), nproc=nproc)
+
+
+@in_clean_process
+def test_a_system_that_makes_no_more_processes() -> None:
+    fork, made = os.fork, []
+
+    def once() -> int:  # the zygote's; it then has none for the ranks
+        if made:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        made.append(True)
+        return fork()
+
+    os.fork = once
+    try:
+        with pytest.raises(SettingError) as caught:
+            launch(lambda: None, nproc=2)
+    finally:
+        os.fork = fork
+    assert "2 processes on this machine" in str(caught.value)
+    assert "Resource temporarily unavailable" in str(caught.value)
 
 
 def test_copies_are_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -110,8 +112,25 @@ def test_a_deadlock_may_be_only_reported(world: World) -> None:
     world.found = DEADLOCK
     supervisor = world.supervisor(on_hang="report", after=2.0)
     assert world.pass_time(supervisor, 60.0) is None
-    assert world.said == [DEADLOCK.headline]
-    assert len(world.looks) == 3
+    assert world.said == [DEADLOCK.headline] * 3  # again when it is four times as long
+    # Somebody frees the run, and it hangs once more, at another place.
+    world.found = None
+    world.step()
+    world.pass_time(supervisor, 10.0, world.step)
+    world.found = replace(DEADLOCK, ranks=(1,))
+    world.pass_time(supervisor, 60.0)
+    assert len(world.said) == 6
+    assert len(world.kept) == 6
+
+
+def test_a_full_disk_does_not_hide_a_verdict(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervise.evidence, "keep", fail)
+    world.found = DEADLOCK
+    assert world.pass_time(world.supervisor(), 60.0) is not None
+    assert world.said == ["hang.txt and hang.json cannot be written: No space left on device"]
 
 
 def test_waiting_is_told_seldom(world: World) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from lockstep.diagnose.snapshot import Call, Frame, RankState
-from lockstep.diagnose.stacks import Wait, is_loading, own_line, waits_in
+from lockstep.diagnose.stacks import Wait, is_leaving, is_loading, own_line, waits_in
 
 _IDLE = 0.1
 """Share of the time between two looks below which a thread counts as not computing. Answering the
@@ -58,8 +58,9 @@ class Activity:
 
     @property
     def line(self) -> Frame | None:
-        """The user's own line that it is at."""
-        return own_line(self.state.stack)
+        """The user's own line that it is at; at its end that of a thread it waits for."""
+        threads = self.state.threads if is_leaving(self.state.stack) else None
+        return own_line(next(iter(threads or ()), self.state.stack))
 
     @property
     def op(self) -> str:
@@ -115,6 +116,38 @@ def observe(earlier: RankState, later: RankState, seconds: float) -> Activity:
         return Activity(later, Kind.UNKNOWN)
     kind, wait = _by_stack(earlier, later, seconds)
     return Activity(later, kind, wait, _current(later, wait, kind))
+
+
+def on_its_gpu(
+    earlier: RankState, activity: Activity, held_up: Callable[[Call], object]
+) -> Activity:
+    """A rank that seems to work, but in truth waits for what its GPU waits for.
+
+    NCCL's recorder knows which calls a GPU has started only where torch takes their times, at the
+    cost of overlap. But a GPU takes the calls of a group in order, and gets past the oldest one
+    when all ranks have come to it: where that was the oldest in both looks, it is waited for.
+
+    Args:
+        earlier: the first look at the rank.
+        activity: by both looks.
+        held_up: whether some rank has not come to a call, or called something else in its place.
+    """
+    if activity.kind is not Kind.WORKING or _place(earlier) != _place(activity.state):
+        return activity
+    before = {(key(call), call.seq) for call in _oldest_on_gpu(earlier)}
+    for call in _oldest_on_gpu(activity.state):
+        if (key(call), call.seq) in before and held_up(call):
+            return replace(activity, kind=Kind.WAITING, call=call)
+    return activity
+
+
+def _oldest_on_gpu(state: RankState) -> list[Call]:
+    """Of each group that communicates by NCCL the oldest call that is not completed."""
+    found: dict[str, Call] = {}
+    for call in pending(state):
+        if call.backend == "nccl" and not call.p2p:
+            found.setdefault(key(call), call)
+    return list(found.values())
 
 
 def _moved(earlier: RankState, later: RankState) -> bool:

@@ -16,11 +16,17 @@ _GENERAL: dict[Verdict, str] = {
     "loading": "look at its DataLoader: slow storage, a worker that is stuck",
     "gil": "wait if the call in its line may take that long; a library that holds the lock can "
     "often be told to use a process of its own",
+    "unknown": "look whether the run's folder is there and its disk has room: what a rank is asked "
+    "for it writes there",
     "transport": "look at the network between the machines (interface, firewall, cable) or at the "
     "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
 }
 
 
+_PAIRS = (
+    "every send needs its receive, in the same order on both ranks: where both send or receive "
+    "first, change the order on one of them, or use `batch_isend_irecv`"
+)
 _EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
 )
@@ -38,6 +44,7 @@ def advise(
     *,
     several_groups: bool = False,
     new_line: bool | None = None,
+    p2p: bool = False,
 ) -> tuple[str, ...]:
     """What to do, most likely first; empty where waiting is all there is to do.
 
@@ -49,9 +56,12 @@ def advise(
         several_groups: the waiting ranks wait in different process groups.
         new_line: a DDP model is called from a line from which no collective came before; None: not
             known.
+        p2p: the ranks wait in sends and receives.
     """
     if kind != "deadlock":
         text = _GENERAL.get(kind)
+        if p2p:
+            text = _PAIRS
         if kind == "transport" and any("init_process_group" in row.does for row in rows):
             text = "look whether all ranks were given the same address, port and number of ranks"
         return () if text is None else (text,)

@@ -155,6 +155,15 @@ def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
             code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
             return Cause(code, (*text, f"that is by their {key}: {numbers}"), names)
+    least = 1e-6 * max(abs(weight) for weight in right)
+    foreign = sum(abs(r) < least and u != 0.0 for r, u in zip(right, used, strict=True))
+    if foreign:
+        seen = (
+            f"the gradient of one process is made of {len(parts) - foreign} of the {len(parts)} "
+            "backward passes of the ranks; the others computed batches that one process does not "
+            "have"
+        )
+        return Cause("LS110", (seen,), names)
     return Cause("LS404" if clipped else "LS205", text, names)
 
 

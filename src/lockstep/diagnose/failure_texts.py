@@ -79,6 +79,11 @@ _BY_TEXT = tuple(
     _Advice(*pair)
     for pair in (
         (
+            r"'ExactDDP' object (?:has no attribute|is not subscriptable)",
+            "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
+            "and use that for everything but calling it in training",
+        ),
+        (
             r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
             "use a smaller --micro-batch (the global batch and the numbers stay the same), or "
             "activation checkpointing",
@@ -104,6 +109,11 @@ _BY_TEXT = tuple(
             r"Cannot re-initialize CUDA in forked subprocess",
             "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
             'workers with multiprocessing_context="spawn"',
+        ),
+        (
+            r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)",
+            "a GPU says so later than the line that did it, often an index out of range: run it "
+            "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line",
         ),
         (
             r"invalid device ordinal|Duplicate GPU detected",
@@ -136,8 +146,9 @@ _BY_SIGNAL: dict[int, str] = {
 }
 _BY_KIND = {
     "oom": _MEMORY,
-    "left": "every rank must take the same number of steps: look for a return, a break or a "
-    "shorter DataLoader on one rank",
+    "left": "every rank must take the same number of steps and come to the same collectives: look "
+    "for a return, a break or a shorter DataLoader on one rank, and for a collective (world.sum, "
+    "checkpoint.save) that only one rank calls",
     "node_lost": "look at that machine: switched off, restarted, out of the network, or its "
     "launcher was killed",
 }

@@ -43,6 +43,8 @@ LATE_S = 5.0
 
 _MAX_MESSAGE_LINES = 8
 _MAX_LAST_LINES = 5
+_MAX_LINE = 1000
+"""Characters; a tensor or a whole file may be in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
         host=end.host,
         time=end.failed_at,
         headline=error.headline if error else _how(end),
-        exit_code=error.exit_code if error and error.exit_code > 0 else end.code % 256,
+        exit_code=_exit_code(end),
         step=error.step if error and error.step is not None else end.step,
         line=error.line if error else end.crash_line,
         details=_last_lines(end),
@@ -174,9 +176,19 @@ def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
     return replace(failure, advice=(advice,) if advice else ())
 
 
+def _exit_code(end: Ending) -> int:
+    """What a program that ends so, alone, ends with in a shell."""
+    if end.code >= 0:
+        return end.code
+    return end.error.exit_code if end.error and end.error.exit_code > 0 else 128 - end.code
+
+
 def _how(end: Ending) -> str:
-    without = ", without an exception (os._exit, or code that is not Python)"
-    return end.how + (without if end.code > 0 else "")
+    if end.code <= 0:
+        return end.how
+    if any(text.startswith("Traceback (most recent call last)") for text in end.last_lines):
+        return f"{end.how}, after a traceback in stderr.log"
+    return f"{end.how}, without an exception (os._exit, or code that is not Python)"
 
 
 def _last_lines(end: Ending) -> tuple[str, ...]:
@@ -228,7 +240,7 @@ def _of_hang(
     rows = rows[len(render_finding(replace(hang, rows=(), parting=None, advice=())).splitlines()) :]
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
-        return [replace(_left(e), details=rows) for e in gone]
+        return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
     kinds: dict[str, Kind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
     kind = kinds.get(hang.kind, "signal")
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
@@ -328,6 +340,10 @@ def _who(root: FirstFailure) -> str:
     return name_ranks(root.ranks) if root.ranks else f"host {root.host}"
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}... (all of it is in the logs)"
+
+
 def render(first: FirstFailure) -> str:
     """The block that closes a failed run; no newline at its end."""
     if first.kind == "interrupted":
@@ -337,12 +353,12 @@ def render(first: FirstFailure) -> str:
         where = where if first.host and first.ranks else ""
         step = "" if first.step is None else f", after step {first.step}"
         lines = [f"FIRST FAILURE: {_who(first)}{where}{step}"]
-        lines += [f"  {text}" for text in (first.headline, *first.details)]
+        lines += [f"  {_cut(text)}" for text in (first.headline, *first.details)]
     if first.line:
         lines.append(f"  {first.line}")
     if first.also:
         lines.append("at the same time (the order cannot be told):")
-        lines += [f"  {text}" for text in first.also]
+        lines += [f"  {_cut(text)}" for text in first.also]
     lines += [f"what to do: {text}" for text in first.advice]
     followed = list(first.consequences)
     if first.ended_by_us:

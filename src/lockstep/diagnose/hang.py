@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.diagnose.activity import Activity, Kind, key, observe, pending
+from lockstep.diagnose.activity import Activity, Kind, key, observe, on_its_gpu, pending
 from lockstep.diagnose.advice import advise
 from lockstep.diagnose.finding import Finding, Row, Verdict, describe, verb
-from lockstep.diagnose.matching import Parting, Table, Waits, find_parting, signature, who_waits
+from lockstep.diagnose.matching import (
+    Parting,
+    Table,
+    Waits,
+    find_parting,
+    signature,
+    who_waits,
+    with_other_threads,
+)
 from lockstep.diagnose.snapshot import Call, Snapshot
-from lockstep.diagnose.stacks import IN_BUFFERS, own_line
+from lockstep.diagnose.stacks import IN_BUFFERS, is_leaving, own_line
 from lockstep.errors import name_ranks
 
 _PATIENCE: dict[Kind, tuple[Verdict, str]] = {
@@ -46,6 +54,11 @@ def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None
     if any(activity.kind is Kind.MOVING for activity in activities.values()):
         return None
     table = Table(later)
+    activities = {
+        rank: on_its_gpu(before[rank], a, lambda c: table.absent(c) or table.contradicts(c))
+        for rank, a in activities.items()
+    }
+    activities = with_other_threads(activities, table)
     waits = who_waits(activities, table)
     case = _Case(later, activities, table, waits, _ages(later, activities, waits), waited_s)
     if not waits.awaited:
@@ -121,7 +134,12 @@ def _gone(case: _Case) -> Finding | None:
     others = [
         a for r, a in case.activities.items() if r not in case.waits.awaited and r not in gone
     ]
-    fatal = bool(frozenset[int]().union(*known) & set(gone)) or not others
+    # Taking a group down takes its time, and waits for nobody who has gone.
+    leaving = all(
+        case.activities[r].op == "destroy_process_group" and r in case.waits.guessed
+        for r in case.waits.awaited
+    )
+    fatal = bool(frozenset[int]().union(*known) & set(gone)) or not (others or leaving)
     ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
     kind: Verdict = "stopped"
     if ended:
@@ -234,11 +252,12 @@ def _patience(case: _Case) -> Finding | None:
 def _transport(case: _Case) -> Finding:
     waiting = {rank: case.activities[rank] for rank in case.waits.awaited}
     ops = " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
-    match = "for each other" if any(a.p2p for a in waiting.values()) else "which match on all"
+    p2p = any(a.p2p for a in waiting.values())
+    match = "for each other" if p2p else "which match on all"
     headline = f"all ranks wait in {ops}, {match}; nothing has moved for {case.waited_s:.0f} s"
     rows = case.rows()
     ranks = tuple(sorted(waiting))
-    advice = advise("transport", rows)
+    advice = advise("transport", rows, p2p=p2p)
     return Finding("transport", False, ranks, headline, rows, None, advice, case.waited_s)
 
 
@@ -246,21 +265,39 @@ def _nobody_waits(case: _Case) -> Finding | None:
     """All of several ranks blocked at once is worth a word; where one computes, none is."""
     alive = {r: a for r, a in case.activities.items() if a.kind is not Kind.EXITED}
     ended = case.activities.keys() - alive.keys()
+    unseen = [a for a in alive.values() if a.kind is Kind.UNKNOWN and a.state.answered is False]
+    if len(unseen) == len(alive) > 1:
+        return _nothing_seen(case, tuple(sorted(alive)))
     # At a script's end a thread of torch's may want the lock that the interpreter waits with.
     still = (*_STILL, Kind.SILENT) if ended else _STILL
     if len(case.activities) < 2 or any(a.kind not in still for a in alive.values()):
         return None
     headline = (
-        f"no rank computes, and none waits for another in a collective, for {case.waited_s:.0f} s"
+        "no rank computes in its main thread, and none waits for another in a collective, for "
+        f"{case.waited_s:.0f} s"
     )
+    kind: Verdict = "blocked"
+    if not ended and all(activity.kind is Kind.LOADING for activity in alive.values()):
+        kind, headline = "loading", f"all ranks wait for data, for {case.waited_s:.0f} s"
     if ended:
         headline = (
             f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
             f"{verb('has', len(alive))} not, and nothing has been seen of "
             f"{'it' if len(alive) == 1 else 'them'} for {case.waited_s:.0f} s"
         )
-    ranks = tuple(sorted(alive))
-    return Finding("blocked", False, ranks, headline, case.rows(), None, (), case.waited_s)
+    ranks, rows = tuple(sorted(alive)), case.rows()
+    return Finding(kind, False, ranks, headline, rows, None, advise(kind, rows), case.waited_s)
+
+
+def _nothing_seen(case: _Case, ranks: tuple[int, ...]) -> Finding:
+    """All have been asked, and none has given an answer or a stack."""
+    headline = (
+        f"nothing can be seen of {name_ranks(ranks)}, and no step has been made for "
+        f"{case.waited_s:.0f} s"
+    )
+    rows = case.rows()
+    advice = advise("unknown", rows)
+    return Finding("unknown", False, ranks, headline, rows, None, advice, case.waited_s)
 
 
 def _named(call: Call | None, op: str) -> str:
@@ -279,10 +316,12 @@ def _does(activity: Activity) -> str:
         return f"has ended with exit code {state.exit_code}"
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
+    if is_leaving(state.stack):
+        return "has come to its end, and waits for a thread of its own"
     told = {
         Kind.STOPPED: "is stopped by a signal (SIGSTOP)",
         Kind.SILENT: "is in C code that holds Python's lock",
-        Kind.LOADING: "waits for the next batch of its DataLoader",
+        Kind.LOADING: "waits for the next batch of a DataLoader",
         Kind.WORKING: "works",
         Kind.UNKNOWN: "cannot be seen: no stack was obtained",
     }

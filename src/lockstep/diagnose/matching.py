@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from lockstep.diagnose.activity import Activity, Kind, key, pending
-from lockstep.diagnose.snapshot import Call, Snapshot
-from lockstep.diagnose.stacks import own_line
+from lockstep.diagnose.snapshot import Call, Snapshot, Stack
+from lockstep.diagnose.stacks import is_busy, own_line
 
 # Operations to which every rank brings the same number of elements. Of the others the sizes may
 # differ by rank, or are not recorded on every rank.
@@ -108,6 +108,35 @@ class Waits:
 
     def __bool__(self) -> bool:
         return bool(self.awaited)
+
+
+def with_other_threads(activities: Mapping[int, Activity], table: Table) -> dict[int, Activity]:
+    """The same, where a rank whose main thread waits may yet do what it is waited for.
+
+    Another of its threads does: one that saves a checkpoint and has a process group of its own for
+    that. The rank then counts as what that thread is: at work.
+    """
+    doomed = _graph(activities, table, frozenset()).doomed
+    calls = [call for rank in doomed for call in _open_calls(activities[rank])]
+    found = dict(activities)
+    for rank in doomed:
+        missed = {key(call) for call in calls if rank in table.absent(call)}
+        stack = _thread_for(activities[rank], missed)
+        if stack is not None:
+            state = replace(activities[rank].state, stack=stack)
+            found[rank] = Activity(state, Kind.WORKING)
+    return found
+
+
+def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
+    """The stack of a busy thread that may call one of the groups: it has, or no thread has yet."""
+    state = activity.state
+    for ident, stack in zip(state.thread_ids, state.threads or (), strict=True):
+        for group in groups if is_busy(stack) else ():
+            users = {c.thread for c in state.calls or () if key(c) == group and not c.p2p}
+            if not users or ident in users:
+                return stack
+    return None
 
 
 def who_waits(activities: Mapping[int, Activity], table: Table) -> Waits:

@@ -84,6 +84,8 @@ class RankState:
     """Of the main thread."""
     threads: tuple[Stack, ...] | None = None
     """The stacks of its other Python threads."""
+    thread_ids: tuple[int, ...] = ()
+    """Their identifiers, as in `Call.thread`, in the same order."""
     answered: bool | None = None
     """Whether its Flight Recorder answered; None: it has none (no process group so far)."""
     calls: tuple[Call, ...] | None = None
@@ -179,6 +181,7 @@ def _rank(data: dict[str, Any], frames: list[Frame]) -> RankState:
 
     if data["threads"] is not None:
         data["threads"] = tuple(stack(numbers) for numbers in data["threads"])
+    data["thread_ids"] = tuple(data["thread_ids"])
     if data["calls"] is not None:
         data["calls"] = tuple(
             Call(

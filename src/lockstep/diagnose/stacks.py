@@ -17,6 +17,9 @@ _OWN_FOLDERS = (
 )
 
 
+# What runs the user's program in a rank: the frames below it are the launcher's.
+_LAUNCHER = tuple(f"{_OWN_FOLDERS[0]}launch/rank_{name}.py" for name in ("main", "process"))
+
 IN_BUFFERS = "in the DDP model's forward, which broadcasts its buffers"
 
 
@@ -34,6 +37,8 @@ class Wait:
 
 def own_line(stack: Stack | None) -> Frame | None:
     """The innermost line that is the user's own; else the innermost outside torch; else any."""
+    below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
+    stack = (stack or ())[: next(below, None)]
     if not stack:
         return None
     for belongs in (_is_own, _is_not_torch):
@@ -101,6 +106,27 @@ def waits_in(stack: Stack | None) -> Wait | None:
     if _in(stack[0], _PERHAPS):
         return Wait("", where, sure=False)
     return None
+
+
+# Of Python's library, what a thread waits in for another thread of its process, or for a socket.
+_IDLING = (
+    "threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py",
+    "multiprocessing/connection.py", "multiprocessing/queues.py",
+)  # fmt: skip
+
+
+def is_busy(stack: Stack) -> bool:
+    """Whether a thread does something that may come to an end by itself, as far as can be seen."""
+    wait = waits_in(stack)
+    return bool(stack) and not _in(stack[0], _IDLING) and not (wait is not None and wait.sure)
+
+
+def is_leaving(stack: Stack | None) -> bool:
+    """The program has come to its end, where the interpreter waits for its other threads."""
+    return any(
+        frame.function == "_shutdown" and _in(frame, ("threading.py",))
+        for frame in (stack or ())[:3]
+    )
 
 
 def is_loading(stack: Stack | None) -> bool:

@@ -202,7 +202,7 @@ def _state(look: _Look, to_wall_clock: float) -> RankState:
     main, others = look.stack, None
     if flight is not None and beacon is not None:
         main = flight.stacks.get(beacon.main_thread, main)
-        others = tuple(s for ident, s in flight.stacks.items() if ident != beacon.main_thread)
+        others = {i: stack for i, stack in flight.stacks.items() if i != beacon.main_thread}
     return RankState(
         rank=watched.rank,
         host=watched.host,
@@ -214,7 +214,8 @@ def _state(look: _Look, to_wall_clock: float) -> RankState:
         cpu_s=None if process is None else process.cpu_s,
         main_cpu_s=None if process is None else process.main_cpu_s,
         stack=main,
-        threads=others,
+        threads=None if others is None else tuple(others.values()),
+        thread_ids=tuple(others or ()),
         answered=(flight is not None) if look.request else None,
         calls=None if flight is None else flight.calls,
         completed=None if flight is None else flight.completed,
@@ -259,5 +260,6 @@ def _told_stack(name: str, stack: Sequence[Frame] | None) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text)
+    # Names of files may hold bytes that are no text in UTF-8.
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(path)

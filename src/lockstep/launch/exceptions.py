@@ -28,6 +28,12 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable: where torch's `record` decorator writes what a script raised."""
 _FILE = "error.json"
 _CHAIN = 5
+# What torch raises with the traceback of another process or thread in its message: its
+# ExceptionWrapper, and `mp.spawn`.
+_ELSEWHERE = re.compile(
+    r"Caught .* in ((?:DataLoader worker process|replica) \d+)"
+    r"|\s*(-- Process \d+) terminated with the following error"
+)
 _REMOTE_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
@@ -80,11 +86,16 @@ def exit_code(error: BaseException) -> int:
     """What the interpreter ends with because of it; -2 for Ctrl-C: it ends by SIGINT."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
+            return _as_exit_code(error.code or 0)
         return 1
     if isinstance(error, KeyboardInterrupt):
         return -2
     return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def _as_exit_code(number: int) -> int:
+    """What the system is told for `sys.exit(number)`; what is no C long is -1."""
+    return number & 0xFF if -(1 << 63) <= number < 1 << 63 else 0xFF
 
 
 def shown(frame: Frame) -> str:
@@ -123,13 +134,30 @@ def _headline(error: BaseException, name: str, message: str) -> str:
         code = (
             error.code if isinstance(error.code, int | None) else f"{message.split(chr(10))[0]!r}"
         )
-        return f"sys.exit({'' if code is None else code})"
-    worker = re.match(r"Caught .* in ((?:DataLoader worker process|replica) \d+)", message)
-    if worker and message.rstrip().splitlines()[1:]:
-        # torch's ExceptionWrapper: the traceback of another process or thread is in the message.
-        return f"{message.rstrip().splitlines()[-1]} (in {worker[1]})"
+        handled = _handled(error)
+        after = ""
+        if handled is not None:
+            after = f" while handling {_headline(handled, _type_name(handled), _message(handled))}"
+        return f"sys.exit({'' if code is None else code}){after}"
+    worker = _ELSEWHERE.match(message)
+    remote = _end_of_traceback(message) if worker else None
+    if worker and remote:
+        return f"{remote} (in {(worker[1] or worker[2]).replace('-- P', 'p')})"
     first = message.strip().splitlines()[0] if message.strip() else ""
     return f"{name}: {first}" if first else name
+
+
+def _handled(error: BaseException) -> BaseException | None:
+    """What a script that ends itself in an `except` block has caught there: the true cause."""
+    shown = isinstance(error, SystemExit) and not error.__suppress_context__
+    return error.__context__ if shown else None
+
+
+def _end_of_traceback(message: str) -> str | None:
+    """The first line after the frames of the last traceback in a message: type and message."""
+    _, heading, block = message.rpartition("Traceback (most recent call last):\n")
+    lines = block.splitlines() if heading else []
+    return next((text for text in lines if text and not text[0].isspace()), None)
 
 
 def _line(error: BaseException) -> str | None:
@@ -142,8 +170,10 @@ def _line(error: BaseException) -> str | None:
         for found in map(_REMOTE_FRAME.fullmatch, reversed(_message(error).splitlines()))
         if found
     )
-    frame = own_line(remote) or own_line(_stack(error.__traceback__))
-    return None if frame is None else shown(frame)
+    handled = _handled(error)
+    before = () if handled is None else _stack(handled.__traceback__)
+    frame = own_line(remote) or own_line((*before, *_stack(error.__traceback__)))
+    return None if frame is None or frame.file.startswith("<") else shown(frame)
 
 
 def _stack(trace: TracebackType | None) -> Stack:

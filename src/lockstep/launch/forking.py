@@ -147,7 +147,7 @@ class Server:
     def _pass_on(self, message: _Message) -> int | None:
         """Lets a process that was made before become the rank; its id."""
         self.ahead = 0
-        while self.spares:
+        while self.spares and len(message[0]) <= MESSAGE_BYTES:
             spare = self.spares.popleft()
             with spare.channel, contextlib.suppress(BrokenPipeError):  # it has ended
                 socket.send_fds(spare.channel, [message[0]], message[1])
@@ -296,9 +296,13 @@ def _die_with_parent(parent: int) -> None:
 
 def _receive(channel: socket.socket) -> _Message:
     try:
-        data, streams, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+        data, streams, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 4)
     except ConnectionResetError:
         return b"", []
+    if len(streams) == 4:  # the last is a file with a message that is too long to be sent
+        with open(streams.pop(), "rb") as file:
+            file.seek(0)
+            data = file.read()
     return data, streams
 
 

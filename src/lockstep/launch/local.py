@@ -294,8 +294,8 @@ def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argpar
         nproc = _nproc_by_torchrun(asked.nproc_per_node)
     check_flags(asked, nproc)
     made = pure.plan(spec, machine, environ, nproc, one_node=max_nodes(asked.nnodes) == 1)
-    namespace = parse_flags(made.arguments)
-    # argparse swallows a `--` that belongs to the script.
+    # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
+    namespace = parse_flags([*made.flags, spec.script])
     namespace.training_script_args = list(spec.arguments)
     return made, namespace
 

@@ -278,7 +278,7 @@ class Console:
         if data is None:
             self._end(reader)
         elif data:
-            reader.keep(data, self._lines.append)
+            reader.keep(data, lambda text: self._lines.append(f"lockstep: {text}"))
             if reader.sink is not None:
                 now = time.monotonic()
                 reader.sink.put(reader.sink.composer.feed(reader.source, data, now))

@@ -21,7 +21,7 @@ import threading
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -35,7 +35,7 @@ _PACKAGES = str(Path(__file__).parents[2])
 MACRO = "${local_rank}"
 """Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
 _SCRIPT = "LOCKSTEP_SCRIPT"
-"""Variable: what a fresh interpreter is to run, as JSON."""
+"""Variable: what a fresh interpreter is to run, as JSON, without the script's own arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,16 @@ def fresh_interpreter(script: Script) -> Command:
     """What runs the script as `run_and_exit` does, but in an interpreter of its own."""
     # Not by -m: a lockstep.py in the working folder would then be taken for this package.
     code = f"import sys; sys.path.insert(0, {_PACKAGES!r}); import {__name__} as m; m.main()"
-    return Command((sys.executable, "-u", "-c", code), {_SCRIPT: json.dumps(asdict(script))})
+    # A variable has less room than a line of arguments.
+    known = json.dumps(asdict(replace(script, arguments=())))
+    return Command((sys.executable, "-u", "-c", code, *script.arguments), {_SCRIPT: known})
 
 
 def main() -> NoReturn:
     """The entry of a fresh interpreter."""
     sys.path.remove(_PACKAGES)
     values = json.loads(os.environ.pop(_SCRIPT))
-    script = Script(**{**values, "arguments": tuple(values["arguments"])})
+    script = Script(**{**values, "arguments": tuple(sys.argv[1:])})
     # Before torch is imported: as under plain Python, modules beside the script go first.
     _set_path(folder_of(script.path, module=script.module))
     # Not by sys.exit: while the interpreter is taken down, a thread of Gloo's may abort it.
@@ -135,17 +137,37 @@ def run_recorded(
             sys.last_traceback = error.__traceback__
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             exceptions.record(error, folder)
-        report(error)
+        try:
+            report(error)
+        except SystemExit as end:  # by the program's own sys.excepthook
+            return exceptions.exit_code(end)
         return exceptions.exit_code(error)
     return 0
 
 
 def _report(error: BaseException) -> None:
     """Prints what the interpreter would print."""
-    if not isinstance(error, SystemExit):
+    with contextlib.suppress(ValueError, OSError):  # standard error has been closed
+        if not isinstance(error, SystemExit):
+            _show(error)
+        elif not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+
+
+def _show(error: BaseException) -> None:
+    try:
         sys.excepthook(type(error), error, error.__traceback__)
-    elif not isinstance(error.code, int | None):
-        sys.stderr.write(f"{error.code}\n")
+    except SystemExit:
+        raise
+    except BaseException as second:
+        second.__traceback__ = _of_the_program(second.__traceback__)
+        second.__context__ = None if second.__context__ is error else second.__context__
+        for heading, failed in (
+            ("Error in sys.excepthook:", second),
+            ("\nOriginal exception was:", error),
+        ):
+            sys.stderr.write(f"{heading}\n")
+            sys.__excepthook__(type(failed), failed, failed.__traceback__)
 
 
 def leave(code: int) -> NoReturn:
@@ -269,14 +291,32 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
-    """For imports: looking through all of torch for garbage, again and again, takes longer."""
+    """For imports: looking through all of torch for garbage, again and again, takes longer.
+
+    And Ctrl-C, which a module that is imported may catch with all that it passes over, comes
+    through in the end.
+    """
     was = gc.isenabled()
+    asked = threading.Event()
+    caught = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    caught = caught and threading.current_thread() is threading.main_thread()
+
+    def remember(number: int, frame: types.FrameType | None) -> None:
+        asked.set()
+        raise KeyboardInterrupt
+
     gc.disable()
+    if caught:
+        signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
+        if caught:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if was:
             gc.enable()
+    if asked.is_set():
+        raise KeyboardInterrupt
 
 
 @nothing_collected()

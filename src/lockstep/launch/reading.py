@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import tokenize
+import warnings
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +49,10 @@ def read_script(name: str, *, module: bool = False) -> Reading:
     if module:
         path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     try:
-        return read_source(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):  # running it says what is wrong
+        with tokenize.open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks will show them
+            return read_source(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # running it says what is wrong
         return Reading()
 
 

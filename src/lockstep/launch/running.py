@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -51,6 +52,11 @@ _GRACE_S = 10.0
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
+_SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_NAME = 60
+"""Characters of a script's name that stand in its folder's."""
+_ROOM_BYTES = 1 << 18
+"""What a run's first files may need."""
 _MASTER_PORT = 29500
 """Torchrun's, where --master-port does not say."""
 
@@ -107,6 +113,7 @@ def run_to_the_end(
     namespace.log_dir = str(folder)
     config = _config(namespace)
     with (
+        _limits_named(plan.nproc),
         console_for(namespace, plan.nproc) as console,
         open_meeting(config, console.say) as meeting,
     ):
@@ -215,12 +222,33 @@ def make_folder(asked: str | None, name: str) -> Path:
         if not asked and root.stat().st_uid != os.getuid():  # made by somebody to read or swap ours
             root = root.parent
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path(tempfile.mkdtemp(prefix=f"{name}-{stamp}-", dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name[:_NAME]}-{stamp}-", dir=root))
+        (folder / "room").write_bytes(bytes(_ROOM_BYTES))  # a full disk is heard of here
+        (folder / "room").unlink()
+        return folder
     except OSError as error:
         raise SettingError(
             f"--log-dir {asked}" if asked else "the temporary folder, as there is no --log-dir",
             str(error),
             "name a folder in which you may write: --log-dir FOLDER",
+        ) from None
+
+
+@contextlib.contextmanager
+def _limits_named(nproc: int) -> Iterator[None]:
+    """Within it the want of processes, threads, files or memory is told as what it is."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # Python and torch raise the second where they get no thread.
+        words = ("can't start new thread", os.strerror(errno.EAGAIN))
+        if getattr(error, "errno", None) not in _SCARCE and str(error) not in words:
+            raise
+        raise SettingError(
+            f"{nproc} process{'' if nproc == 1 else 'es'} on this machine",
+            f"the system gives no more: {error}",
+            "raise the limits of processes, files or memory (ulimit -a; the container's), or start "
+            "fewer processes",
         ) from None
 
 

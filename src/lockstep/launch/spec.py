@@ -209,8 +209,8 @@ def _known_name(flag: str, takes_value: Mapping[str, bool]) -> tuple[str, bool]:
     raise SettingError(
         name,
         "neither Lockstep nor torchrun has this flag",
-        (f"did you mean {near[0]}? " if near else "")
-        + "The script's own arguments stand after the script",
+        (f"did you mean {near[0]}? Or " if near else "")
+        + "put it after the script, if it is the script's own",
     )
 
 

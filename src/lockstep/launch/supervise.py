@@ -142,26 +142,40 @@ class Supervisor:
             self._next_look = now + self._pause
             return
         self._pause = _PAUSE_S
-        if finding.fatal:
+        if finding.fatal and self._rules.on_hang == "stop":
             self.judged_at = time.time()
-            with_lines = self._snapshot(lines=True)
-            if with_lines is not None:
-                again = hang.judge(before, with_lines, time.monotonic() - since)
-                if again is not None and again.kind == finding.kind:
-                    finding, later = again, with_lines
-            self.verdict = finding
-            evidence.keep(later, self._folder, finding)
-            if self._rules.on_hang == "report":
-                self._say(render(finding, linecache.getline))
-        elif finding.waited_s >= self._rules.after + _PATIENCE_S:
+            self.verdict = self._kept(finding, before, later, since)
+        elif finding.fatal and self._is_due(finding, finding.waited_s):
+            # Something outside may free the run, which may hang again.
+            self._say(render(self._kept(finding, before, later, since), linecache.getline))
+        elif not finding.fatal and finding.waited_s >= self._rules.after + _PATIENCE_S:
             self._tell(finding, finding.waited_s)
 
+    def _kept(self, finding: Finding, before: Snapshot, later: Snapshot, since: float) -> Finding:
+        """The finding with the lines of earlier calls, and the evidence for it in files."""
+        with_lines = self._snapshot(lines=True)
+        if with_lines is not None:
+            again = hang.judge(before, with_lines, time.monotonic() - since)
+            if again is not None and again.kind == finding.kind:
+                finding, later = again, with_lines
+        try:
+            evidence.keep(later, self._folder, finding)
+        except OSError as error:  # the verdict must still be told
+            self._say(f"hang.txt and hang.json cannot be written: {error.strerror}")
+        return finding
+
     def _tell(self, finding: Finding, lasted: float) -> None:
-        """Tells what is no reason to stop, seldom: a rank may well work alone in every epoch."""
-        key = (finding.kind, finding.ranks, tuple(row.line for row in finding.rows))
-        if lasted >= _TOLD_AGAIN * self._told.get(key, 0.0):
-            self._told[key] = max(lasted, self._told.get(key, 0.0))
+        if self._is_due(finding, lasted):
             self._say(render(finding, linecache.getline))
+
+    def _is_due(self, finding: Finding, lasted: float) -> bool:
+        """Whether to tell what does not stop the run, seldom: a rank may well work alone often."""
+        key = (finding.kind, finding.ranks, tuple(row.line for row in finding.rows))
+        told = self._told.get(key, 0.0)
+        due = lasted >= _TOLD_AGAIN * told
+        if due:
+            self._told[key] = max(lasted, told)
+        return due
 
     def _look_for_stragglers(self, now: float) -> None:
         self._straggler_pause = min(2.0 * self._straggler_pause, _LONGEST_STRAGGLER_PAUSE_S)

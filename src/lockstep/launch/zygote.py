@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -108,7 +109,14 @@ class Zygote:
             "own_session": own_session,
             "command": list(command),
         }
-        socket.send_fds(self._socket, [json.dumps(request).encode()], list(streams))
+        data = json.dumps(request).encode()
+        if len(data) <= MESSAGE_BYTES:
+            socket.send_fds(self._socket, [data], list(streams))
+            return
+        with tempfile.TemporaryFile() as file:  # a command with the names of all its images
+            file.write(data)
+            file.flush()
+            socket.send_fds(self._socket, [b"{}"], [*streams, file.fileno()])
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Sends a signal to the process groups of those ranks that still run."""

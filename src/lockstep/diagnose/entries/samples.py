@@ -210,6 +210,8 @@ ENTRIES = (
         `batch_size=32` in each of N processes is a global batch of 32 N. An epoch has N times
         fewer steps, and a learning rate, a warm-up and a schedule that were tuned for 32 meet
         another problem. The script runs faster and ends worse, and is then believed to be broken.
+        So it is with batches that the loop draws itself, without a DataLoader, and with a loader
+        that was not given to `world.prepare`.
         """,
         """
         With Lockstep: `batch_size` is the global batch on any number of devices. Say so where the
@@ -219,7 +221,8 @@ ENTRIES = (
             size = 32 * world.size
             rate = lockstep.scale_learning_rate(0.1, batch_size=size, base_batch_size=32)
 
-        With plain DDP: `DataLoader(dataset, batch_size=256 // world_size, ...)`.
+        Draw in a dataset's `__getitem__`, not in the loop, and prepare its loader. With plain DDP:
+        `DataLoader(dataset, batch_size=256 // world_size, ...)`.
         """,
     ),
 )
