@@ -32,8 +32,9 @@ from lockstep.runtime.choice import Choice
 from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run, close_at_exit, leave, main_first
 from lockstep.runtime.seeding import diverge
+from lockstep.strategies.agreement import agree_on_loader
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.prepare import Preparer, agree_on_loader
+from lockstep.strategies.prepare import Preparer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -223,7 +224,8 @@ class World:
             self._preparer.check_accumulation(running)
         self._preparer.backward(self._run.step.weighted(loss), **options)
         running.backwards += 1
-        if present.scale == 0.0 and self.collectives.counts:
+        scaled = self.precision.scaler is not None  # which sees to what is not finite anywhere
+        if present.scale == 0.0 and self.collectives.counts and (present.local or not scaled):
             self._check_loss.after_backward(loss, self._preparer.gradients())
 
     def clip_grad_norm(

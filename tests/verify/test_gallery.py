@@ -87,7 +87,6 @@ PLANTED = [
     ),
     Planted("vision_decay", "weight decay grows with the processes", "LS403"),
     Planted("recurrent_clip", "clipped before the gradients are averaged", "LS404"),
-    Planted("recurrent_norm", "clipped in every micro-batch", "LS404"),
     Planted("recurrent_epochs", "samples are counted once a process", "LS405", step=2),
     Planted("regression_overlap", "the step is taken before the gradients are averaged", "LS406"),
 ]

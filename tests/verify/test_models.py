@@ -1,9 +1,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+from lockstep.verify import recorder, samples
 from lockstep.verify.models import Models
+
+
+def test_what_was_recorded_can_be_freed() -> None:
+    gathered = torch.ones(3, dtype=torch.float64)
+    samples.digest(gathered)
+    arrays = recorder._arrays([("weight", gathered)])
+    gathered.untyped_storage().resize_(0)  # as FSDP does
+    assert arrays["weight"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_names_of_modules_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,16 @@ MESSAGES: dict[str, str] = {
         "  found: it takes modules, optimizers, learning-rate schedulers and DataLoaders\n"
         "  do:    give a dataset to world.loader(dataset, batch_size=...); leave the rest out"
     ),
+    "DDP around it": (
+        "a prepared model in DistributedDataParallel\n"
+        "  found: both average the gradients, so they would come out too small\n"
+        "  do:    leave DistributedDataParallel out: call the object that world.prepare returned"
+    ),
+    "DDP by hand": (
+        "world.prepare of a model in DistributedDataParallel\n"
+        "  found: it averages its gradients itself; here they would be averaged twice, and not weighted\n"
+        "  do:    leave DistributedDataParallel out: world.prepare wraps the plain model"
+    ),
     "prepare nothing": (
         "world.prepare()\n  found: nothing was given\n  do:    pass the model, ..."
     ),
@@ -234,7 +244,7 @@ MESSAGES: dict[str, str] = {
     ),
     "other models": (
         "world.prepare\n"
-        "  found: rank 0: Linear of 3 parameters (shapes bbd31dc0493f); rank 1: Linear of 4 parameters (shapes 0889407e870e)\n"
+        "  found: rank 0: Linear of 3 parameters (shapes f35b494511fe); rank 1: Linear of 4 parameters (shapes 4a78abb57711)\n"
         "  do:    build the same on every rank: same code, arguments, seed and data"
     ),
     "data of other lengths": (

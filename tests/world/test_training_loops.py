@@ -70,6 +70,31 @@ def test_clearing_through_the_model_is_noticed(world):
             optimizer.step()
 
 
+def test_an_optimizer_that_is_not_prepared_and_steps_in_each_micro_batch_is_noticed(world):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = world.prepare(model)
+    loader = world.loader(tensors(), 10, micro_batch=5)
+    with pytest.raises(UsageError, match="whose optimizer is not prepared"):
+        for batch in loader:
+            world.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    for batch in loader:  # by hand, but right
+        world.backward(mean_loss(model, batch))
+        if loader.current.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_that_is_not_prepared_is_noticed_under_fp16():
+    with lockstep.init(precision="fp16") as world:
+        model = world.prepare(mlp())
+        with pytest.raises(UsageError, match="multiplied by the scale of the loss"):
+            world.backward(mean_loss(model, next(iter(world.loader(tensors(), 10)))))
+
+
 def test_gradients_of_a_global_batch_that_was_broken_off_are_dropped(world):
     model, optimizer = ready(world)
     loader = world.loader(tensors(), 10, micro_batch=5)

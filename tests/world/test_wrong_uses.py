@@ -12,6 +12,7 @@ from messages import MESSAGES
 from problems import mlp, tensors
 from ranks import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -240,6 +241,15 @@ def other_encoder(world: lockstep.World) -> None:
         optimizer.step()
 
 
+def ddp_around(world: lockstep.World) -> None:
+    model, _ = model_and_optimizer(world)
+    around: Any = DistributedDataParallel(model)
+    try:
+        around(tensors()[:4][0])
+    finally:  # it would keep the process group's threads alive
+        around.reducer = around.logger = around.process_group = None
+
+
 TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "forward through .module": lambda w: step(w, lambda model: model.module),
     "layers of .module": other_encoder,
@@ -247,6 +257,8 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "loss.backward() of uneven parts": plain_backward,
     "layer added after prepare": layer_added,
     "replicas part": changed_by_hand,
+    "DDP around it": ddp_around,
+    "DDP by hand": lambda w: w.prepare(DistributedDataParallel(mlp())),
     "other models": lambda w: w.prepare(nn.Linear(2 + w.rank, 1)),
     "data of other lengths": lambda w: w.loader(tensors(8 + w.rank), 4),
     "data of other content": lambda w: w.loader(TensorDataset(torch.ones(8) + w.rank), 4),

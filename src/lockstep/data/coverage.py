@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch.utils.data import Sampler, SequentialSampler
 
 from lockstep.data.global_batch import EpochPlan, Indices
-from lockstep.errors import DataError, RanksDifferError, warn
+from lockstep.errors import DataError, RanksDifferError, name_ranks, warn
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.step import MicroBatch
 
@@ -80,7 +81,7 @@ class Coverage:
         self._last: tuple[int, int] | None = None
         """The epoch of the last pass, and the CRC-32 of its order."""
         self._passes = self._steps = 0
-        self._due = False
+        self._due = self._said_alone = False
 
     def begin(self, epoch: int, start: int, plan: EpochPlan) -> None:
         """A pass that trains begins, at a global batch of its plan."""
@@ -102,8 +103,12 @@ class Coverage:
         if micro.last and position == len(found.plan) - 1:
             self._end(found)
 
-    def settle(self, collectives: Collectives) -> None:
+    def settle(self, collectives: Collectives, evaluated: Iterable[int] = ()) -> None:
         """Compares with the other ranks where that is due; on all ranks in the same step.
+
+        Args:
+            collectives: of the run.
+            evaluated: how often this rank has been through each of the loaders without gradients.
 
         Raises:
             RanksDifferError: the ranks went through different orders.
@@ -114,9 +119,10 @@ class Coverage:
         self._due, self._steps = False, 0
         planned, handed, orders = self._planned, self._handed, self._orders
         self._planned, self._handed, self._orders = _Sum(), _Sum(), 0
-        mine = orders, planned.count, planned.checksum, handed.count, handed.checksum
+        mine = orders, planned.count, planned.checksum, handed.count, handed.checksum, *evaluated
         brought = [json.loads(text) for text in collectives.exchange(json.dumps(mine))]
         _check_orders(brought)
+        self._check_evaluations([row[5:] for row in brought])
         counting = brought[: collectives.part.count]
         count = sum(row[3] for row in counting)
         same = sum(row[4] for row in counting) & _MASK == planned.checksum
@@ -129,6 +135,21 @@ class Coverage:
                 "its sampler while a pass is running",
                 code="LS102" if count < planned.count else "LS101",
             )
+
+    def _check_evaluations(self, evaluated: list[list[int]]) -> None:
+        totals = [sum(row) for row in evaluated]
+        if self._said_alone or len(set(totals)) == 1:
+            return
+        self._said_alone = True
+        alone = [rank for rank, total in enumerate(totals) if total > min(totals)]
+        warn(
+            "an evaluation over a prepared loader that not all ranks make",
+            f"{name_ranks(alone)} alone went through it; each rank is handed no more than its part "
+            "of the samples, so the result is that of a part",
+            "evaluate on all ranks and add up with world.sum, or on one rank with a DataLoader "
+            "that is not prepared",
+            code="LS501",
+        )
 
     def _end(self, done: _Open) -> None:
         self._open = None

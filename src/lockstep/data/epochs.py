@@ -21,7 +21,7 @@ class Epochs:
         self._loaders = loaders
         self._step = step
         self._begun: dict[Loader, int] | None = None
-        """Training passes of each loader when the present epoch began; None between loops."""
+        """Passes with steps of each loader when the present epoch began; None between loops."""
         self._begun_at = 0
         self._regular: list[Loader] = []
         """Those that were trained on in the epoch before belong to every epoch."""

@@ -44,8 +44,10 @@ class Fetch(Dataset[Any]):
         epoch, indices = key
         if self.tensors is not None:  # rows of tensors: nothing is drawn, nothing to stack
             tensors, subset = self.tensors
-            rows = torch.from_numpy(indices if subset is None else subset[indices])
-            return [tensor.index_select(0, rows) for tensor in tensors]
+            rows = indices if subset is None else subset[indices]
+            if len(rows) and rows.min() < 0:  # counted from the end
+                rows = np.where(rows < 0, rows + len(tensors[0]), rows)
+            return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
         if not self.sample_rng:
             return self.collate(self._read_at_once(indices.tolist()))
         if get_worker_info() is not None:

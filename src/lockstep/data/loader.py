@@ -7,7 +7,7 @@ the same on all ranks and mean the same on any number of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.automatic import Wish, parts
 from lockstep.data.coverage import Coverage
 from lockstep.data.division import Division, Portion
-from lockstep.data.fetch import Fetch, Key, as_it_is
+from lockstep.data.fetch import Fetch, Key
 from lockstep.data.global_batch import EpochPlan, Indices
 from lockstep.data.nest import emptied, map_tensors
 from lockstep.data.prefetch import to_device
 from lockstep.data.source import Source
 from lockstep.data.weighting import Pair, Weight, weigh, weighted
+from lockstep.data.workers import Workers
 from lockstep.errors import CheckpointError, DataError
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.seeding import kept_random_state, mix
+from lockstep.runtime.seeding import kept_random_state
 from lockstep.runtime.step import Handed, MicroBatch, Pass, Step
 
 
@@ -89,7 +89,9 @@ class Loader:
         self._together = together
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self.trained = 0
-        """Training passes begun."""
+        """Passes in which an optimizer has stepped."""
+        self.evaluated = 0
+        """Passes without gradients that this rank has come to the end of."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
         self._start = 0
@@ -98,8 +100,7 @@ class Loader:
         """Of the pass that is running, or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
-        self._persistent: DataLoader[Any] | None = None
-        self._keys = Keys()
+        self._workers = Workers(source.options, seed)
 
     @property
     def dataset(self) -> Any:
@@ -182,7 +183,6 @@ class Loader:
         training = torch.is_grad_enabled()
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
-        self.trained += int(training)
         return self._begin(epoch, start, training)
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Loader:
 
     def release(self) -> None:
         """Ends persistent workers."""
-        self._persistent = None
+        self._workers.release()
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         """The pass over an epoch, from a global batch of it on."""
@@ -291,11 +291,13 @@ class Loader:
                         if self._running is running:
                             self._position = position
                     yield batch
+            self.evaluated += int(not training)
         finally:
             portions.close()
             self._collectives.blocked = blocked
             if self._running is running:
                 self._running = None
+            self.trained += int(running.trained)
             step.end(running)
             step.seen = seen
 
@@ -339,59 +341,28 @@ class Loader:
         filled = [key for key in keys if len(key[1])]
         workers = self.source.options.get("num_workers", 0)
         fetched = (
-            self._with_workers(self._fetch, filled)
+            self._workers.read(self._fetch, filled)
             if workers and filled
             else map(self._fetch.__getitem__, filled)
         )
         for key in keys:
             if len(key[1]):
                 batch = next(fetched)
-                self._keep_example(batch)
+                self._keep_example(batch, len(key[1]))
                 yield batch
             else:
                 yield self._empty(key[0])
 
-    def _keep_example(self, batch: Any) -> None:
+    def _keep_example(self, batch: Any, count: int) -> None:
         if self._example is None:
             with suppress(DataError):  # raised where an empty part is really needed
-                self._example = emptied(batch)
+                self._example = emptied(batch, count)
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
             with kept_random_state():
-                self._example = emptied(self._fetch[epoch, _FIRST])
+                self._example = emptied(self._fetch[epoch, _FIRST], 1)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
-
-    def _with_workers(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
-        self._keys.present = keys
-        if self._persistent is not None:
-            return iter(self._persistent)
-        given = self.source.options
-        options = {name: value for name, value in given.items() if value is not None}
-        options["pin_memory"] = False  # to_device pins what can be pinned
-        # A generator of its own: torch would draw the workers' seed from the global stream.
-        generator = torch.Generator().manual_seed(mix(self.seed, 0x10AD))
-        workers: DataLoader[Any] = DataLoader(
-            fetch,
-            batch_size=None,
-            sampler=self._keys,
-            collate_fn=as_it_is,
-            generator=generator,
-            **options,
-        )
-        if options.get("persistent_workers"):
-            self._persistent = workers
-        return iter(workers)
-
-
-class Keys:
-    """What the loader's workers are to read in the present pass."""
-
-    def __init__(self) -> None:
-        self.present: Iterable[Any] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.present)
 
 
 _FIRST: Indices = np.zeros(1, dtype=np.int64)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,10 +79,15 @@ def all_dense(batch: Any) -> bool:
     )
 
 
-def emptied(batch: Any) -> Any:
-    """The batch without samples: shapes `(n, *)` become `(0, *)`, lists of text become empty.
+def emptied(batch: Any, count: int | None = None) -> Any:
+    """The batch without samples: shapes `(n, *)` become `(0, *)`.
 
-    Shares no memory with the batch.
+    Lists of text, and sequences that hold one thing for each sample, become empty. Shares no
+    memory with the batch.
+
+    Args:
+        batch: to be emptied.
+        count: its samples, where they are known.
 
     Raises:
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
@@ -94,7 +100,11 @@ def emptied(batch: Any) -> Any:
         return []
     if type(batch) is tuple and batch and all(isinstance(value, str | bytes) for value in batch):
         return ()  # what default_collate makes of text
-    return _rebuilt(batch, emptied) if _is_container(batch) else batch
+    if isinstance(batch, np.ndarray) and batch.ndim:
+        return batch[:0].copy()
+    if isinstance(batch, list | tuple) and _one_for_each(batch, count):
+        return _sequence(batch, [])
+    return _rebuilt(batch, lambda child: emptied(child, count)) if _is_container(batch) else batch
 
 
 def joined(nests: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
@@ -144,6 +154,25 @@ def _no_rows(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.sparse_coo:
         return tensor.index_select(0, torch.empty(0, dtype=torch.int64, device=tensor.device))
     raise _cannot_be_empty(f"{type(tensor).__name__} of layout {tensor.layout}")
+
+
+def _one_for_each(values: Sequence[Any], count: int | None) -> bool:
+    """Whether a sequence is of one thing for each sample, not of one batch for each field.
+
+    These things are alike, and what they hold is not `count` long throughout, as fields are.
+    """
+    if len(values) != count or len({_kind(value) for value in values}) > 1:
+        return False
+    if any(isinstance(value, list | tuple) and _one_for_each(value, count) for value in values):
+        return False
+    found = tensors(values)
+    return bool(found) and any(not t.dim() or len(t) != count for t in found)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dim()
+    return type(value), tuple(_children(value)) if _is_container(value) else ()
 
 
 def _cannot_be_empty(kind: str) -> DataError:

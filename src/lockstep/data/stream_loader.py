@@ -233,7 +233,7 @@ class StreamLoader(Loader):
                 plain=plain,
             )
             if local:
-                self._keep_example(item.batches[j])
+                self._keep_example(item.batches[j], local)
             batch = item.batches[j] if local else self._empty(epoch)
             yield (counted.position, micro, item.indices[j], bool(sizes[j].all())), batch
 
@@ -277,7 +277,7 @@ class StreamLoader(Loader):
             for t in itertools.count(begin)
         )
         if self.source.options.get("num_workers", 0):
-            items = self._with_workers(self._stream.another(), keys)
+            items = self._workers.read(self._stream.another(), keys)
         else:
             items = map(self._stream.__getitem__, keys)
         for position, item in enumerate(items, begin):
@@ -292,7 +292,7 @@ class StreamLoader(Loader):
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
-            self._example = emptied(self._first(epoch, 1))
+            self._example = emptied(self._first(epoch, 1), 1)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
     def _first(self, epoch: int, count: int) -> Any:

@@ -6,11 +6,13 @@ The training loop runs once per micro-batch. On all but the last of a global bat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -39,7 +41,8 @@ class PreparedOptimizer(Optimizer):
     """The user's optimizer, stepping once per global batch.
 
     It shares the inner optimizer's groups and state. `before` and `after` are called around every
-    real step.
+    real step, `before` after each call of a closure; `whole` makes of the loss that a closure
+    returns that of the global batch.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PreparedOptimizer(Optimizer):
         precision: Precision,
         before: Callable[[], None],
         after: Callable[[], None],
+        whole: Callable[[Any], Any] = lambda loss: loss,
     ) -> None:
         # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
         self.inner = inner
@@ -58,6 +62,7 @@ class PreparedOptimizer(Optimizer):
         self._precision = precision
         self._before = before
         self._after = after
+        self._whole = whole
         self._asked: tuple[Pass, int] | None = None
         """The global batch in which `step()` was last called."""
         self._taken: tuple[Pass, int] | None = None
@@ -104,14 +109,15 @@ class PreparedOptimizer(Optimizer):
             self._check_rates()
         self._asked = batch = running, running.number
         if not present.last:
+            _check_own_scaler()
             self._rates = self._learning_rates()
             return None
         if not self.scheduled and ("step" in vars(self.inner) or "step" in vars(self)):
             self._check_schedule(running)
         if closure is None:
             self._before()
-        whole = closure if closure is None else self._checked(closure)
-        result, self.skipped = self._precision.step(self.inner, whole)
+        checked = closure if closure is None else self._checked(closure)
+        result, self.skipped = self._precision.step(self.inner, checked)
         self._taken = batch
         self._step.mark_stepped()
         self._after()
@@ -213,7 +219,8 @@ class PreparedOptimizer(Optimizer):
         def checked() -> Any:
             loss = closure()
             self._check_backward()
-            return loss
+            self._before()
+            return self._whole(loss)
 
         return checked
 
@@ -269,6 +276,25 @@ class PreparedOptimizer(Optimizer):
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
+
+
+def _check_own_scaler() -> None:
+    """Raises UsageError where a GradScaler of the user's takes a step that is not the last.
+
+    It has divided the gradients by its scale, and those of later micro-batches come on top.
+    """
+    frame = sys._getframe(2).f_back  # of `PreparedOptimizer.step`, which schedulers may wrap
+    for _ in range(2):
+        if frame is not None and frame.f_globals.get("__name__") == GradScaler.__module__:
+            raise UsageError(
+                "a GradScaler of your own with micro-batches",
+                "it divides the gradients by its scale at each of them, those of the micro-batches "
+                "before once more",
+                "leave it out and scale with lockstep.init(precision='fp16'), or leave micro_batch "
+                "out",
+                code="LS406",
+            )
+        frame = frame and frame.f_back
 
 
 class PreparedScheduler(LRScheduler):

@@ -52,14 +52,22 @@ class LossCheck:
 
     def after_backward(self, loss: Tensor, gradients: Iterable[Tensor]) -> None:
         """Raises UsageError where a loss of weight 0 has made gradients NaN."""
-        if not self._step.current.local or not loss.isnan().item():
+        if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in gradients):
             return
-        if any(bool(gradient.isnan().any()) for gradient in gradients):
+        present = self._step.current
+        if not present.local:
             raise UsageError(
-                "world.backward(loss) of a micro-batch whose weight is 0",
-                "the loss is NaN, a division by that 0, and so are its gradients",
-                "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+                "world.backward(loss) on a rank without samples",
+                f"it has none of the {present.count} samples of this batch: the mean over nothing "
+                "is NaN, and so are the gradients of parameters that it is multiplied with",
+                "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
+                "leave short batches out with drop_last=True",
             )
+        raise UsageError(
+            "world.backward(loss) of a micro-batch whose weight is 0",
+            "the loss is NaN, a division by that 0, and so are its gradients",
+            "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+        )
 
     def settle(self) -> None:
         """Waits for the last loss; raises UsageError where it was NaN."""
@@ -80,7 +88,8 @@ class LossCheck:
         flag = torch.empty((), dtype=torch.bool, pin_memory=True)
         flag.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
+        # On a model spread over several GPUs the loss is not on the present device.
+        copied.record(torch.cuda.current_stream(loss.device))
         self._pending = (flag, copied, self._step.number + 1)
 
     def _complain(self, number: int) -> None:

@@ -108,6 +108,10 @@ class Precision:
                 self._unscaled.add(id(optimizer))
                 self._used = True
 
+    def scales(self, optimizer: Optimizer) -> bool:
+        """Whether its gradients are, just now, multiplied by the scale of the loss."""
+        return self.scaler is not None and id(optimizer) not in self._unscaled
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Steps the optimizer; returns its result and whether the scaler left the step out."""
         if self.scaler is None:
@@ -118,14 +122,17 @@ class Precision:
                 "a scaled step evaluates the loss once",
                 "use precision='bf16' or 'fp32'",
             )
-        taken: list[bool] = []
-        handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        # A fused one is always called: it reads on the device whether to do anything.
+        taken: list[Tensor | None] = []
+        handle = optimizer.register_step_post_hook(
+            lambda called, *_: taken.append(getattr(called, "found_inf", None))
+        )
         try:
             result = self.scaler.step(optimizer)
         finally:
             handle.remove()
         self._used = True
-        return result, not taken
+        return result, not taken or (taken[0] is not None and bool(taken[0].item()))
 
     def settle(self) -> None:
         """Adapts the scale to what the last backward pass gave; the next one begins with it."""

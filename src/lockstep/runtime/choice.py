@@ -11,3 +11,8 @@ class Choice(NamedTuple):
     name: str
     value: str
     reason: str
+
+
+def sized(size: int) -> str:
+    """`42.7 MiB`, or `13.2 KiB` below a tenth of one."""
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"

@@ -76,7 +76,7 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         local_size=local_size,
         node_rank=(rank - local_rank) // local_size if node_rank is None else node_rank,
         master_addr=master_addr,
-        master_port=_port(environ),
+        master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=environ.get("LOCKSTEP_LAUNCHER")
         or ("torchrun" if elastic else "RANK and WORLD_SIZE"),
@@ -85,6 +85,12 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         raise SettingError(
             f"LOCAL_WORLD_SIZE={local_size} and WORLD_SIZE={size}",
             "one node cannot hold more processes than the run has",
+            "let the launcher set both",
+        )
+    if rank < local_rank:
+        raise SettingError(
+            f"RANK={rank} and LOCAL_RANK={local_rank}",
+            "ranks are counted on from machine to machine, so the local one is never the larger",
             "let the launcher set both",
         )
     if not elastic:
@@ -185,7 +191,7 @@ def _mpi(
             local_size=local_size,
             node_rank=(rank - local_rank) // local_size,
             master_addr=master_addr or LOOPBACK,
-            master_port=_port(environ) or (port_of(job) if job else DEFAULT_PORT),
+            master_port=port(environ) or (port_of(job) if job else DEFAULT_PORT),
             source=source,
         ),
         "mpirun --map-by slot (Open MPI) or -ppn <ranks per machine> (MPICH)",
@@ -218,7 +224,7 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
             node_rank=node_rank,
             master_addr=environ.get("MASTER_ADDR")
             or (expand_hostlist(hosts)[0] if hosts else None),
-            master_port=_port(environ) or port_of(job),
+            master_port=port(environ) or port_of(job),
             source="Slurm",
         ),
         "srun --distribution=block",
@@ -272,13 +278,14 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
     return variable
 
 
-def _port(environ: Environ) -> int | None:
-    port = _optional(environ, "MASTER_PORT")
-    if port is not None and not 0 < port < 65536:
+def port(environ: Environ) -> int | None:
+    """MASTER_PORT, where it is set."""
+    number = _optional(environ, "MASTER_PORT")
+    if number is not None and not 0 < number < 65536:
         raise SettingError(
-            f"MASTER_PORT={port}", "ports go from 1 to 65535", "set a free port in that range"
+            f"MASTER_PORT={number}", "ports go from 1 to 65535", "set a free port in that range"
         )
-    return port
+    return number
 
 
 def _same_world_size(environ: Environ, size: int, source: str) -> None:

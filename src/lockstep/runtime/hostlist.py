@@ -21,7 +21,7 @@ def expand_hostlist(text: str) -> list[str]:
         SettingError: the text is not a host list.
     """
     hosts = [host for part in _OUTER_COMMA.split(text.strip()) for host in _expand(part, text)]
-    if not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
+    if not hosts or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
         raise _malformed("host list", text, "n[01-03,7],login")
     return hosts
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,11 +22,12 @@ from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device import choose_device
-from lockstep.runtime.environment import detect
+from lockstep.runtime.environment import detect, port
 from lockstep.runtime.manifest import collect
 from lockstep.runtime.process_group import choose_backend, close_group, open_group
 from lockstep.runtime.settings import Settings
 from lockstep.runtime.step import Step
+from lockstep.runtime.store import wait_until
 from lockstep.sockets import means_loopback
 from lockstep.topology import Topology
 
@@ -65,6 +68,11 @@ def run_of(module: nn.Module) -> Run | None:
     run = _current
     known = run is not None and any(prepared() is module for prepared in run.prepared)
     return run if known else None
+
+
+def blocked() -> str | None:
+    """Why a collective of the present run would hang just now, or None."""
+    return None if _current is None else _current.collectives.blocked
 
 
 _BY_SCRIPT = "the script"
@@ -141,7 +149,11 @@ def _open(
 ) -> tuple[Run, list[Choice]]:
     """Chooses the device and opens the process group."""
     device, reason = choose_device(
-        settings.device, topology, environ, may_share=settings.backend == "gloo"
+        settings.device,
+        topology,
+        environ,
+        may_share=settings.backend == "gloo",
+        on_this_machine=partial(_on_this_machine, topology, joined, settings.timeout_s),
     )
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
@@ -174,6 +186,22 @@ def _open(
         joined=joined,
     )
     return run, choices
+
+
+def _on_this_machine(
+    topology: Topology, joined: Joined | None, timeout: float, text: str
+) -> list[str]:
+    """This process's text, and those that the others of this machine tell in the same place.
+
+    One that tells nothing in time counts as one that tells the same.
+    """
+    if joined is None:
+        return [text]
+    store, hosts = joined.store, [record["host"] for record in joined.records]
+    keys = [f"here/{r}" for r, host in enumerate(hosts) if host == hosts[topology.rank]]
+    store.set(f"here/{topology.rank}", text)
+    come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
+    return [store.get(key).decode() for key in keys] if come else [text, text]
 
 
 def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
@@ -296,7 +324,7 @@ def _topology(
         local_size=world_size if local else 1,
         node_rank=0 if local else rank,
         master_addr=environ.get("MASTER_ADDR"),
-        master_port=int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None,
+        master_port=port(environ),
         source=_BY_SCRIPT,
     )
 

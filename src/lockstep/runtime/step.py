@@ -87,6 +87,8 @@ class Pass:
         """Whether the present global batch has gradients of micro-batches before this one."""
         self.stepped = False
         """Whether an optimizer has stepped for the present global batch."""
+        self.trained = False
+        """Whether one has stepped at all: a pass with gradients may be an evaluation."""
 
 
 standing: list[Watcher] = []
@@ -188,7 +190,7 @@ class Step:
             self.number += 1
             self.samples += running.micro_batch.count
             self._until = time.perf_counter()
-        running.stepped = True
+        running.stepped = running.trained = True
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ is right where every rank holds the whole module and computes a part of the batc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,10 +30,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data.automatic import first_shares
+from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
+from lockstep.runtime import payload
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
 from lockstep.topology import Part, Topology
+
+_TOGETHER = 2**25
+"""Bytes that are sent at a time."""
 
 
 class Wrapped(NamedTuple):
@@ -55,6 +60,49 @@ def place(module: nn.Module, device: torch.device) -> list[Choice]:
     return [Choice("devices", ", ".join(gpus), "the model is spread over them; left as it is")]
 
 
+def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives tensors the first rank's values, as bytes: no backend knows all dtypes.
+
+    Args:
+        tensors: equal in number, shape and dtype on all ranks; on devices of the backend.
+        group: None: all ranks.
+
+    Raises:
+        UsageError: one of them is sparse.
+    """
+    alike: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                "world.prepare of a model that holds a sparse tensor",
+                f"a buffer or parameter of shape {tuple(tensor.shape)} has the layout "
+                f"{tensor.layout}, and only dense ones are made equal on all ranks",
+                "register its indices and its values as buffers, or keep it as a plain attribute",
+            )
+        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.data = tensor.data.contiguous()  # an expanded one has no memory to write to
+        if tensor.numel():
+            alike.setdefault(tensor.device, []).append(tensor.detach())
+    for waiting in alike.values():
+        while waiting:
+            count, size = 1, waiting[0].nbytes
+            while count < len(waiting) and size + waiting[count].nbytes <= _TOGETHER:
+                size += waiting[count].nbytes
+                count += 1
+            _send(waiting[:count], group)
+            del waiting[:count]
+
+
+def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    data = [payload.to_bytes(tensor) for tensor in tensors]
+    flat = torch.cat(data) if len(data) > 1 else data[0]
+    dist.broadcast(flat, group=group, group_src=0)
+    for tensor, came in zip(tensors, torch.split(flat, [len(each) for each in data]), strict=True):
+        if came.data_ptr() != tensor.data_ptr():  # its own memory has come already
+            # A copy of its own is aligned, as its dtype must be.
+            tensor.copy_(payload.from_bytes(came.clone(), tensor.dtype, tensor.shape))
+
+
 class Strategy(ABC):
     """How modules are spread over the ranks."""
 
@@ -65,6 +113,9 @@ class Strategy(ABC):
 
     unfreezes: ClassVar[bool] = False
     """Parameters that were frozen in `wrap` may be trained later."""
+
+    writes_at_backward: ClassVar[bool] = True
+    """Gradients are written in `backward` alone."""
 
     evaluates_together: ClassVar[bool] = False
     """A forward pass without gradients, too, involves other ranks: all ranks need to make it."""

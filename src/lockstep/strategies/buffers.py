@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.strategies.base import take_from_first
 from lockstep.strategies.replica_check import fingerprint
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
@@ -59,17 +60,7 @@ class MovingBuffers:
         return fingerprint(now[name] for name in names) if names else torch.empty(0)
 
     def share(self) -> None:
-        """Gives every rank the first rank's values: one broadcast for each dtype and device."""
-        if not self.moving:
-            return
-        now = dict(self._module.named_buffers())
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for name in self.moving:
-            alike.setdefault((now[name].dtype, now[name].device), []).append(now[name])
-        with torch.no_grad():
-            for buffers in alike.values():
-                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                dist.broadcast(flat, group=self._group, group_src=0)
-                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
+        """Gives every rank the first rank's values."""
+        if self.moving:
+            now = dict(self._module.named_buffers())
+            take_from_first((now[name] for name in self.moving), self._group)

@@ -8,27 +8,27 @@ alone. Buffers that move are taken from rank 0 after each step (`buffers`).
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import SettingError, UsageError, some
+from lockstep.optim.precision import Precision
 from lockstep.runtime import profiling
-from lockstep.runtime.choice import Choice
+from lockstep.runtime.choice import Choice, sized
 from lockstep.runtime.out_of_memory import advise
 from lockstep.runtime.run import Run
-from lockstep.strategies.base import Strategy, Wrapped, place
+from lockstep.strategies.base import Strategy, Wrapped, place, take_from_first
 from lockstep.strategies.buffers import MovingBuffers
 from lockstep.strategies.replica_check import EVERY, check_replicas, due
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
@@ -88,9 +88,8 @@ class DDP(Strategy):
             )
         if run.topology.size == 1:
             return Wrapped(module, choices)
+        take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return Wrapped(module, choices)
         wrapped = ExactDDP(
@@ -102,13 +101,14 @@ class DDP(Strategy):
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
+            init_sync=False,
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         return Wrapped(
             wrapped,
             [
                 *choices,
-                Choice("gradients", _mib(size), "averaged in buckets during backward, in place"),
+                Choice("gradients", sized(size), "averaged in buckets during backward, in place"),
                 self._bucket_choice(size),
             ],
         )
@@ -118,6 +118,15 @@ class DDP(Strategy):
     ) -> AbstractContextManager[nn.Module]:
         """The user's module, whose gradients nobody averages."""
         return module.unwatched() if isinstance(module, ExactDDP) else nullcontext(module)
+
+    def backward(
+        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
+    ) -> None:
+        """The backward pass; further ones of the same forward passes are averaged too."""
+        for module in modules:
+            if isinstance(module, ExactDDP):
+                module.expect_backward(loss)
+        precision.backward(loss, **options)
 
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Raises UsageError: gradients that were not averaged, or parameters without any."""
@@ -177,11 +186,13 @@ class _Watch:
 class _Way:
     """How forward passes go; beside the module, whose own attributes are slow to set."""
 
-    __slots__ = ("forwards", "hook", "hooks", "short")
+    __slots__ = ("forwards", "hook", "hooks", "passed", "short")
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.forwards = 0
         """Those with gradients, until now."""
+        self.passed = 0
+        """Those until the last backward pass."""
         self.hook = module.register_forward_pre_hook(_Watch(module)).id
         self.hooks = module._forward_pre_hooks
         # torch cuts what it compiles at the bounds of buckets where it knows that it is inside DDP.
@@ -200,7 +211,6 @@ class ExactDDP(DistributedDataParallel):
         self.run = run
         self.options = options
         self.moving_buffers = MovingBuffers(module)
-        self._synchronised = any(isinstance(m, SyncBatchNorm) for m in module.modules())
         self._way = _Way(module, run.device)
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
@@ -211,13 +221,19 @@ class ExactDDP(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
-            self._check_evaluation()
             return self.module(*inputs, **kwargs)
         if self.reducer is None:
             raise UsageError(
                 "a training forward pass after world.close()",
                 "the process group is closed, so gradients cannot be averaged",
                 "close at the very end, or evaluate under torch.no_grad()",
+            )
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None and not isinstance(around, ExactDDP):
+            raise UsageError(
+                "a prepared model in DistributedDataParallel",
+                "both average the gradients, so they would come out too small",
+                "leave DistributedDataParallel out: call the object that world.prepare returned",
             )
         present = self.run.step.current
         if self.options.static_graph and not present.last:
@@ -253,6 +269,46 @@ class ExactDDP(DistributedDataParallel):
         """What torch's forward does, without its marks (`profiling`)."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self._post_forward(self.module(*inputs, **kwargs))  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's module has, as on one process, where it is what `prepare` returns."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the user's module, not of this one, are set there."""
+        if name not in self.__dict__ and "_way" in self.__dict__:
+            module = self.module
+            if hasattr(module, name) and not hasattr(type(self), name):
+                setattr(module, name, value)
+                return
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's module alone: nobody averages the gradients of copies."""
+        made: nn.Module = copy.deepcopy(self.module, memo)
+        return made
+
+    def expect_backward(self, loss: Tensor) -> None:
+        """Before a backward pass: lets torch await it where the last forward pass did not.
+
+        Torch awaits one backward pass, that of the last forward pass. The gradients of a second one
+        would stay on this rank.
+        """
+        way = self._way
+        fresh, way.passed = way.forwards - way.passed, way.forwards
+        if fresh == 1 or not way.passed or not self.require_backward_grad_sync:
+            return
+        try:
+            self.reducer._rebuild_buckets()  # as before each forward pass
+        except RuntimeError:  # this pass brings what is still awaited of the one before
+            return
+        used = self.options.find_unused_parameters and not self.options.static_graph
+        self.reducer.prepare_for_backward([loss] if used else [])
 
     @contextmanager
     def unwatched(self) -> Iterator[nn.Module]:
@@ -320,19 +376,7 @@ class ExactDDP(DistributedDataParallel):
         if new:
             raise UsageError(
                 "parameters added, replaced or unfrozen after world.prepare",
-                f"DDP does not average the gradients of {', '.join(new[:8])}",
+                f"DDP does not average the gradients of {some(new)}",
                 "change the model first, then call world.prepare",
                 code="LS303",
             )
-
-    def _check_evaluation(self) -> None:
-        if self.training and self._synchronised and self.run.collectives.blocked:
-            raise UsageError(
-                "a model in training mode in an evaluation loop",
-                f"its BatchNorm would wait for all ranks, but {self.run.collectives.blocked}",
-                "call model.eval() before evaluating",
-            )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

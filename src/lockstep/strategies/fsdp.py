@@ -41,10 +41,10 @@ from torch.optim import Optimizer
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.chosen import Choice as Chosen
 from lockstep.optim.precision import Precision
-from lockstep.runtime.choice import Choice
+from lockstep.runtime.choice import Choice, sized
 from lockstep.runtime.interface import find_interface, gloo_interface
 from lockstep.runtime.run import Run
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import Strategy, Wrapped, take_from_first
 from lockstep.strategies.outputs import Outputs
 from lockstep.strategies.same_use import SameUse
 from lockstep.strategies.sharded import Sharded, sharded
@@ -140,7 +140,7 @@ class FSDP(Strategy):
         replaced = {id(old): (old, after[name]) for name, old in before.items()}
         return Wrapped(
             module,
-            [*choices, choice._replace(value=_mib(size, choice.value))],
+            [*choices, choice._replace(value=f"{sized(size)} over {choice.value}")],
             list(replaced.values()),
         )
 
@@ -340,9 +340,4 @@ def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Places tensors, dense in memory, and gives them rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-        if tensor.numel():
-            dist.broadcast(tensor.detach(), 0)
-
-
-def _mib(size: int, ranks: str) -> str:
-    return f"{size / 2**20:.1f} MiB over {ranks}"
+    take_from_first(tensors)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,11 +30,11 @@ from torch.optim import Optimizer
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
-from lockstep.runtime import payload
 from lockstep.runtime.choice import Choice
+from lockstep.runtime.interface import find_interface, gloo_interface
 from lockstep.runtime.process_group import carrier_device
 from lockstep.runtime.run import Run
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import Strategy, Wrapped, take_from_first
 from lockstep.strategies.pipelining import cost
 from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.run import PipelinedModule
@@ -58,6 +59,7 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
     evaluates_together: ClassVar[bool] = True
     unfreezes: ClassVar[bool] = True
+    writes_at_backward: ClassVar[bool] = False
 
     stages: int | None = None
     """Ranks that one copy of the model is spread over; None: all. It divides the world size."""
@@ -148,7 +150,7 @@ class Pipeline(Strategy):
             return Wrapped(module.to(run.device), [Choice("pipeline", "one stage", "one process")])
         self._check_module(module, run)
         self._share_statistics(module, run)
-        _take_from_first([*module.parameters(), *module.buffers()])
+        take_from_first([*module.parameters(), *module.buffers()])
         found, reason = self._cut(module, run, place)
         model = StagedModel(module, found, place.stages, run.device)
         wrapped = PipelinedModule(module, model, place, self.schedule, run, self._groups(run))
@@ -305,19 +307,10 @@ class Pipeline(Strategy):
         return split(module, cuts), f"{shown} {reason}"
 
 
-def _take_from_first(tensors: Sequence[Tensor]) -> None:
-    """Gives tensors rank 0's values, as bytes: Gloo does not know all dtypes."""
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        data = payload.to_bytes(tensor)
-        dist.broadcast(data, 0)
-        if not tensor.is_contiguous():  # `data` is a copy; one with gaps in memory loses them
-            came = payload.from_bytes(data, tensor.dtype, tensor.shape)
-            tensor.data = torch.empty_like(tensor).copy_(came)
-
-
 def _open(run: Run, name: str, ranks: range) -> None:
-    group = dist.new_group(list(ranks))
+    # Gloo would take the address of the host name; the run's own group does not either.
+    interface = None if run.backend == "mpi" else find_interface(os.environ, run.topology)[0]
+    with gloo_interface(interface):
+        group = dist.new_group(list(ranks))
     if run.topology.rank in ranks:
         run.groups[name] = group

@@ -6,28 +6,29 @@ their parameters.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.data.loader import Loader
 from lockstep.data.same_samples import check_samples
-from lockstep.errors import RanksDifferError, UsageError
+from lockstep.errors import UsageError, some
 from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
+from lockstep.optim.left_gradients import LeftGradients
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.out_of_memory import advise, advise_at_end
 from lockstep.runtime.run import Run
 from lockstep.runtime.step import Pass
 from lockstep.strategies import sync_batchnorm
+from lockstep.strategies.agreement import agree, check_model, describe
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.kept import KeptParameters
 from lockstep.strategies.replica_check import due
@@ -59,6 +60,7 @@ class Preparer:
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
         """What an optimizer holds in the place of a parameter that is gone, by its id."""
         self._optimizers: list[PreparedOptimizer] = []
+        self._left = LeftGradients()
         self.settling = Settling(run, strategy, self._modules, self._optimizers, say)
         self._end_advice = advise_at_end(run.step)
 
@@ -77,7 +79,7 @@ class Preparer:
             for thing in objects
         }
         self._run.examples[:] = [x.example for x in prepared.values() if isinstance(x, Loader)]
-        agree(self._run, "world.prepare", [_describe(thing) for thing in prepared.values()])
+        agree(self._run, "world.prepare", [describe(thing) for thing in prepared.values()])
         for loader in prepared.values():
             if isinstance(loader, Loader):
                 check_samples(loader.source, loader.seed, self._run.collectives)
@@ -105,18 +107,40 @@ class Preparer:
         """What is on this rank of those of all prepared modules."""
         return (g for module in self._modules for g in self._strategy.gradients(module))
 
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for module in self._modules for p in module.parameters())
+
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass of a loss that is weighted already."""
+        """The backward pass of a loss that is weighted already.
+
+        Raises:
+            UsageError: under fp16, no optimizer was prepared.
+        """
+        if self._precision.scaler is not None and self._modules and not self._optimizers:
+            raise _not_prepared(
+                "under precision='fp16' gradients are multiplied by the scale of the loss; a "
+                "prepared optimizer divides them again before it steps"
+            )
         try:
             self._strategy.backward(self._modules, loss, self._precision, **options)
         except Exception as error:
             advise(error, self._run.step.current.local)
             raise
+        present = self._run.step.current
+        waits = not present.last or self._precision.scaler is not None
+        if waits and self._strategy.writes_at_backward:
+            self._left.remember(self._parameters())
         if self.settling.watching:
             self.settling.settle()
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
         """Clips the gradients of a module by the norm of all of them; returns that norm."""
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"world.clip_grad_norm of a {type(module).__name__}",
+                "it takes a module, whose gradients may be spread over the ranks",
+                "pass the prepared model: world.clip_grad_norm(model, max_norm)",
+            )
         parameters = list(module.parameters())
         mine = {id(parameter) for parameter in parameters}
         self._precision.unscale(
@@ -130,8 +154,8 @@ class Preparer:
         """To be called before the backward pass of one of several micro-batches.
 
         Raises:
-            UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
-                for another optimizer would mix with them.
+            UsageError: gradients of earlier micro-batches were cleared or written to, or a second
+                backward pass for another optimizer would mix with them.
         """
         present = running.micro_batch
         if running.backwards and len(self._optimizers) > 1:
@@ -142,9 +166,18 @@ class Preparer:
                 "leave micro_batch out, or add the losses up and call world.backward once",
             )
         kept = any(map(self._strategy.keeps_gradients, self._modules))
-        if not present.first and not running.backwards and not kept:
+        if present.first or running.backwards:
+            return
+        if not kept:
+            gone = self._modules and all(p.grad is None for p in self._parameters())
+            if gone and not self._optimizers:
+                raise _not_prepared(
+                    "the gradients of the micro-batches before are gone: it steps and clears them "
+                    "in each micro-batch, not once in a global batch"
+                )
             for optimizer in self._optimizers:
                 optimizer.check_kept()
+        self._left.check_between(self._parameters())
 
     def inner(self, module: nn.Module) -> nn.Module:
         """The user's module inside a prepared one."""
@@ -166,6 +199,9 @@ class Preparer:
                 "preparing it again would cut, average or step twice",
                 "call world.prepare once for each object and use what it returns",
             )
+        if isinstance(thing, nn.Module):
+            _check_bare(thing)
+            check_model(thing)
 
     def _module(self, module: nn.Module) -> nn.Module:
         run = self._run
@@ -177,7 +213,16 @@ class Preparer:
         elif handles:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
+        known = ((n, p) for n, p in module.named_parameters() if id(p) in self._owners)
+        shared = [name for name, parameter in known if parameter.requires_grad]
         wrapped, choices, replaced = self._strategy.wrap(module, run)
+        if shared and not run.collectives.alone:
+            raise UsageError(
+                "world.prepare of two modules with the same parameters",
+                f"{some(shared)} of the {type(module).__name__} belong to another prepared module "
+                "too, and each would average their gradients",
+                "prepare one module that holds both, and call them in its forward",
+            )
         self.choices += choices
         self._modules.append(wrapped)
         self._kept[id(wrapped)] = KeptParameters(
@@ -223,6 +268,8 @@ class Preparer:
 
         def before() -> None:
             step = self._run.step
+            if self._precision.scales(optimizer):
+                self._left.check_scaled(p for g in optimizer.param_groups for p in g["params"])
             looks = due(step.number + 1) or step.running.number == 1  # an epoch may begin otherwise
             for module in modules:
                 self._strategy.before_step(module, optimizer)
@@ -233,13 +280,23 @@ class Preparer:
             for module in modules:
                 self._strategy.after_step(module)
             for loader in self.loaders:
-                loader.coverage.settle(self._run.collectives)
+                evaluated = (each.evaluated for each in self.loaders)  # looked at where it is due
+                loader.coverage.settle(self._run.collectives, evaluated)
 
-        prepared = PreparedOptimizer(optimizer, self._run.step, self._precision, before, after)
+        prepared = PreparedOptimizer(
+            optimizer, self._run.step, self._precision, before, after, self._whole_loss
+        )
         if any(new is None for _, new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
         self._optimizers.append(prepared)
         return prepared
+
+    def _whole_loss(self, loss: Any) -> Any:
+        """What a closure returned, as that of the global batch: optimizers decide by it."""
+        collectives, scale = self._run.collectives, self._run.step.current.scale
+        if collectives.alone or not isinstance(loss, Tensor | float):
+            return loss
+        return collectives.mean(loss * scale if scale else 0.0)
 
     def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
         found: list[nn.Module] = []
@@ -309,54 +366,23 @@ class Preparer:
         self.choices.append(Choice(name, value, reason))
 
 
-def agree(run: Run, what: str, mine: list[str]) -> None:
-    """Raises RanksDifferError on all ranks unless all brought the same descriptions."""
-    texts = run.collectives.exchange(json.dumps(mine))
-    if len(set(texts)) > 1:
-        brought: list[list[str]] = [json.loads(text) for text in texts]
-        raise RanksDifferError(
-            what,
-            "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
-            "build the same on every rank: same code, arguments, seed and data",
-            code=_code_of(brought),
-        )
+def _not_prepared(found: str) -> UsageError:
+    return UsageError(
+        "a training loop whose optimizer is not prepared",
+        found,
+        "prepare it with the model: model, optimizer = world.prepare(model, optimizer)",
+    )
 
 
-def agree_on_loader(run: Run, loader: Loader) -> None:
-    """Raises RanksDifferError on all ranks unless all have the same data in the same order."""
-    agree(run, "world.loader", [describe_loader(loader)])
-    check_samples(loader.source, loader.seed, run.collectives)
-
-
-def _code_of(brought: list[list[str]]) -> str | None:
-    """Of the catalogue, where it is nothing but data that differs."""
-    alike = len({len(each) for each in brought}) == 1
-    differing = [set(of_all) for of_all in zip(*brought, strict=False) if len(set(of_all)) > 1]
-    data = all(text.startswith(_LOADER) for texts in differing for text in texts)
-    if not (alike and data):
-        return None
-    sizes = [{text.partition(" (checksum")[0] for text in texts} for texts in differing]
-    return "LS105" if all(len(each) == 1 for each in sizes) else "LS104"
-
-
-_LOADER = "a loader over "
-
-
-def describe_loader(loader: Loader) -> str:
-    """What must be equal on all ranks of a loader."""
-    return loader.source.description
-
-
-def _describe(thing: Any) -> str:
-    """What must be equal on all ranks of an object given to `prepare`."""
-    if isinstance(thing, nn.Module):
-        shapes = [[n, list(p.shape), str(p.dtype)] for n, p in thing.named_parameters()]
-        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
-        numbers = sum(p.numel() for p in thing.parameters())
-        return f"{type(thing).__name__} of {numbers:,} parameters (shapes {digest})"
-    if isinstance(thing, Loader):
-        return describe_loader(thing)
-    return type(thing).__name__
+def _check_bare(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise UsageError(
+                "world.prepare of a model in DistributedDataParallel",
+                f"{name or 'it'} averages its gradients itself; here they would be averaged twice, "
+                "and not weighted",
+                "leave DistributedDataParallel out: world.prepare wraps the plain model",
+            )
 
 
 def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:

@@ -31,6 +31,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import DataError, UsageError
 from lockstep.runtime.process_group import carrier_device
+from lockstep.runtime.run import blocked
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -61,7 +62,8 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         DataError: at forward, for an input of another shape, or in training when the global batch
             has one value per channel.
-        UsageError: at forward, on a rank outside `process_group`.
+        UsageError: at forward, on a rank outside `process_group`, or in training mode in an
+            evaluation in which some rank has no samples.
     """
 
     def __init__(
@@ -95,6 +97,13 @@ class SyncBatchNorm(_BatchNorm):
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
                 "pass a group that holds this rank, or process_group=None for all ranks",
+            )
+        if not torch.is_grad_enabled() and (reason := blocked()) is not None:
+            raise UsageError(
+                "a model in training mode in an evaluation loop",
+                f"its BatchNorm would wait for all ranks, but {reason}",
+                "call model.eval() before evaluating; to renew the statistics (update_bn) give "
+                "the loader drop_last=True",
             )
         self._check_input_dim(x)
         moments = _global_moments(x, self.process_group)

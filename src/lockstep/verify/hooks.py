@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ from lockstep.verify.loaders import enlarge_batches, watch_loaders
 from lockstep.verify.neutral import Neutral
 from lockstep.verify.recorder import Recorder
 
-_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_object")
-_REDUCES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor")
+# Some have new names since torch 2.13, beside the old ones.
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object")
+_REDUCES = (
+    "all_reduce", "reduce", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+)  # fmt: skip
 
 
 def install(recorder: Recorder, neutral: Neutral, batch_times: int, folder: Path) -> None:
@@ -96,7 +101,7 @@ def _watch_ddp(recorder: Recorder) -> None:
 
 
 def _watch_functions(recorder: Recorder) -> None:
-    for name in (*_GATHERS, *_REDUCES):
+    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
         # The tensor that goes in comes first, but for the gathers, which put what comes out there.
         place = 1 if name in _GATHERS else 0
         setattr(dist, name, _told(recorder, name, getattr(dist, name), place))

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -326,4 +325,4 @@ def _each(named: Any) -> Iterator[tuple[str, Array]]:
         whole = whole.cpu()
         if whole.is_floating_point():
             whole = whole.double()
-        yield name, np.array(whole.numpy())
+        yield name, whole.clone().numpy()  # see `digest`

@@ -59,7 +59,8 @@ def random_streams() -> list[str]:
 
 def digest(tensor: Tensor) -> str:
     """Of all values of a dense tensor, bit for bit."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # A copy: storage that numpy looks at cannot be freed, as FSDP does with what it has gathered.
+    plain = tensor.detach().cpu().clone().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
 
 
