@@ -63,6 +63,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 model(torch.randn(4, 8)).sum().backward()
 optimizer.step()
 """
+TRIES = 3
+"""Of a run: now and then a rank of torchrun's is ended by Gloo's abort while it leaves."""
 KINDS = ("start", "training", "restart")
 
 
@@ -72,19 +74,23 @@ def seconds(command: list[str], ranks: int, kind: str, folder: Path) -> float:
     join = JOIN_AGAIN if kind == "restart" else JOIN
     script.write_text(SCRIPT.format(join=join, more=TRAINING if kind == "training" else ""))
     times = folder / "times"
-    times.unlink(missing_ok=True)
     restarts = ["--max-restarts", "1"] if kind == "restart" else []
     # Compiled once, as what is installed is.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    began = time.time()
     line = [*command, *restarts, "--nproc-per-node", str(ranks), str(script), str(times), kind]
-    try:
-        subprocess.run(
-            line, env=environment, capture_output=True, text=True, timeout=300, check=True
-        )
-    except subprocess.SubprocessError as error:
-        raise RuntimeError(f"{error}\n{error.stdout}{error.stderr}") from None
+    for left in reversed(range(TRIES)):
+        times.unlink(missing_ok=True)
+        began = time.time()
+        try:
+            subprocess.run(
+                line, env=environment, capture_output=True, text=True, timeout=300, check=True
+            )
+            break
+        except subprocess.SubprocessError as error:
+            print(f"failed, {left} tries left: {' '.join(line)}", flush=True)
+            if not left:
+                raise RuntimeError(f"{error}\n{error.stdout}{error.stderr}") from None
     reached = [float(line) for line in times.read_text().split()]
     return reached[1] - reached[0] if kind == "restart" else reached[0] - began
 
