@@ -92,3 +92,19 @@ def test_fp32_changes_nothing():
 def test_unknown_precision():
     with pytest.raises(SettingError, match="precision='fp8'"):
         Precision("fp8", CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bf16-mixed", "bf16"),
+        (torch.bfloat16, "bf16"),
+        ("16-mixed", "fp16"),
+        ("float16", "fp16"),
+        ("32-true", "fp32"),
+        ("double", "fp64"),
+    ],
+)
+def test_the_names_of_other_tools_are_understood_in_the_error(name, meant):
+    with pytest.raises(SettingError, match=f"did you mean '{meant}'"):
+        Precision(name, CPU)

@@ -82,7 +82,7 @@ MESSAGES: dict[str, str] = {
     "unknown precision": (
         "precision='bf61'\n"
         "  found: precisions are fp32, bf16, fp16, fp64\n"
-        "  do:    choose one of them"
+        "  do:    did you mean 'bf16'?"
     ),
     "nccl on the CPU": (
         "backend='nccl'\n"

@@ -28,6 +28,8 @@ _DTYPES: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+_MARKS = {"bf": "bf16", "64": "fp64", "double": "fp64", "16": "fp16", "half": "fp16", "32": "fp32"}
+"""What stands in the names that other tools and torch have for them; the first that fits counts."""
 
 
 class Precision:
@@ -43,10 +45,11 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in _DTYPES:
+            near = next((known for mark, known in _MARKS.items() if mark in str(name)), None)
             raise SettingError(
                 f"precision={name!r}",
                 "precisions are " + ", ".join(_DTYPES),
-                "choose one of them",
+                f"did you mean {near!r}?" if near else "choose one of them",
             )
         emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
             including_emulation=False
