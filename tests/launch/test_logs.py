@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
@@ -239,6 +239,7 @@ def seen(line: bytes) -> str:
 
 
 @settings(deadline=None, max_examples=300)
+@example([b"abc", b"\x1b", b"\n", b"\x1b", b"[", b"H", b"abc"])
 @given(st.lists(st.sampled_from(PIECES), max_size=40))
 def test_no_sequence_breaks_a_sheet(pieces: list[bytes]) -> None:
     together, apart = Sheet(), Sheet()

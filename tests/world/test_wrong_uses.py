@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -243,11 +244,22 @@ def other_encoder(world: lockstep.World) -> None:
 
 def ddp_around(world: lockstep.World) -> None:
     model, _ = model_and_optimizer(world)
+    with by_hand(model) as around:
+        around(tensors()[:4][0])
+
+
+@contextmanager
+def by_hand(model: nn.Module) -> Iterator[nn.Module]:
     around: Any = DistributedDataParallel(model)
     try:
-        around(tensors()[:4][0])
+        yield around
     finally:  # it would keep the process group's threads alive
         around.reducer = around.logger = around.process_group = None
+
+
+def prepare_ddp(world: lockstep.World) -> None:
+    with by_hand(mlp()) as model:
+        world.prepare(model)
 
 
 TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
@@ -258,7 +270,7 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "layer added after prepare": layer_added,
     "replicas part": changed_by_hand,
     "DDP around it": ddp_around,
-    "DDP by hand": lambda w: w.prepare(DistributedDataParallel(mlp())),
+    "DDP by hand": prepare_ddp,
     "other models": lambda w: w.prepare(nn.Linear(2 + w.rank, 1)),
     "data of other lengths": lambda w: w.loader(tensors(8 + w.rank), 4),
     "data of other content": lambda w: w.loader(TensorDataset(torch.ones(8) + w.rank), 4),

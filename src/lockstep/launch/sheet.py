@@ -89,9 +89,8 @@ class Sheet:
             if cut and self._is_plain(data[:cut]):
                 lines = data[: cut - 1].split(b"\n")
                 data = data[cut:]
-        self._carry_out(_NEWLINE.sub("\n", self._rest + self._decoder.decode(data)))
+        lines += self._carry_out(_NEWLINE.sub("\n", self._rest + self._decoder.decode(data)))
         if not self.drawn:
-            lines += self._finish(self.y)
             self._raw = data[data.rfind(b"\n") + 1 :]
         elif len(self.rows) > _MAX_ROWS:
             lines += self._finish(min(self.y, max(self._top or 0, len(self.rows) - _MAX_ROWS)))
@@ -129,7 +128,9 @@ class Sheet:
             self._top = max(0, self._top - count)
         return [render(row).encode() for row in done]
 
-    def _carry_out(self, text: str) -> None:
+    def _carry_out(self, text: str) -> list[bytes]:
+        """Lines that end before anything is drawn, as they do where the text comes in pieces."""
+        lines: list[bytes] = []
         unfinished = _UNFINISHED.search(text)
         self._rest = unfinished[0] if unfinished else ""
         for token in _TOKEN.finditer(text, 0, unfinished.start() if unfinished else len(text)):
@@ -141,6 +142,9 @@ class Sheet:
                 self._write(token[0])
             elif len(token[0]) == 1:
                 self._control(token[0])
+                if token[0] == "\n" and not self.drawn:
+                    lines += self._finish(self.y)
+        return lines
 
     def _control(self, sign: str) -> None:
         if sign == "\n":

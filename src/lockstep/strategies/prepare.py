@@ -183,6 +183,15 @@ class Preparer:
         """The user's module inside a prepared one."""
         return getattr(module, "module", module) if module in self._modules else module
 
+    def _has(self, parameter: nn.Parameter) -> bool:
+        """Whether it belongs to a prepared module; an id alone may be that of one that is gone."""
+        owner = self._owners.get(id(parameter))
+        if owner is None:
+            return False
+        replaced = self._replaced.get(id(parameter))
+        before = replaced is not None and replaced[0]() is parameter
+        return before or any(parameter is each for each in owner.parameters())
+
     def _check(self, thing: Any) -> None:
         if not isinstance(thing, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
             raise UsageError(
@@ -213,8 +222,7 @@ class Preparer:
         elif handles:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
-        known = ((n, p) for n, p in module.named_parameters() if id(p) in self._owners)
-        shared = [name for name, parameter in known if parameter.requires_grad]
+        shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]
         wrapped, choices, replaced = self._strategy.wrap(module, run)
         if shared and not run.collectives.alone:
             raise UsageError(
