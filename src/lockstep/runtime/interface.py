@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from lockstep.errors import SettingError
 from lockstep.sockets import (
@@ -97,6 +97,15 @@ def gloo_interface(name: str | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_GLOO]
+
+
+def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:
+    """Makes groups created inside the block talk over the interface of the run's first one.
+
+    Gloo itself would take the address of the host name.
+    """
+    name = None if backend == "mpi" else find_interface(os.environ, topology)[0]
+    return gloo_interface(name)
 
 
 def hostname_address() -> str | None:

@@ -25,7 +25,6 @@ numbers, and errors about mixed types in some layers.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +41,7 @@ from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.chosen import Choice as Chosen
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice, sized
-from lockstep.runtime.interface import find_interface, gloo_interface
+from lockstep.runtime.interface import further_groups
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped, take_from_first
 from lockstep.strategies.outputs import Outputs
@@ -299,8 +298,7 @@ class HSDP(FSDP):
 
 
 def _open_mesh(run: Run, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    interface, _ = find_interface(os.environ, run.topology)
-    with gloo_interface(interface):
+    with further_groups(run.topology, run.backend):
         return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
 
 

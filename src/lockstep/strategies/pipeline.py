@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ from torch.optim import Optimizer
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
-from lockstep.runtime.interface import find_interface, gloo_interface
+from lockstep.runtime.interface import further_groups
 from lockstep.runtime.process_group import carrier_device
 from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped, take_from_first
@@ -308,9 +307,7 @@ class Pipeline(Strategy):
 
 
 def _open(run: Run, name: str, ranks: range) -> None:
-    # Gloo would take the address of the host name; the run's own group does not either.
-    interface = None if run.backend == "mpi" else find_interface(os.environ, run.topology)[0]
-    with gloo_interface(interface):
+    with further_groups(run.topology, run.backend):
         group = dist.new_group(list(ranks))
     if run.topology.rank in ranks:
         run.groups[name] = group
