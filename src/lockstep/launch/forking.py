@@ -107,8 +107,6 @@ class Server:
                 self.ahead -= 1
                 self._make_spare()
             if self.wake in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.wake, 4096)
                 self._reap()
             if self.control in readable and not self._obey():
                 break
@@ -215,6 +213,8 @@ class Server:
         os.environ.pop(TOKEN, None)  # the launchers' alone
 
     def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
         while self.running or self.spares:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -246,8 +246,6 @@ class Server:
         limit = time.monotonic() + _GRACE_S
         while self.running and time.monotonic() < limit:
             select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.wake, 4096)
             self._reap()
         self._signal(signal.SIGKILL, set(self.running.values()))
         for spare in self.spares:

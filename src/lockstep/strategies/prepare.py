@@ -165,10 +165,9 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch out, or add the losses up and call world.backward once",
             )
-        kept = any(map(self._strategy.keeps_gradients, self._modules))
         if present.first or running.backwards:
             return
-        if not kept:
+        if not any(map(self._strategy.keeps_gradients, self._modules)):
             gone = self._modules and all(p.grad is None for p in self._parameters())
             if gone and not self._optimizers:
                 raise _not_prepared(
