@@ -14,7 +14,9 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from lockstep.data.fetch import Fetch
@@ -253,6 +255,17 @@ def test_without_sample_rng_a_dataset_is_read_in_whole_batches():
     assert read(make(source, sample_rng=False)) == [[100, 101, 102], [103, 104, 105]]
     assert read(make(source)) == [[0, 1, 2], [3, 4, 5]]
     assert isinstance(make(source)._fetch, Fetch)
+
+
+def test_rows_of_tensors_may_be_counted_from_the_end():
+    data = TensorDataset(torch.arange(6), torch.zeros(6, 0))
+    for indices in ([-1, 2, -6], [5, 2, 0]):
+        wide, empty = Fetch(data, default_collate, 0, True)[0, np.array(indices)]
+        assert wide.tolist() == [5, 2, 0]
+        assert empty.shape == (3, 0)
+    for index in (6, -7):
+        with pytest.raises((IndexError, RuntimeError)):
+            Fetch(data, default_collate, 0, True)[0, np.array([index])]
 
 
 def test_a_sampler_of_the_users_is_the_global_order():

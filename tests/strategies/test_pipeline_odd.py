@@ -449,6 +449,50 @@ def test_interleaved_stages_that_are_left_in_the_middle():
     assert results[0][0] == 1.0
 
 
+LENGTHS = (2, 2, 2, 3, 3, 2, 2, 3, 1, 1)
+"""Of what the first micro-batches carry: some repeat, some do not."""
+
+
+def train_two(schedule: str) -> list[dict[str, Tensor]]:
+    """Two models in one loop, lengths that change, a break, evaluations between micro-batches."""
+    with lockstep.init(Pipeline(schedule=schedule, micro_batches=5)) as world:
+        torch.manual_seed(3)
+        models = [layers().double(), layers().double()]
+        optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+        data = torch.randn(40, LENGTH, WIDTH, dtype=torch.float64)
+        *models, optimizer = world.prepare(*models, optimizer)
+        loader = world.loader(
+            TensorDataset(data), 10, micro_batch=None if world.size > 1 else 2, shuffle=True
+        )
+        for epoch in range(3):
+            for turn, (x,) in enumerate(loader):
+                x = x[:, : LENGTHS[turn % len(LENGTHS)]]
+                for target, model in enumerate(models):
+                    world.backward((model(x) - target).square().mean())
+                    if epoch == 1 and turn % 2:
+                        with torch.no_grad():
+                            model(x[:1])
+                optimizer.step()
+                optimizer.zero_grad()
+                if epoch == 0 and turn == 6:  # while one more is asked for already
+                    break
+        return [{k: v.clone() for k, v in m.state_dict().items() if not v.is_meta} for m in models]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_models_and_messages_of_changing_form(schedule):
+    alone = run_ranks(train_two, 1, schedule)[0]
+    for size in (2, 3):
+        held: list[dict[str, Tensor]] = [{}, {}]
+        for rank in run_ranks(train_two, size, schedule):
+            for whole, part in zip(held, rank, strict=True):
+                whole |= {name.removeprefix("module."): value for name, value in part.items()}
+        for wanted, found in zip(alone, held, strict=True):
+            assert wanted.keys() == found.keys()
+            for name, value in wanted.items():
+                torch.testing.assert_close(found[name], value, msg=f"{size}: {name}")
+
+
 def forget() -> int:
     """Every call is of a kind of its own: what is remembered of kinds has an end."""
     with lockstep.init(Pipeline(split=["second"], micro_batches=1)) as world:

@@ -45,9 +45,10 @@ class Fetch(Dataset[Any]):
         if self.tensors is not None:  # rows of tensors: nothing is drawn, nothing to stack
             tensors, subset = self.tensors
             rows = indices if subset is None else subset[indices]
-            if len(rows) and rows.min() < 0:  # counted from the end
-                rows = np.where(rows < 0, rows + len(tensors[0]), rows)
-            return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
+            try:
+                return _select(tensors, rows)
+            except (IndexError, RuntimeError):  # some are counted from the end, if they are there at all
+                return _select(tensors, np.where(rows < 0, rows + len(tensors[0]), rows))
         if not self.sample_rng:
             return self.collate(self._read_at_once(indices.tolist()))
         if get_worker_info() is not None:
@@ -65,6 +66,10 @@ class Fetch(Dataset[Any]):
     def _read_at_once(self, indices: list[int]) -> list[Any]:
         read = getattr(self.dataset, "__getitems__", None)
         return read(indices) if read else [self.dataset[index] for index in indices]
+
+
+def _select(tensors: tuple[torch.Tensor, ...], rows: Indices) -> list[torch.Tensor]:
+    return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
 
 
 def as_it_is(item: Any) -> Any:

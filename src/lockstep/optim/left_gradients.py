@@ -17,16 +17,16 @@ class LeftGradients:
     """What the last backward pass has left."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[int, int]] = {}
-        """By the id of each parameter: that of its gradient, and how often it was written to."""
+        self._marks: list[tuple[nn.Parameter, int, int]] = []
+        """Of each gradient: its parameter, its id, and how often it was written to."""
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
         """A backward pass has ended."""
-        self._marks = {id(p): (id(g), g._version) for p in parameters if (g := p.grad) is not None}
+        self._marks = [(p, id(g), g._version) for p in parameters if (g := p.grad) is not None]
 
-    def check_between(self, parameters: Iterable[nn.Parameter]) -> None:
+    def check_between(self) -> None:
         """Before the pass of a further micro-batch: raises UsageError where they differ."""
-        if self._changed(parameters):
+        if any(map(_changed, self._marks)):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
                 "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
@@ -38,7 +38,8 @@ class LeftGradients:
 
     def check_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a step on gradients that are still scaled: raises UsageError where they differ."""
-        if self._changed(parameters):
+        stepped = set(map(id, parameters))
+        if any(_changed(mark) for mark in self._marks if id(mark[0]) in stepped):
             raise UsageError(
                 "gradients that are written to before optimizer.step() under precision='fp16'",
                 "they are still multiplied by the scale of the loss, so that clip_grad_norm_ of "
@@ -48,12 +49,9 @@ class LeftGradients:
                 code="LS406",
             )
 
-    def _changed(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether one of these has another gradient now; one that was cleared has not."""
-        for parameter in parameters:
-            gradient, mark = parameter.grad, self._marks.get(id(parameter))
-            if gradient is None or mark is None:
-                continue
-            if mark != (id(gradient), gradient._version):
-                return True
-        return False
+
+def _changed(mark: tuple[nn.Parameter, int, int]) -> bool:
+    """Whether the parameter has another gradient now; one that was cleared has not."""
+    parameter, gradient_id, version = mark
+    gradient = parameter.grad
+    return gradient is not None and (id(gradient) != gradient_id or gradient._version != version)

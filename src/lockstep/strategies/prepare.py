@@ -176,7 +176,7 @@ class Preparer:
                 )
             for optimizer in self._optimizers:
                 optimizer.check_kept()
-        self._left.check_between(self._parameters())
+        self._left.check_between()
 
     def inner(self, module: nn.Module) -> nn.Module:
         """The user's module inside a prepared one."""

@@ -49,6 +49,8 @@ class _Batch:
 
     of: tuple[Pass, int]
     """Tells it from others."""
+    pieces: int
+    """Its micro-batches."""
     actions: tuple[Action, ...]
     flags: tuple[bool, ...]
     """Which of the model's parameters are trained."""
@@ -100,8 +102,9 @@ class PipelinedModule(nn.Module):
             self._moving_buffers = MovingBuffers(module, groups.replicas)
         self._model = model
         self._schedule = schedule
-        self._activations = [Wire(group, run.device) for group in groups.activations]
-        self._gradients = [Wire(group, run.device) for group in groups.gradients]
+        tag = len(run.prepared)
+        self._activations = [Wire(group, run.device, tag) for group in groups.activations]
+        self._gradients = [Wire(group, run.device, tag) for group in groups.gradients]
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
         self._batch: _Batch | None = None
         self._begun = 0, 0
@@ -158,10 +161,11 @@ class PipelinedModule(nn.Module):
         if self._batch is not None and self._batch.of != step.batch:
             self._abandon(self._batch)
         if self._batch is None:
-            sizes = place.position, place.positions, place.per_rank, step.current.pieces
+            pieces = step.current.pieces
+            sizes = place.position, place.positions, place.per_rank, pieces
             flags = tuple(p.requires_grad for p in self.module.parameters())
             actions = order(self._schedule, *sizes)
-            self._batch = _Batch(step.batch, actions, flags, self._new_seed())
+            self._batch = _Batch(step.batch, pieces, actions, flags, self._new_seed())
         return self._batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
@@ -250,27 +254,30 @@ class PipelinedModule(nn.Module):
 
     def _forward(self, batch: _Batch, action: Action) -> Any:
         stage, number = action.stage, action.micro_batch
-        seed = mix(batch.seed, number)
+        seed, more = mix(batch.seed, number), number + 1 < batch.pieces
         received, sent, output = self._through(
-            stage, batch.inputs[number], batch.kinds[number], seed
+            stage, batch.inputs[number], batch.kinds[number], seed, more
         )
         batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
         return output
 
     def _through(
-        self, stage: int, arguments: Arguments, kind: Any, seed: int
+        self, stage: int, arguments: Arguments, kind: Any, seed: int, more: bool
     ) -> tuple[list[Tensor], list[Tensor], Any]:
-        """Runs one stage: what came in, what goes out, and what the model's forward returned."""
+        """Runs one stage: what came in, what goes out, and what the model's forward returned.
+
+        `more`: another micro-batch follows for certain.
+        """
         came = None
         if stage:
             source = self.place.rank_of(stage - 1)
             wire = self._wire(self._activations, stage - 1)
-            came = wire.receive(source, kind and (stage, kind))
+            came = wire.receive(source, kind and (stage, kind), more=more)
         passage, output = self._model.run(stage, came, arguments, seed)
         if passage.sent is not None:
             to = self.place.rank_of(stage + 1)
             wire = self._wire(self._activations, stage)
-            wire.send(passage.sent, to, kind and (stage + 1, kind))
+            wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
         return came or [], passage.sent or [], output
 
     def _backward(self, batch: _Batch, action: Action) -> None:
@@ -358,7 +365,7 @@ class PipelinedModule(nn.Module):
             self._abandon(batch)
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
-            _, _, output = self._through(stage, arguments, kind, seed)
+            _, _, output = self._through(stage, arguments, kind, seed, False)
         leaves, spec = pytree.tree_flatten(output)
         own = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.is_last else None
         source = self.place.rank_of(self.place.last_stage)

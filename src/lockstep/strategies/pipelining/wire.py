@@ -4,6 +4,12 @@ Communication: one point-to-point message a tensor. Before the first message of 
 kind of input through the same stage) its form is sent: how many tensors of which shape and dtype.
 Activations and gradients go over process groups of their own: over one, NCCL would keep them in the
 order in which they were asked for, and two neighbours that both send first would wait for ever.
+
+Over Gloo the next message of a training pass is asked for when the one before it has come, if the
+two before had the same form: Gloo sends nothing that nobody has asked for, and where the data waits
+for the question its answer comes while the asking thread still holds Gloo's lock, for which Gloo's
+own thread then spins. Both sides know what was asked for, so where the next message turns out to be
+another one, one that was made up answers first.
 """
 
 from __future__ import annotations
@@ -57,29 +63,62 @@ class Expected(NamedTuple):
     work: dist.Work | None
 
 
+@dataclass
+class _Ahead:
+    """What both sides know of the messages from one to the other."""
+
+    before: list[Form] | None = None
+    """The form of the last message."""
+    asked: list[Form] | None = None
+    """What was asked for before its time."""
+
+    def goes_on(self, forms: list[Form], more: bool) -> bool:
+        """A message has this form: whether the next one is asked for now, because it repeats."""
+        repeats, self.before = forms == self.before, forms
+        self.asked = forms if more and repeats else None
+        return self.asked is not None
+
+
 class Wire:
     """One direction between the ranks of a pipeline.
 
     Args:
         group: of the pipeline's ranks.
         device: where tensors are needed.
+        tag: of its messages, which those of other models over the same group do not have.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
         self._group = group
         self._device = device
+        self._tag = tag
         self._carrier = carrier_device(device, group)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._forms: dict[int, dict[Hashable, list[Form]]] = {}
+        self._sent, self._received = _Ahead(), _Ahead()
+        self._expected: list[Expected] = []
+        """What this side has asked for before its time."""
 
-    def send(self, tensors: Sequence[Tensor], to: int, kind: Kind | None) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], to: int, kind: Kind | None, *, more: bool = False
+    ) -> None:
         """Starts to send; says first what it looks like, where the kind is new.
+
+        Args:
+            tensors: any.
+            to: the rank that calls `receive`.
+            kind: of the message; None: unknown.
+            more: it will be followed by another one, on both sides.
 
         Raises:
             UsageError: other shapes than the last time for the same kind of input.
         """
         forms = [Form.of(tensor) for tensor in tensors]
         known = self._known(kind)
+        asked = self._sent.asked
+        if asked is not None and asked != known:
+            for form in asked:
+                self._start(torch.zeros(form.size, dtype=torch.uint8, device=self._carrier), to)
         if known is None:
             text = torch.tensor(_encoded(forms), dtype=torch.int64)
             self._start(torch.tensor([len(text)]), to)
@@ -92,33 +131,35 @@ class Wire:
                 "let the shapes of activations depend on the shapes of inputs alone",
             )
         self.send_known(tensors, to)
+        self._sent.goes_on(forms, more and self.expects_early)
 
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
         """Starts to send what the other side expects."""
         for tensor in tensors:
-            if tensor.numel():
-                self._start(payload.to_bytes(tensor).to(self._carrier), to)
+            self._start(payload.to_bytes(tensor).to(self._carrier), to)
         self._under_way = [(w, data) for w, data in self._under_way if not w.is_completed()]
 
-    def receive(self, source: int, kind: Kind | None) -> list[Tensor]:
+    def receive(self, source: int, kind: Kind | None, *, more: bool = False) -> list[Tensor]:
         """What `send` sends, with a gradient to come back where it needs one."""
         forms = self._known(kind)
+        expected, self._expected = self._expected, []
+        if self._received.asked is not None and self._received.asked != forms:
+            self.take(expected)
+            expected = []
         if forms is None:
             length = torch.empty(1, dtype=torch.int64)
-            dist.recv(length, source, self._group)
+            dist.recv(length, source, self._group, self._tag)
             text = torch.empty(int(length), dtype=torch.int64)
-            dist.recv(text, source, self._group)
+            dist.recv(text, source, self._group, self._tag)
             forms = _read(text.tolist())
             self._remember(kind, forms)
-        tensors = self.receive_known(source, forms)
+        tensors = self.take(expected or self.expect(source, forms))
+        if self._received.goes_on(forms, more and self.expects_early):
+            self._expected = self.expect(source, forms)
         for tensor, form in zip(tensors, forms, strict=True):
             if form.trained and torch.is_grad_enabled():
                 tensor.requires_grad_()
         return tensors
-
-    def receive_known(self, source: int, forms: Sequence[Form]) -> list[Tensor]:
-        """Tensors of known form."""
-        return self.take(self.expect(source, forms))
 
     @property
     def expects_early(self) -> bool:
@@ -133,7 +174,7 @@ class Wire:
         found = []
         for form in forms:
             data = torch.empty(form.size, dtype=torch.uint8, device=self._carrier)
-            work = dist.irecv(data, source, self._group) if form.size else None
+            work = dist.irecv(data, source, self._group, self._tag) if form.size else None
             found.append(Expected(form, data, work))
         return found
 
@@ -182,7 +223,7 @@ class Wire:
             known[kind[1]] = forms
 
     def _start(self, data: Tensor, to: int) -> None:
-        work = dist.isend(data, to, self._group)
+        work = dist.isend(data, to, self._group, self._tag) if len(data) else None
         if work is not None:
             self._under_way.append((work, data))
 
