@@ -42,7 +42,8 @@ LARGE = {"width": 256, "blocks": 16, "length": 8, "batch": 8}
 """For memory: 50 MiB of parameters in small pieces, beside which activations are small."""
 WORDS, PIECES = 1000, 8
 GLOBAL_BATCHES = 50
-"""Of an epoch, where Lockstep's loader hands out the micro-batches."""
+"""Of an epoch, where batches come from a loader: both pipelines read theirs, as Lockstep's loader
+hands out the micro-batches. The other strategies train on one batch again and again."""
 Step = Callable[[], None]
 
 
@@ -90,6 +91,17 @@ def in_parts(model: Any, parts: int) -> Callable[[Any], Any]:
     return lambda x: torch.cat([model(part) for part in x.chunk(parts)])
 
 
+def epoch(x: Any, y: Any) -> Any:
+    """A dataset of the same global batch again and again."""
+    from torch.utils.data import TensorDataset
+
+    return TensorDataset(x.repeat(GLOBAL_BATCHES, 1), y.repeat(GLOBAL_BATCHES, 1))
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
 def raw(kind: str, size: dict[str, int]) -> tuple[Step, Any]:
     """One training step in plain torch, and the module whose weights it trains."""
     import torch
@@ -121,6 +133,7 @@ def raw_pipeline(kind: str, model: Any, x: Any, y: Any) -> tuple[Step, Any]:
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    from torch.utils.data import DataLoader
 
     rank = dist.get_rank()
     cut = middle(model)
@@ -129,12 +142,14 @@ def raw_pipeline(kind: str, model: Any, x: Any, y: Any) -> tuple[Step, Any]:
     schedule_class = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
     schedule = schedule_class(stage, PIECES, loss_fn=loss_of)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.01)
+    batches = endless(DataLoader(epoch(x, y), batch_size=len(x)))
 
     def step() -> None:
+        inputs, target = next(batches)
         if rank == 0:
-            schedule.step(x)
+            schedule.step(inputs)
         else:
-            schedule.step(target=y)
+            schedule.step(target=target)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -144,15 +159,12 @@ def raw_pipeline(kind: str, model: Any, x: Any, y: Any) -> tuple[Step, Any]:
 def ours(kind: str, size: dict[str, int], world: Any) -> tuple[Step, Any]:
     """The same under Lockstep."""
     import torch
-    from torch.utils.data import TensorDataset
 
     model, x, y = network(**size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if kind in ("gpipe", "1f1b"):
         called, optimizer = world.prepare(model, optimizer)
-        epoch = TensorDataset(x.repeat(GLOBAL_BATCHES, 1), y.repeat(GLOBAL_BATCHES, 1))
-        loader = world.loader(epoch, len(x), sample_rng=False)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        batches = endless(world.loader(epoch(x, y), len(x), sample_rng=False))
 
         def step() -> None:
             for inputs, target in itertools.islice(batches, PIECES):
@@ -349,10 +361,12 @@ def main() -> None:
         growth = found["peak"] - found["before"]
         print(f"  {kind:<12}{who:<10}{found['peak']:9.1f}  {growth:9.1f}")
     if "ddp" in options.strategies:
-        saved = _grown(results, "ddp default torch") - _grown(results, "ddp lockstep")
         copy = sum(p.numel() * p.element_size() for p in network(**LARGE)[0].parameters()) / 2**20
+        default = _grown(results, "ddp default torch")
+        saved = {who: default - _grown(results, f"ddp {who}") for who in ("torch", "lockstep")}
         results["bucket_views"] = {"saved_mib": saved, "gradients_mib": copy}
-        print(f"\ngradients as bucket views: {saved:.1f} MiB less; one copy is {copy:.1f} MiB")
+        shown = ", ".join(f"{who} {mib:.1f}" for who, mib in saved.items())
+        print(f"\ngradients as bucket views, MiB less: {shown}; one copy is {copy:.1f} MiB")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results) + "\n")

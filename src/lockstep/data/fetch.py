@@ -47,7 +47,7 @@ class Fetch(Dataset[Any]):
             rows = indices if subset is None else subset[indices]
             try:
                 return _select(tensors, rows)
-            except (IndexError, RuntimeError):  # some are counted from the end, if they are there at all
+            except (IndexError, RuntimeError):  # some are counted from the end
                 return _select(tensors, np.where(rows < 0, rows + len(tensors[0]), rows))
         if not self.sample_rng:
             return self.collate(self._read_at_once(indices.tolist()))

@@ -106,6 +106,9 @@ class PipelinedModule(nn.Module):
         self._activations = [Wire(group, run.device, tag) for group in groups.activations]
         self._gradients = [Wire(group, run.device, tag) for group in groups.gradients]
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
+        self._parameters_there = list(module.parameters())
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        """NaN of each dtype, in the place of what the last stage has."""
         self._batch: _Batch | None = None
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
@@ -123,7 +126,7 @@ class PipelinedModule(nn.Module):
 
     def held(self) -> list[nn.Parameter]:
         """The parameters on this rank."""
-        return [p for p in self.module.parameters() if not p.is_meta]
+        return [p for p in self._parameters_there if not p.is_meta]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; while training, NaN of the same shapes but on the last stage.
@@ -163,7 +166,7 @@ class PipelinedModule(nn.Module):
         if self._batch is None:
             pieces = step.current.pieces
             sizes = place.position, place.positions, place.per_rank, pieces
-            flags = tuple(p.requires_grad for p in self.module.parameters())
+            flags = tuple(p.requires_grad for p in self._parameters_there)
             actions = order(self._schedule, *sizes)
             self._batch = _Batch(step.batch, pieces, actions, flags, self._new_seed())
         return self._batch
@@ -384,8 +387,10 @@ class PipelinedModule(nn.Module):
             return shape
         if not (shape.is_floating_point() or shape.is_complex()):
             return torch.zeros((), dtype=shape.dtype, device=self.run.device).expand(shape.shape)
-        nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
-        return nothing.requires_grad_().expand(shape.shape)
+        if shape.dtype not in self._nothing:
+            nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
+            self._nothing[shape.dtype] = nothing.requires_grad_()
+        return self._nothing[shape.dtype].expand(shape.shape)
 
 
 def _none() -> None:

@@ -86,8 +86,10 @@ class Passage:
         """The first submodule of the stage is called: what was received takes the place."""
         self._back()
         self.inside = True
-        leaves, spec = pytree.tree_flatten(arguments)
-        received = list(self.received or ())
+        received = [_writable(t) if t.requires_grad else t for t in self.received or ()]
+        args, kwargs = arguments
+        plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)  # as nearly always
+        leaves, spec = (args, None) if plain else pytree.tree_flatten(arguments)
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
                 "a pipeline over this model",
@@ -95,7 +97,8 @@ class Passage:
                 f"{self.stage - 1} has sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
-        received = [_writable(t) if t.requires_grad else t for t in received]
+        if spec is None:
+            return tuple(received), {}
         filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found: Arguments = pytree.tree_unflatten(filled, spec)
         return found
