@@ -25,6 +25,17 @@ def in_op(op: str, line: int) -> Stack:
     return (Frame(C10D, 3252, op), logger, own(line), own(1, "<module>"))
 
 
+def on_wire(function: str, line: int) -> Stack:
+    """In what a pipeline's stage receives (`take`) or has sent (`wait`)."""
+    folder = "/opt/venv/lib/python3.12/site-packages/lockstep"
+    return (
+        Frame(f"{folder}/strategies/pipelining/wire.py", 184, function),
+        Frame(f"{folder}/strategies/pipelining/run.py", 270, "_through"),
+        Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
+        own(line),
+    )
+
+
 def in_backward(line: int) -> Stack:
     return (
         Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),

@@ -21,6 +21,7 @@ from made_up import (
     in_loader,
     in_op,
     looks,
+    on_wire,
     own,
     state,
 )
@@ -33,8 +34,8 @@ PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)
 
 
-def found(*later: RankState, working: tuple[int, ...] = ()) -> Finding:
-    finding = judge(*looks(*later, working=working), 8.0)
+def found(*later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.0) -> Finding:
+    finding = judge(*looks(*later, working=working), waited_s)
     assert finding is not None
     assert [row.rank for row in finding.rows] == [s.rank for s in later]
     return finding
@@ -453,6 +454,42 @@ def test_receives_only_may_be_a_transfer_under_way() -> None:
     assert "every send needs its receive" in finding.advice[0]
     finding = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
     assert (finding.kind, finding.fatal) == ("deadlock", False)
+
+
+def test_receives_only_where_nothing_can_be_under_way() -> None:
+    """On one host, still for a while, and no other thread that could send."""
+    both = [state(rank, in_op("recv", 30 + rank)) for rank in range(2)]
+    finding = found(*both, waited_s=12.0)
+    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0, 1))
+    assert "ranks 0-1 wait in recv, for each other" in finding.headline
+    assert "every send needs its receive" in finding.advice[0]
+    meets = (state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
+    assert found(*meets, waited_s=12.0).fatal
+    thread = {"threads": (at(90),), "thread_ids": (8,)}
+    idle = {"threads": ((Frame("/usr/lib/python3.11/threading.py", 331, "wait"),),)}
+    assert not found(both[0], replace(both[1], **thread), waited_s=12.0).fatal
+    assert found(both[0], replace(both[1], **idle, thread_ids=(8,)), waited_s=12.0).fatal
+    assert not found(both[0], replace(both[1], host="b"), waited_s=12.0).fatal
+    assert not found(*both, working=(0,), waited_s=12.0).fatal
+    assert not found(*both, state(2, at(60)), waited_s=12.0).fatal
+    on_gpu = call("recv", 6, 4, p2p=True, backend="nccl", state="started")
+    gpus = [state(rank, at(30 + rank), on_gpu, completed={}) for rank in range(2)]
+    assert not found(*gpus, waited_s=12.0).fatal
+
+
+def test_stages_of_a_pipeline_that_make_different_turns() -> None:
+    finding = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)), waited_s=12.0)
+    assert (finding.kind, finding.fatal) == ("deadlock", True)
+    assert finding.rows[0].does == "waits in recv, between the stages of the pipeline (step 5)"
+    assert "same turns of the loop" in finding.advice[0]
+    finding = found(state(0, on_wire("wait", 30)), at_barrier(1), waited_s=12.0)
+    assert (finding.kind, finding.fatal) == ("deadlock", True)
+    assert "wait in barrier and send, for each other" in finding.headline
+    finding = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)))
+    assert (finding.kind, finding.fatal) == ("transport", False)
+    assert "same turns of the loop" in finding.advice[0]
+    finding = found(state(0, on_wire("take", 30)), state(1, at(31)), working=(1,), waited_s=12.0)
+    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (1,))
 
 
 def test_all_ranks_blocked_outside_collectives() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +16,22 @@ from made_up import (
     in_init,
     in_loader,
     in_op,
+    on_wire,
     own,
 )
 
 from lockstep import errors
 from lockstep.diagnose.snapshot import Frame, Stack
-from lockstep.diagnose.stacks import IN_BUFFERS, Wait, is_loading, own_line, waits_in
+from lockstep.diagnose.stacks import (
+    IN_BUFFERS,
+    IN_PIPELINE,
+    Wait,
+    is_loading,
+    own_line,
+    waits_in,
+)
 from lockstep.launch import rank_main
+from lockstep.strategies.pipelining.wire import Wire
 
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -114,3 +125,13 @@ def test_a_loader_is_told_from_others() -> None:
     assert is_loading(in_loader(3))
     assert not is_loading(in_op("barrier", 3))
     assert not is_loading(None)
+
+
+def test_a_pipeline_waits_in_these_functions() -> None:
+    assert waits_in(on_wire("take", 5)) == Wait("recv", IN_PIPELINE)
+    assert waits_in(on_wire("wait", 5)) == Wait("send", IN_PIPELINE)
+    assert waits_in((*in_op("recv", 5)[:2], *on_wire("receive", 5))) == Wait("recv", IN_PIPELINE)
+    assert waits_in(on_wire("expect", 5)) is None
+    named = {frame.function for name in ("take", "wait") for frame in on_wire(name, 5)[:1]}
+    assert all(callable(getattr(Wire, name)) for name in named)
+    assert Path(inspect.getfile(Wire)).match("lockstep/strategies/pipelining/wire.py")

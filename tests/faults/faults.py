@@ -204,6 +204,50 @@ dist.barrier()
         says=("deadlock", "different sizes", "rank 0: all_reduce of 3", "rank 1: all_reduce of 4"),
     ),
     Fault(
+        "both ranks receive",
+        _GLOO
+        + """
+print("FAULT", flush=True)
+dist.recv(torch.ones(1), 1 - rank)
+""",
+        exit_code=70,
+        says=(
+            "deadlock: ranks 0-1 wait in recv, for each other",
+            r"script.py:\d+: dist.recv",
+            "send",
+        ),
+        within_s=40.0,
+    ),
+    Fault(
+        "a stage of a pipeline leaves the loop",
+        """
+import lockstep, torch
+from torch.utils.data import TensorDataset
+with lockstep.init("pipeline", device="cpu") as world:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    print("FAULT", flush=True)
+    for turn, (x,) in enumerate(world.loader(TensorDataset(torch.randn(64, 4)), 16)):
+        if world.rank == 1 and turn == 10:
+            break
+        world.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    world.sum(1.0)
+""",
+        exit_code=70,
+        says=(
+            "deadlock: ranks 0-1 wait in all_gather and recv, for each other",
+            "rank 0 .*waits in recv, between the stages of the pipeline",
+            r"script.py:\d+: world.backward",
+            r"rank 1 .*waits in all_gather",
+            r"script.py:\d+: world.sum",
+            "same turns of the loop",
+        ),
+        within_s=40.0,
+    ),
+    Fault(
         "the same collective with far larger shapes",
         _GLOO
         + """

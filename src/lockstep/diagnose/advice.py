@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.diagnose.finding import Row, Verdict
 from lockstep.diagnose.matching import Parting, signature
-from lockstep.diagnose.stacks import IN_BUFFERS, Wait
+from lockstep.diagnose.stacks import IN_BUFFERS, IN_PIPELINE, Wait
 
 _GENERAL: dict[Verdict, str] = {
     "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
@@ -26,6 +26,11 @@ _GENERAL: dict[Verdict, str] = {
 _PAIRS = (
     "every send needs its receive, in the same order on both ranks: where both send or receive "
     "first, change the order on one of them, or use `batch_isend_irecv`"
+)
+_TURNS = (
+    "every rank of a pipeline must make the same turns of the loop: look for a `continue`, a "
+    "`break`, an exception that was caught, or a collective such as `world.sum` that only some "
+    "ranks come to; those without the last stage get NaN for a loss"
 )
 _EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
@@ -51,17 +56,18 @@ def advise(
     Args:
         kind: the verdict.
         rows: what the ranks do.
-        waits: of a deadlock, what the stacks of the waiting ranks say.
+        waits: what the stacks of the waiting ranks say.
         parting: where the ranks parted.
         several_groups: the waiting ranks wait in different process groups.
         new_line: a DDP model is called from a line from which no collective came before; None: not
             known.
-        p2p: the ranks wait in sends and receives.
+        p2p: some of the ranks wait in sends and receives.
     """
+    if p2p:
+        in_pipeline = any(wait is not None and wait.where == IN_PIPELINE for wait in waits)
+        return (_TURNS if in_pipeline else _PAIRS,)
     if kind != "deadlock":
         text = _GENERAL.get(kind)
-        if p2p:
-            text = _PAIRS
         if kind == "transport" and any("init_process_group" in row.does for row in rows):
             text = "look whether all ranks were given the same address, port and number of ranks"
         return () if text is None else (text,)

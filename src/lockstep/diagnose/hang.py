@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.diagnose.activity import Activity, Kind, key, observe, on_its_gpu, pending
+from lockstep.diagnose.activity import (
+    Activity,
+    Kind,
+    is_still,
+    key,
+    observe,
+    on_its_gpu,
+    pending,
+)
 from lockstep.diagnose.advice import advise
 from lockstep.diagnose.finding import Finding, Row, Verdict, describe, verb
 from lockstep.diagnose.matching import (
@@ -29,6 +37,8 @@ _PATIENCE: dict[Kind, tuple[Verdict, str]] = {
     Kind.WORKING: ("working", "works on"),
     Kind.UNKNOWN: ("unknown", "cannot be seen"),
 }
+_PAIRS_S = 10.0
+"""For which ranks that send and receive must be still: only then are they said to be deadlocked."""
 _GONE = (Kind.STOPPED, Kind.EXITED)
 _STILL = (Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED)
 
@@ -60,7 +70,14 @@ def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None
     }
     activities = with_other_threads(activities, table)
     waits = who_waits(activities, table)
-    case = _Case(later, activities, table, waits, _ages(later, activities, waits), waited_s)
+    # Bytes on their way between two machines leave no trace in either.
+    still = len({state.host for state in later.ranks}) == 1 and all(
+        is_still(before[rank], a.state, seconds)
+        for rank, a in activities.items()
+        if a.kind is not Kind.EXITED
+    )
+    ages = _ages(later, activities, waits)
+    case = _Case(later, activities, table, waits, ages, waited_s, still and waited_s >= _PAIRS_S)
     if not waits.awaited:
         return _nobody_waits(case)
     case = replace(case, waited_s=max([waited_s, *case.ages.values()]))
@@ -78,6 +95,9 @@ class _Case:
     ages: Mapping[int, float]
     """For a waiting rank the seconds since it called what it waits in."""
     waited_s: float
+    still: bool
+    """Nothing is under way between any two ranks, so that those that send and receive do it in
+    vain."""
 
     @property
     def roots(self) -> dict[int, Activity]:
@@ -155,13 +175,14 @@ def _gone(case: _Case) -> Finding | None:
 def _deadlock(case: _Case) -> Finding | None:
     doomed = {rank: case.activities[rank] for rank in sorted(case.waits.doomed)}
     parting = _with_lines(find_parting(case.table, case.waits.doomed), doomed)
-    if not doomed or (parting is None and len({a.op for a in doomed.values()}) == 1):
+    pairs = any(a.p2p for a in doomed.values())
+    one_op = parting is None and len({a.op for a in doomed.values()}) == 1
+    if not doomed or (one_op and not (pairs and case.still)):
         return None
     alive = [a for a in case.activities.values() if a.kind is not Kind.EXITED]
     # Of a send or receive it is not known what it waits for; a transfer may be under way.
-    fatal = not any(a.p2p for a in doomed.values()) and all(
-        a.rank in case.waits.awaited for a in alive
-    )
+    proven = not pairs or (case.still and not any(_on_gpu(a) for a in doomed.values()))
+    fatal = proven and all(a.rank in case.waits.awaited for a in alive)
     headline = (
         f"deadlock: {name_ranks(doomed)} {verb('waits', len(doomed))} in {_how(doomed, parting)}, "
         f"and nothing has moved for {case.waited_s:.0f} s"
@@ -170,9 +191,16 @@ def _deadlock(case: _Case) -> Finding | None:
     several = len({key(a.call) for a in doomed.values() if a.call is not None}) > 1
     waits = [a.wait for a in doomed.values()]
     new_line = _from_a_new_line([a for a in doomed.values() if _in_buffers(a)])
-    advice = advise("deadlock", rows, waits, parting, several_groups=several, new_line=new_line)
+    advice = advise(
+        "deadlock", rows, waits, parting, several_groups=several, new_line=new_line, p2p=pairs
+    )
     ranks = _odd_ones(doomed, parting)
     return Finding("deadlock", fatal, ranks, headline, rows, parting, advice, case.waited_s)
+
+
+def _on_gpu(activity: Activity) -> bool:
+    """What it waits for is moved by a GPU, of whose work the processor's time says nothing."""
+    return activity.call is not None and activity.call.backend == "nccl"
 
 
 def _in_buffers(activity: Activity) -> bool:
@@ -211,6 +239,8 @@ def _is_open(call: Call, activity: Activity) -> bool:
 
 
 def _how(doomed: Mapping[int, Activity], parting: Parting | None) -> str:
+    if any(activity.p2p for activity in doomed.values()):
+        return f"{_ops(doomed)}, for each other"
     calls = [] if parting is None else [call for _, call in parting.calls if call is not None]
     ops = {call.op for call in calls}
     if len(ops) == 1 and len({signature(call) for call in calls}) > 1:
@@ -251,14 +281,18 @@ def _patience(case: _Case) -> Finding | None:
 
 def _transport(case: _Case) -> Finding:
     waiting = {rank: case.activities[rank] for rank in case.waits.awaited}
-    ops = " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
     p2p = any(a.p2p for a in waiting.values())
     match = "for each other" if p2p else "which match on all"
-    headline = f"all ranks wait in {ops}, {match}; nothing has moved for {case.waited_s:.0f} s"
+    moved = f"nothing has moved for {case.waited_s:.0f} s"
+    headline = f"all ranks wait in {_ops(waiting)}, {match}; {moved}"
     rows = case.rows()
     ranks = tuple(sorted(waiting))
-    advice = advise("transport", rows, p2p=p2p)
+    advice = advise("transport", rows, [a.wait for a in waiting.values()], p2p=p2p)
     return Finding("transport", False, ranks, headline, rows, None, advice, case.waited_s)
+
+
+def _ops(waiting: Mapping[int, Activity]) -> str:
+    return " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
 
 
 def _nobody_waits(case: _Case) -> Finding | None:

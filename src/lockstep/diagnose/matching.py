@@ -160,7 +160,8 @@ def _graph(activities: Mapping[int, Activity], table: Table, without: frozenset[
         if calls:
             absent = set().union(*(table.absent(call) for call in calls)) - {rank}
         else:
-            absent = {r for r, other in activities.items() if other.op != activity.op}
+            absent = {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
+            absent.discard(rank)
             guessed.add(rank)
         if activity.kind is Kind.WAITING or absent or contradicted:
             awaited[rank] = frozenset(absent)

@@ -21,6 +21,7 @@ _OWN_FOLDERS = (
 _LAUNCHER = tuple(f"{_OWN_FOLDERS[0]}launch/rank_{name}.py" for name in ("main", "process"))
 
 IN_BUFFERS = "in the DDP model's forward, which broadcasts its buffers"
+IN_PIPELINE = "between the stages of the pipeline"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ def _is_not_torch(file: str) -> bool:
 
 # Functions of distributed_c10d.py that begin with an underscore and wait.
 _INNER = {"_new_process_group_helper", "_store_based_barrier", "_new_group_with_tag"}
-# Of torch's files, functions in which nothing but waiting takes time; None: all of the file.
+# What a pipeline's stages send each other, by the function that waits until it has come or gone.
+_WIRE = "lockstep/strategies/pipelining/wire.py"
+_ON_WIRE = {"take": "recv", "wait": "send"}
+# Functions in which nothing but waiting takes time; None: all of the file.
 _WAITING: dict[str, set[str] | None] = {
+    _WIRE: set(_ON_WIRE),
     "torch/distributed/distributed_c10d.py": None,
     "torch/distributed/rendezvous.py": None,
     "torch/distributed/_functional_collectives.py": None,
@@ -97,6 +102,8 @@ def waits_in(stack: Stack | None) -> Wait | None:
     where = _where(stack)
     if _is_waiting(stack[0]):
         op = stack[0].function
+        if _in(stack[0], (_WIRE,)):
+            return Wait(_ON_WIRE[op], where)
         for frame in stack[1:]:
             if not (_is_waiting(frame) or _in(frame, _THROUGH) or _in_lockstep(frame)):
                 break
@@ -137,6 +144,8 @@ def is_loading(stack: Stack | None) -> bool:
 def _where(stack: Stack) -> str:
     """The meaning of the torch code around the place, the outermost that says something."""
     for frame in stack:
+        if _in(frame, (_WIRE,)):
+            return IN_PIPELINE
         if _in(frame, ("torch/nn/parallel/distributed.py",)):
             if frame.function == "__init__":
                 return "while DDP is constructed"

@@ -1,4 +1,4 @@
-"""What all ranks must bring alike to `world.prepare` and `world.loader`."""
+"""What must be brought to `world.prepare` and `world.loader`, and by all ranks alike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lockstep.data.loader import Loader
@@ -70,7 +71,15 @@ def describe(thing: Any) -> str:
 
 
 def check_model(module: nn.Module) -> None:
-    """Raises UsageError where the shapes of a module are not known yet."""
+    """Raises UsageError where a module averages gradients itself, or its shapes are not known."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise UsageError(
+                "world.prepare of a model in DistributedDataParallel",
+                f"{name or 'it'} averages its gradients itself; here they would be averaged twice, "
+                "and not weighted",
+                "leave DistributedDataParallel out: world.prepare wraps the plain model",
+            )
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     if lazy:
         raise UsageError(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -124,7 +123,7 @@ class Preparer:
         try:
             self._strategy.backward(self._modules, loss, self._precision, **options)
         except Exception as error:
-            advise(error, self._run.step.current.local)
+            advise(error, self._run.step.current.local, self._run.step.devices)
             raise
         present = self._run.step.current
         waits = not present.last or self._precision.scaler is not None
@@ -208,7 +207,6 @@ class Preparer:
                 "call world.prepare once for each object and use what it returns",
             )
         if isinstance(thing, nn.Module):
-            _check_bare(thing)
             check_model(thing)
 
     def _module(self, module: nn.Module) -> nn.Module:
@@ -379,17 +377,6 @@ def _not_prepared(found: str) -> UsageError:
         found,
         "prepare it with the model: model, optimizer = world.prepare(model, optimizer)",
     )
-
-
-def _check_bare(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, DistributedDataParallel):
-            raise UsageError(
-                "world.prepare of a model in DistributedDataParallel",
-                f"{name or 'it'} averages its gradients itself; here they would be averaged twice, "
-                "and not weighted",
-                "leave DistributedDataParallel out: world.prepare wraps the plain model",
-            )
 
 
 def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
