@@ -111,7 +111,7 @@ class World:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        advise(error, self._run.step.latest.local)
+        advise(error, self._run.step.latest.local, self._run.step.devices)
         self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:
@@ -372,13 +372,13 @@ class World:
         shares, own = options.pop("shares", None), options.pop("micro_batch", None)
         made = loader_of(
             source,
+            wish=self._preparer.settling.wish(shares, own),
             shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
             micro_batch=self._of_process(self.settings.micro_batch if own is None else own),
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
             together=self._evaluates_together,
-            wish=self._preparer.settling.wish(shares, own),
             pieces=self._pieces,
             **options,
         )

@@ -10,12 +10,14 @@ import pytest
 from lockstep.data.automatic import (
     alike,
     choose_shares,
+    confirmed,
     enough,
     largest_that_fits,
     opening,
     parse_micro_batch,
     parts,
     shares_by_times,
+    step_seconds,
 )
 from lockstep.data.global_batch import split_batch
 from lockstep.errors import SettingError
@@ -94,13 +96,15 @@ def noisy(rng: np.random.Generator, kind: str, count: int) -> list[float]:
 
 def settled(rng: np.random.Generator, kind: str, seconds: tuple[float, ...]) -> tuple[int, ...]:
     """As `strategies.settling` does it."""
-    shares, tried = (1,) * len(seconds), []
+    shares, tried = (1,) * len(seconds), {}
+    free = [None] * len(seconds)
     while shares not in tried and len(tried) < 3:
-        tried.append(shares)
         every = [[own * factor for factor in noisy(rng, kind, 20)] for own in seconds]
         taken = next(n for n in range(1, 21) if enough([each[:n] for each in every]))
-        shares = shares_by_times([each[:taken] for each in every], shares, 64, [None] * len(every))
-    return shares
+        times = [each[:taken] for each in every]
+        tried[shares] = step_seconds(times, shares, 64, free)
+        shares = shares_by_times(times, shares, 64, free)
+    return confirmed(tried, shares)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
@@ -128,6 +132,17 @@ def test_ranks_that_are_alike_get_even_shares_as_far_as_these_fit():
     assert shares_by_times(times, (3, 2), 100, FREE) == (1, 1)
     fitting = shares_by_times(times, (1, 1), 100, [40, None])
     assert parts(100, fitting)[0] <= 40
+
+
+def test_shares_must_have_been_faster_than_the_first():
+    tried = {(1, 1): 1.05, (1, 2): 1.0, (1, 3): 1.1}
+    assert confirmed(tried, (1, 4)) == confirmed(tried, (1, 2)) == (1, 1)
+    assert confirmed({**tried, (1, 1): 1.2}, (1, 4)) == (1, 2)
+    assert confirmed({**tried, (1, 1): 2.0}, (1, 3)) == (1, 3)  # where it came to rest
+    even = step_seconds([[2.0, 3.0], [1.0, 4.0]], (1, 1), 8, [3, None])
+    assert confirmed({(1, 1): even, (1, 2): 9.0}, (1, 2)) == (1, 2)  # even ones do not fit
+    assert confirmed({(1, 1): even}, (1, 3)) == (1, 3)
+    assert step_seconds([[2.0, 3.0], [1.0, 4.0]], (1, 2), 9, [3, None]) == 6.0
 
 
 def test_parts_are_those_of_the_plan():

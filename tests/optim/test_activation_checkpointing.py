@@ -3,10 +3,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,7 +61,8 @@ def train(net: nn.Module) -> list[Tensor]:
         loss = net(torch.randn(4, 2, 6, 6)).square().sum()
         optimizer.zero_grad()
         loss.backward()
-        left += [loss.detach(), *(p.grad.clone() for p in net.parameters())]
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        left += [loss.detach(), *gradients]
         optimizer.step()
     return [*left, *net.state_dict().values(), torch.get_rng_state()]
 
@@ -82,6 +86,50 @@ def test_same_bits_with_dropout_and_running_statistics(norm: Callable[[int], nn.
     plain, checkpointed = plain_and_checkpointed(Block, norm)
     assert all(map(torch.equal, train(plain), train(checkpointed)))
     assert checkpointed.blocks[0].calls == 2
+
+
+def test_compiled_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("tqdm"):  # torch draws bars with it, where it is there
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # and it would keep a thread
+
+    def train(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        parts = nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Dropout(0.3)
+        net = nn.Sequential(*(nn.Sequential(*copy.deepcopy(parts)) for _ in range(2)))
+        if checkpointed:
+            assert checkpoint_activations(net) == 2
+        compiled = torch.compile(net, backend="aot_eager")
+        for _ in range(2):
+            compiled(torch.randn(8, 6)).square().sum().backward()
+        return [*net.state_dict().values(), *(p.grad for p in net.parameters())]
+
+    assert all(map(torch.equal, train(False), train(True)))
+
+
+def test_buffers_that_would_move_twice_are_not_compiled() -> None:
+    net = torch.compile(plain_and_checkpointed(Block)[1], backend="eager")
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        net(torch.randn(4, 2, 6, 6))
+
+
+class Skipped(nn.Module):
+    """Drawn: whether it does anything, and how much."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + np.random.rand() * self.layer(x).relu() if random.random() < 0.7 else x
+
+
+def test_same_bits_with_draws_of_numpy_and_random() -> None:
+    left = []
+    for net in plain_and_checkpointed(Block, Skipped):
+        random.seed(5)
+        np.random.seed(5)
+        left.append([*train(net), torch.tensor([random.random(), np.random.rand()])])
+    assert all(map(torch.equal, *left))
 
 
 @pytest.mark.parametrize(

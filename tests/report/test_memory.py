@@ -15,7 +15,7 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.report.allocations import LiveTensors, SavedTensors, bytes_by_device
 from lockstep.report.memory import DeviceMemory, Memory, state_bytes
-from lockstep.strategies import DP
+from lockstep.strategies import DP, Pipeline
 
 CPU = torch.device("cpu")
 DOUBLE, BATCH, HIDDEN = 8, 16, 16
@@ -154,16 +154,21 @@ def train(ask_before: int | None, strategy: Any, micro_batch: int | None) -> dic
         loader = world.loader(tensors(54), BATCH, shuffle=True)
         for epoch in world.epochs(2):
             if epoch == ask_before:
-                before = weights(model), world.state_dict(), loader.state_dict()
+                before = held(model), world.state_dict(), loader.state_dict()
                 world.memory(model, optimizer, loader, mean_loss)
-                assert difference(before[0], weights(model)) == 0
+                assert difference(before[0], held(model)) == 0
                 assert before[1:] == (world.state_dict(), loader.state_dict())
             for batch in loader:
                 world.backward(mean_loss(model, batch))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        return {**weights(model), "steps": torch.tensor(float(world._run.step.number))}
+        return {**held(model), "steps": torch.tensor(float(world._run.step.number))}
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is on this rank: of a pipeline's other stages there are only shapes."""
+    return {name: value for name, value in weights(model).items() if not value.is_meta}
 
 
 def train_all(strategy: Any, micro_batch: int | None) -> list[dict[str, Any]]:
@@ -181,6 +186,9 @@ def ranks(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: ask(name) for name in ("ddp", "fsdp")}
     found["uneven"] = ask("ddp", ":".join("3" + "1" * (size - 1)))
     found["weights"] = train_all("ddp", 3)
+    pipeline = Pipeline(schedule="gpipe", micro_batches=4)
+    found["pipeline"] = ask(pipeline)
+    found["weights of stages"] = train_all(Pipeline(micro_batches=2), None)
     return found
 
 
@@ -219,9 +227,21 @@ def test_fsdp_holds_a_shard_and_gathers_copies(two):
         assert (device.activations, device.loss) == kept_by(BATCH // 2)
 
 
-def test_training_on_ranks_goes_on_as_if_nothing_had_been_asked(two):
+def test_a_stage_holds_a_part_of_the_model_and_the_table_says_what_is_counted(two):
+    counted, tried = two[0]["pipeline"]
+    assert sum(device.parameters for device in tried.devices) == WEIGHTS * DOUBLE
+    for device in tried.devices:
+        assert device.parameters == device.gradients == device.state > 0
+        assert device.samples == BATCH // 4
+    assert sum(device.activations for device in tried.devices) >= kept_by(BATCH // 4)[0]
+    assert "activations of one micro-batch" in str(tried).splitlines()[-1]
+    assert "micro-batch" not in str(counted)
+
+
+@pytest.mark.parametrize("name", ["weights", "weights of stages"])
+def test_training_on_ranks_goes_on_as_if_nothing_had_been_asked(two, name):
     for rank in range(2):
-        plain, *asked = two[rank]["weights"]
+        plain, *asked = two[rank][name]
         for other in asked:
             assert difference(plain, other) == 0
 

@@ -11,6 +11,7 @@ import re
 import threading
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from lockstep.optim.precision import Precision
 from lockstep.strategies import DP
 from lockstep.strategies.replicas import copies
 from lockstep.strategies.replicas.modules import DataParallel
+from lockstep.strategies.trial import Trial
 
 FEATURES = 6
 
@@ -114,6 +116,13 @@ def test_outputs_of_unlike_shapes(case):
         DataParallel(made(fn), replicas=3, shares=shares)(data(7))
 
 
+def test_a_number_that_is_the_same_everywhere_is_not_averaged():
+    wrapped = DataParallel(made(lambda s, x: (s.layer(x), 0.1, x.mean().item())), replicas=3)
+    _, constant, mean = wrapped(data(7))
+    assert constant == 0.1
+    assert mean == pytest.approx(float(data(7).mean()), abs=1e-12)
+
+
 def test_empty_outputs_are_joined_as_by_torch():
     module = made(lambda s, x: x if len(x) > 1 else torch.empty(0, dtype=x.dtype))
     assert DataParallel(module, replicas=3, shares="1:3:3")(data(7)).shape == (6, FEATURES)
@@ -183,22 +192,41 @@ def adds_to_a_list(self: Calls, x: Tensor) -> Tensor:
     return out
 
 
+def fills_a_dictionary(self: Calls, x: Tensor) -> Tensor:
+    out = self.layer(x)
+    self.terms["penalty"] = out.square().mean()
+    return out
+
+
+def makes_containers(self: Calls, x: Tensor) -> Tensor:
+    out = self.layer(x)
+    self.made = {"penalty": out.square().mean().unsqueeze(0), "of": "this pass"}
+    return out
+
+
 def harmless(self: Calls, x: Tensor) -> Tensor:
     """The same in all replicas, or no part of a loss."""
     self.moving += 1
     self.temperature = self.layer.bias.exp().sum()
     self.features = self.layer(x)
     self.seen = getattr(self, "seen", 0) + len(x)
+    self.kept = {"temperature": self.temperature, "seen": self.seen}
     return self.features * self.temperature
 
 
 def test_what_replicas_keep_of_their_own_samples_is_said():
-    for forward, name in ((moves, "moving"), (keeps_a_term, "penalty"), (adds_to_a_list, "ies")):
+    for forward, name in (
+        (moves, "moving"),
+        (keeps_a_term, "penalty"),
+        (adds_to_a_list, "ies"),
+        (fills_a_dictionary, "terms"),
+        (makes_containers, "made.penalty"),
+    ):
         module = made(forward)
-        module.penalties = []
+        module.penalties, module.terms = [], {"penalty": 0.0}
         wrapped = DataParallel(module, replicas=3)
         [text] = said(lambda w=wrapped: [w(data(8)) for _ in range(3)])
-        assert re.search(rf"a module on 3 replicas that keeps \w*{name}\n", text)
+        assert re.search(rf"a module on 3 replicas that keeps [\w.]*{name}\n", text)
         assert "lockstep explain LS310" in text
     norm = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True))
     [text] = said(lambda: DataParallel(norm.double(), replicas=2)(data(8)).sum())
@@ -206,6 +234,45 @@ def test_what_replicas_keep_of_their_own_samples_is_said():
     for module in (made(harmless), nn.BatchNorm1d(FEATURES).double(), made(harmless)):
         assert said(lambda m=module: DataParallel(m, replicas=3)(data(8))) == []
     assert said(lambda: DataParallel(made(moves), replicas=1)(data(8))) == []
+
+
+@pytest.mark.parametrize(
+    ("inside", "weight", "warnings"),
+    [(True, True, 1), (True, False, 0), (False, True, 0)],
+)
+def test_a_weighted_mean_of_each_device_is_said(inside, weight, warnings):
+    def loss_of(self: Calls, x: Tensor) -> Tensor:
+        loss = self.layer(x).square().mean(1)
+        return loss.mean() if inside else loss
+
+    def train() -> None:
+        with lockstep.init(DP(replicas=2), device="cpu") as world:
+            model = made(loss_of)
+            model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            weigh = (lambda batch: batch[1].sum() + 1.0) if weight else None
+            for x, _ in world.loader(tensors(), 16, weight=weigh):
+                world.backward(model(x).mean())
+                optimizer.step()
+
+    found = said(train)
+    assert len(found) == warnings
+    assert all("a device's mean counts by its samples" in text for text in found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+def test_buffers_that_cannot_be_compared_are_left_alone():
+    module = made(lambda s, x: s.layer(x))
+    for name, buffer in {
+        "graph": torch.eye(3).to_sparse(),
+        "rows": torch.eye(3).to_sparse_csr(),
+        "packed": torch.ones(3).to(torch.float8_e4m3fn),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "mask": torch.ones(3, dtype=torch.bool),
+    }.items():
+        module.register_buffer(name, buffer)
+    plain = module.layer(data(8))
+    close(DataParallel(module, replicas=3)(data(8)), plain)
+    close(BalancedDataParallel(0, module, replicas=3)(data(8)), plain)
 
 
 def test_buffers_of_another_shape_come_back_from_the_second_replica():
@@ -218,6 +285,17 @@ def test_buffers_of_another_shape_come_back_from_the_second_replica():
     wrapped(data(3))
     wrapped(data(2))
     close(module.queue, torch.cat([data(3), data(2)]))
+
+
+def test_what_the_second_replica_keeps_is_the_modules_where_the_first_has_no_samples():
+    plain, module = made(keeps_a_term), made(keeps_a_term)
+    module.penalty = plain.penalty = torch.zeros(())
+    wrapped = BalancedDataParallel(0, module, replicas=2)
+    for each in (plain, wrapped):
+        out = each(data(8))
+        (out.mean() + getattr(each, "module", each).penalty).backward()
+    for one, other in zip(gradients(plain), gradients(wrapped), strict=True):
+        close(other, one)
 
 
 def test_copies_are_gone_without_a_garbage_collection(monkeypatch):
@@ -418,6 +496,7 @@ def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):
 WRONG: dict[str, tuple[Any, str]] = {
     "output_device": (lambda: DataParallel(nn.Tanh(), output_device=900), "output_device=900"),
     "dim": (lambda: DataParallel(nn.Tanh(), dim="x"), "dim='x'"),
+    "auto": (lambda: DataParallel(nn.Tanh(), replicas=2, shares="auto"), "measured in a run"),
     "one GPU": (lambda: DataParallel(nn.Tanh(), 0), "device_ids=0"),
     "a string of GPUs": (lambda: DataParallel(nn.Tanh(), "01"), "device_ids='01'"),
     "arguments in the wrong order": (lambda: BalancedDataParallel(nn.Tanh(), 2), "gpu0_bsz=Tanh"),
@@ -456,3 +535,119 @@ def test_the_largest_micro_batch_is_found_with_batch_norm():
     """Sizes are tried at which a replica has one sample; the statistics are those of all."""
     found = with_micro_batch("auto", DP(replicas=3))
     assert difference(with_micro_batch("auto", "single"), found) < 1e-9
+
+
+def trained(
+    strategy: Any, *, gpu0_bsz: int | None = None, steps: int = 5, folder: Any = None, **init: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """The weights after some steps, and the model as it was prepared."""
+    with lockstep.init(strategy, seed=4, device="cpu", **init) as world:
+        model: nn.Module = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if gpu0_bsz is not None:
+            model = BalancedDataParallel(gpu0_bsz, model, replicas=3)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(), batch_size=16, shuffle=True)
+        if folder is not None:
+            checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+            checkpoint.resume()
+        for _epoch in world.epochs(2):
+            for batch in loader:
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if world._run.step.number == steps:
+                    if folder is not None:
+                        checkpoint.save()
+                        checkpoint.wait()
+                    return weights(model), model
+    raise AssertionError("too few batches")
+
+
+def test_a_first_batch_that_is_short_is_no_error(tmp_path):
+    """The last of an epoch after a resume has 2 samples; so has what "auto" begins with."""
+    expected = trained("single")[0]
+    trained("single", gpu0_bsz=4, folder=tmp_path, steps=3)
+    found, balanced = trained("single", gpu0_bsz=4, folder=tmp_path)
+    assert difference(expected, found) < 1e-12
+    assert balanced.sizes(16) == [4, 6, 6]
+    found, balanced = trained("single", gpu0_bsz=5, micro_batch="auto")
+    assert difference(expected, found) < 1e-12
+    assert balanced.sizes(16) == [5, 6, 5]
+
+
+def test_equal_devices_that_have_the_same_to_do_before_the_first_sample(monkeypatch):
+    """What is copied for each but the first, say: fewer samples are dearer ones."""
+    overhead = [3.0, 6.0, 6.0]
+    monkeypatch.setattr(
+        Trial, "seconds", lambda trial, samples, device: 1.0 + overhead[device] / samples
+    )
+    assert trained(DP(replicas=3), shares="auto")[1].shares == (1, 1, 1)
+
+
+def test_samples_in_another_dimension_are_tried_at_other_sizes():
+    def run(strategy: Any, **init: Any) -> dict[str, Tensor]:
+        with lockstep.init(strategy, device="cpu", **init) as world:
+            torch.manual_seed(2)
+            model = nn.LSTM(FEATURES, 5).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = world.prepare(model, optimizer)
+            samples = torch.utils.data.TensorDataset(data(30, 3))
+            for (x,) in world.loader(samples, 16):
+                world.backward(model(x.transpose(0, 1))[0].square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            return weights(model)
+
+    found = run(DP(replicas=3, dim=1), shares="auto", micro_batch="auto")
+    assert difference(run("single"), found) < 1e-12
+
+
+def test_one_device_has_its_share_before_it_is_measured():
+    with lockstep.init("dp", device="cpu", shares="auto", micro_batch=4) as world:
+        assert world.loader(tensors(), 16).micro_batches == 4
+
+
+def test_shares_of_one_loader_are_refused():
+    match = r"(?s)world\.loader\(shares='1:3'\).*give the shares to lockstep\.init"
+    with lockstep.init(DP(replicas=2), device="cpu") as world:
+        with pytest.raises(SettingError, match=match):
+            world.loader(tensors(), 16, shares="1:3")
+        assert world.loader(tensors(), 16, shares="auto").shares == (1,)
+
+
+def test_out_of_memory_is_met_with_fewer_samples_of_one_device():
+    def forward(self: Calls, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. (a test)")
+
+    def train() -> None:
+        with lockstep.init(DP(replicas=4), device="cpu") as world:
+            model = world.prepare(made(forward))
+            for x, _ in world.loader(tensors(), 16):
+                model(x)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train()
+    advice = caught.value.__notes__[1]
+    assert "16 samples at a time on this rank of 4 devices" in advice
+    assert "micro_batch=2:" in advice
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    values: Tensor
+    name: str = "x"
+
+
+def test_dataclasses_in_mixed_and_in_double_precision():
+    """Torch's pytree takes them for leaves unless it is told of them."""
+
+    def forward(self: Calls, batch: Logits) -> dict[str, Any]:
+        return {"out": Logits(self.layer(batch.values), batch.name)}
+
+    for precision, dtype in (("bf16", torch.float32), ("fp64", torch.float64)):
+        with lockstep.init(DP(replicas=2), device="cpu", precision=precision) as world:
+            model = world.prepare(made(forward).float())
+            out = model(Logits(data(4).float()))["out"]
+        assert type(out) is Logits
+        assert (out.values.dtype, out.name) == (dtype, "x")

@@ -4,6 +4,7 @@ error that says why not.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -165,6 +166,19 @@ def unfreeze(model: nn.Module, step: int) -> None:
         model.requires_grad_(True)
 
 
+def frozen_within_a_batch(strategy: Any) -> dict[str, Tensor]:
+    """In the second micro-batch of a global batch; and trained again in that of a later one."""
+    passes: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        passes.append(len(passes))
+        if passes[-1] in (1, 5):
+            model.blocks.requires_grad_(passes[-1] == 5)
+        return entropy(model, batch)
+
+    return train(strategy, net(), loss, micro_batch=8, samples=64)
+
+
 class Normed(nn.Module):
     """Parametrizations inside of units and outside; parameters smaller than the ranks are many."""
 
@@ -219,6 +233,29 @@ def searched(strategy: Any) -> dict[str, Tensor]:
         return whole(model)
 
 
+def unit_first(model: nn.Module, batch: Batch) -> Tensor:
+    """A block by itself, before the model has ever run."""
+    return model.blocks[0](batch[0]).square().mean() + entropy(model, batch)
+
+
+def back_to_the_best(strategy: Any) -> dict[str, Tensor]:
+    """A copy of the state is kept, and loaded again, on all ranks."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, batch in enumerate(world.loader(tensors(64), 16)):
+            world.backward(entropy(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if number == 2:
+                model.load_state_dict(best[0])
+                optimizer.load_state_dict(best[1])
+        return whole(model)
+
+
 def norms(strategy: Any) -> dict[str, Tensor]:
     """Of gradients of two types, of which a rank may have nothing of one; and the smallest."""
     model = net().float()
@@ -250,10 +287,13 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "evaluation that is left": lambda s: train(s, net(), between=left),
     "forward that is left": lambda s: train(s, net(), between=lambda m, n: left(m, n, grad=True)),
     "unfrozen": lambda s: train(s, net(frozen_at_first), between=unfreeze, samples=200, steps=11),
+    "frozen within a batch": frozen_within_a_batch,
     "parametrizations": lambda s: train(s, net(Normed)),
     "moved to where it is": lambda s: train(s, net(), to_where_it_is),
     "moving average": average,
     "LBFGS": searched,
+    "a unit before the model": lambda s: train(s, net(), unit_first, samples=48),
+    "back to the best": back_to_the_best,
 }
 
 
@@ -264,9 +304,14 @@ def exact(strategy: Any) -> dict[str, Any]:
 def on_two() -> dict[str, Any]:
     return {
         "fsdp": exact("fsdp"),
-        "kept whole": EXACT["and another forward"](FSDP(reshard_after_forward=False)),
+        "kept whole": {
+            name: EXACT[name](FSDP(reshard_after_forward=False))
+            for name in ("and another forward", "frozen within a batch")
+        },
         "refused": refused(),
         "others": other_parts(),
+        "loaded on one": loaded_on_one(),
+        "in turn": in_turn(),
     }
 
 
@@ -293,9 +338,10 @@ def test_unusual_models_and_loops_give_the_numbers_of_one_device(one, two, case)
         assert difference(one[case], of_rank["fsdp"][case]) < 1e-9
 
 
-def test_units_that_are_kept_whole_may_be_differentiated_twice(one, two):
+def test_units_that_are_kept_whole_may_be_differentiated_twice_and_frozen(one, two):
     for of_rank in two:
-        assert difference(one["and another forward"], of_rank["kept whole"]) < 1e-9
+        for name, found in of_rank["kept whole"].items():
+            assert difference(one[name], found) < 1e-9, name
 
 
 def test_the_norm_of_gradients_that_some_ranks_have_nothing_of(one):
@@ -330,6 +376,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def sparse() -> nn.Module:
+    model = Net()
+    model.words = nn.Embedding(3, FEATURES, sparse=True)
+    return model
+
+
 def of_hidden(model: nn.Module, batch: Batch) -> Tensor:
     model.hidden = True
     model(batch[0])
@@ -360,6 +412,14 @@ def refused() -> dict[str, str]:
         "empty": lambda: train("fsdp", net(empty)),
         "unseen": lambda: train("fsdp", net(Silent), of_hidden),
         "converted": lambda: train("fsdp", net(), lambda m, b: entropy(m.float(), b)),
+        "penalty": lambda: train(
+            "fsdp", net(), lambda m, b: entropy(m, b) + m.blocks[0].norm.weight.square().sum()
+        ),
+        "sparse": lambda: train("fsdp", net(sparse)),
+        "copied": lambda: train("fsdp", net(), between=lambda m, n: copy.deepcopy(m)),
+        "whole state": lambda: train(
+            "fsdp", net(), between=lambda m, n: m.load_state_dict(net().state_dict())
+        ),
     }
     found = {}
     for name, case in cases.items():
@@ -382,6 +442,57 @@ def test_what_would_go_wrong_in_silence_is_refused(two):
         assert "'none'" in found["empty"]
         assert "layer.weight, layer.bias stayed on this rank" in found["unseen"]
         assert "shards stay in torch.float64" in found["converted"]
+        assert "outside of its forward pass" in found["penalty"]
+        assert "'words', an embedding with sparse gradients" in found["sparse"]
+        assert "a copy of a sharded model" in found["copied"]
+        assert "first.weight, first.bias" in found["whole state"]
+        assert "lockstep.load_weights(model, path)" in found["whole state"]
+
+
+def loaded_on_one() -> str:
+    """What the next step says."""
+    old: dict[str, Any] = {}
+
+    def load(model: nn.Module, step: int) -> None:
+        if step == 1:
+            old.update(copy.deepcopy(model.state_dict()))
+        if step == 2 and os.environ["RANK"] == "0":
+            model.load_state_dict(old)
+
+    try:
+        train("fsdp", net(), between=load)
+    except LockstepError as error:
+        return error.parts
+    return ""
+
+
+def test_a_state_that_one_rank_alone_has_loaded(two):
+    for of_rank in two:
+        assert "some ranks called it and others did not" in of_rank["loaded on one"]
+
+
+def in_turn() -> list[str]:
+    """What is said of a forward pass, and of a collective, inside of `main_first`."""
+    said = []
+    with lockstep.init("fsdp", seed=5) as world:
+        model = world.prepare(net())
+        x = torch.ones(2, FEATURES, dtype=torch.float64)
+        for work in (lambda: model(x), world.barrier):
+            try:
+                with torch.no_grad(), world.main_first():
+                    work()
+            except LockstepError as error:
+                said.append(error.parts)
+        with torch.no_grad():
+            model(x)
+    return said
+
+
+def test_what_all_ranks_do_together_is_refused_while_they_take_turns(two):
+    assert "a forward pass of a sharded model inside of" in two[0]["in turn"][0]
+    assert "barrier inside of" in two[0]["in turn"][1]
+    for said in two[1]["in turn"]:
+        assert "rank 0 raised in its block" in said
 
 
 class Experts(nn.Module):

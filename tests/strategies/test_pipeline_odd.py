@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -235,6 +235,7 @@ MODELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "interrupted": (layers, ["3"], {"interrupt": True}),
     "masked by the loop": (layers, ["3"], {"mask": True}),
     "lengths": (layers, ["3"], {"lengths": True}),
+    "autocast, interleaved": (layers, ["1", "3", "4"], {"autocast": True}),
 }  # fmt: skip
 
 
@@ -246,6 +247,8 @@ def train(name: str) -> dict[str, Any]:
     with lockstep.init(strategy, seed=5) as world:
         torch.manual_seed(2)
         model, data = make().double(), torch.randn(24, LENGTH, WIDTH, dtype=torch.float64)
+        if "autocast" in ways:
+            model, data = model.float(), data.float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         frozen = list(model.parameters())[: ways.get("frozen", 0)]
         for parameter in frozen:
@@ -269,7 +272,9 @@ def train(name: str) -> dict[str, Any]:
                 hidden = torch.rand(x.shape[:2]) < 0.5
                 x = x.masked_fill(hidden[..., None], 0.0)
                 wanted = wanted.masked_fill(~hidden[..., None], 0.0)
-            world.backward(F.mse_loss(model(x), wanted))
+            with torch.autocast("cpu", enabled="autocast" in ways and turn % 3 == 1):
+                output = model(x)
+            world.backward(F.mse_loss(output, wanted))
             if "interrupt" in ways:
                 outputs += evaluate(model, test)
             optimizer.step()
@@ -378,10 +383,19 @@ def uses() -> None:
             assert world.clip_grad_norm(model, 1e9, norm_type).isnan()
         for p in held:
             p.grad.fill_(1.0)
+        optimizer.param_groups[0]["lr"] += world.rank
+        assert "rank 0 has [0.5], rank 1 has [1.5]" in refused(optimizer.step)
+        optimizer.param_groups[0]["lr"] = 0.5
         optimizer.step()
         with torch.no_grad():
             assert torch.equal(average(x), before)
             assert not torch.equal(model(x), before)
+        if world.rank == 1:  # rank 0 would wait for what was not sent
+            fails = model.module[0].register_forward_hook(lambda *_: torch.zeros(-1))
+            with pytest.raises(RuntimeError, match="non-negative"):
+                model(x)
+            fails.remove()
+            assert "a RuntimeError on this rank" in refused(model, x)
         embedding = nn.Embedding(3, 2, sparse=True)
         embedding(torch.tensor([1])).sum().backward()
         assert "sparse" in refused(average_gradients, [embedding.weight], dist.group.WORLD, 2)
@@ -429,14 +443,18 @@ def break_off() -> tuple[float, float]:
     """Left in the middle of a global batch; then all ranks meet in something else."""
     strategy = Pipeline(split=["1", "2", "4"], micro_batches=4, interleave=2)
     with lockstep.init(strategy) as world:
-        model = world.prepare(layers())
+        model = world.prepare(nn.Sequential(*layers(), nn.BatchNorm1d(WIDTH)))
+        lockstep.checkpoint_activations(model, nn.Linear)
         loader = world.loader(TensorDataset(torch.ones(16, WIDTH)), 8)
         for (x,) in loader:
             world.backward(model(x).sum())
+            model.eval()
+            assert "switch between two global batches" in refused(model, x)
+            model.train()
             break
         met = world.sum(1.0)
-        with torch.no_grad():
-            evaluated = world.sum(model(torch.ones(1, WIDTH)).sum())
+        with torch.inference_mode():
+            evaluated = world.sum(model(torch.ones(2, WIDTH)).sum())
         assert all(p.grad is None for p in model.parameters())
         for (x,) in loader:
             world.backward(model(x).sum())
@@ -449,12 +467,32 @@ def test_interleaved_stages_that_are_left_in_the_middle():
     assert results[0][0] == 1.0
 
 
+def fail_alone() -> None:
+    with lockstep.init(Pipeline(interleave=2, micro_batches=4)) as world:
+        model = world.prepare(layers())
+        for turn, (x,) in enumerate(world.loader(TensorDataset(torch.ones(16, WIDTH)), 8)):
+            output = model(x)
+            if turn == 2 and world.rank == 1:
+                raise ValueError("of the loss")
+            world.backward(output.sum())
+
+
+def test_an_exception_of_one_rank_is_not_kept_from_leaving_the_loop():
+    """The passes that are left would wait for the other rank, which waits for this one."""
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(fail_alone, 2, timeout=20.0)
+    assert "of the loss" in failed.value.errors[1]
+
+
 LENGTHS = (2, 2, 2, 3, 3, 2, 2, 3, 1, 1)
 """Of what the first micro-batches carry: some repeat, some do not."""
 
 
 def train_two(schedule: str) -> list[dict[str, Tensor]]:
-    """Two models in one loop, lengths that change, a break, evaluations between micro-batches."""
+    """Two models in one loop, lengths that change, a break, evaluations between micro-batches;
+
+    micro-batches that are left out, others that are used twice.
+    """
     with lockstep.init(Pipeline(schedule=schedule, micro_batches=5)) as world:
         torch.manual_seed(3)
         models = [layers().double(), layers().double()]
@@ -466,8 +504,10 @@ def train_two(schedule: str) -> list[dict[str, Tensor]]:
         )
         for epoch in range(3):
             for turn, (x,) in enumerate(loader):
+                if epoch == 2 and turn % 5 in (1, 2) and turn % 3:
+                    continue
                 x = x[:, : LENGTHS[turn % len(LENGTHS)]]
-                for target, model in enumerate(models):
+                for target, model in enumerate(models * (1 + epoch // 2)):
                     world.backward((model(x) - target).square().mean())
                     if epoch == 1 and turn % 2:
                         with torch.no_grad():

@@ -282,9 +282,10 @@ def test_the_first_replica_leaves_what_it_did():
         module(data(6))
     assert module.module.counter == 2
     assert int(module.module.calls) == 2
-    # With nothing for the first device, the second one's buffers stay; attributes do not.
+    # With nothing for the first device, what the second one leaves stays.
     module = BalancedDataParallel(0, net(), replicas=3)
     module(data(6))
+    assert module.module.counter == 1
     assert int(module.module.calls) == 1
     assert int(module.module.norm.num_batches_tracked) == 1
 
@@ -503,7 +504,8 @@ WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
         lambda: BalancedDataParallel(0, net(), replicas=1), "gpu0_bsz=0 with one device"
     ),
     "more than the batch": (
-        lambda: BalancedDataParallel(9, net(), replicas=2)(data(8)), "has 8 samples"
+        lambda: [module(data(8)) for module in [BalancedDataParallel(9, net(), replicas=2)] * 2],
+        "have 8 samples",
     ),
 }  # fmt: skip
 WRONG_INPUTS: dict[str, tuple[Any, str]] = {

@@ -33,6 +33,7 @@ class Model(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros(()))
         self.sizes: list[int] = []
+        self.last: Tensor | None = None
         self.fits = 1000
         self.error = "CUDA out of memory"
 
@@ -41,6 +42,7 @@ class Model(nn.Module):
         assert len(extra["y"]) == len(x)
         assert extra["flag"] == "as it is"
         assert mask.shape == (5, 3)
+        self.last = x * 2
         if len(x) > self.fits:
             raise RuntimeError(self.error)
         self.count = self.count + 1
@@ -80,6 +82,7 @@ def test_nothing_is_left_behind(world):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     seen, buffer = call(model), model.count
+    model.last = last = torch.ones(())
     before = state(model)
     tried = trial(world, seen)
     assert tried.fits(7)
@@ -88,6 +91,7 @@ def test_nothing_is_left_behind(world):
     assert not tried.fits(9)
     assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
     assert model.count is buffer
+    assert model.last is last  # also after the pass that did not fit
     assert seen.args[0].grad is None
     assert world.collectives.blocked is None
     assert "forward" not in vars(model.norm)

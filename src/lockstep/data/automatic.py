@@ -9,7 +9,7 @@ found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -205,6 +205,44 @@ def shares_by_times(
         even = (1,) * len(times)
         return choose_shares(even, even, batch_size, limits)
     return choose_shares([min(each) for each in times], present, batch_size, limits)
+
+
+def confirmed(seconds: Mapping[tuple[int, ...], float], last: tuple[int, ...]) -> tuple[int, ...]:
+    """The shares that a search ends with: what its times led to has to hold when it is measured.
+
+    A device that needs nearly the same time for few samples as for many seems the slower for each
+    of them the fewer it gets, and would be given fewer still.
+
+    Args:
+        seconds: of a step, by the shares that were tried, in their order; infinite: they do not
+            fit.
+        last: the shares that the last times led to.
+    """
+    first = next(iter(seconds))
+    best = last if last in seconds else min(seconds, key=seconds.__getitem__)
+    if seconds[best] == math.inf:
+        return last
+    return first if seconds[first] <= seconds[best] * _WORTH else best
+
+
+def step_seconds(
+    times: Sequence[Sequence[float]],
+    shares: tuple[int, ...],
+    batch_size: int,
+    limits: Sequence[int | None],
+) -> float:
+    """What a step takes that waits for the slowest rank; infinite where the shares do not fit.
+
+    Args:
+        times: of each rank for a sample, measured at these shares.
+        shares: one a rank.
+        batch_size: samples of the global batch.
+        limits: as in `choose_shares`.
+    """
+    of_rank = parts(batch_size, shares)
+    if any(most is not None and n > most for n, most in zip(of_rank, limits, strict=True)):
+        return math.inf
+    return max(n * min(each) for n, each in zip(of_rank, times, strict=True))
 
 
 def choose_shares(

@@ -4,18 +4,21 @@ A wrapped submodule keeps its inputs alone; in backward its forward runs a secon
 "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). That is
 `torch.utils.checkpoint` without reentrant autograd. Two things are added here. The submodule stays
 the same object under the same name, so `state_dict` keys do not change. And the second run
-sees the buffers as they were before the first and leaves them as it found them: torch alone
-would update BatchNorm's running statistics twice.
+sees the buffers, and the random streams of numpy and `random`, as they were before the first and
+leaves them as it found them: torch alone would update BatchNorm's running statistics twice, and
+draw again whether a block is skipped.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,9 +53,10 @@ def checkpoint_activations(
     """Makes the chosen submodules recompute their activations in backward instead of keeping them.
 
     `checkpoint_activations(model)` takes the blocks that the model repeats. Call it before or after
-    `world.prepare`, with `budget` before it; a second call wraps nothing twice. Random numbers of
-    torch (dropout) are the same in both runs. A SyncBatchNorm inside communicates in both, at the
-    same points on all ranks, so all ranks choose the same.
+    `world.prepare`, with `budget` before it; a second call wraps nothing twice. Random numbers
+    (dropout) are the same in both runs. A SyncBatchNorm inside communicates in both, at the
+    same points on all ranks, so all ranks choose the same. With `torch.compile` around them, torch
+    refuses blocks that have buffers of their own in training (BatchNorm).
 
     Args:
         module: the model, changed in place; the model as a whole is never wrapped.
@@ -146,7 +150,7 @@ def _fitting(
         )
     size = _free_bytes(module) if budget == "auto" else _in_bytes(budget)
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices), _BuffersAsBefore(module):
+    with torch.random.fork_rng(devices), _AsBefore(module):
         kept = measure(module, found, *example)
     wrapped = {i for i, of_found in enumerate(kept.order) if _recomputes(found[of_found])}
     peaks = []
@@ -223,35 +227,48 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        return checkpoint(
-            partial(self.__wrapped__, **kwargs),
-            *args,
-            use_reentrant=False,
-            context_fn=self._contexts,
-        )
+        run = partial(self.__wrapped__, **kwargs)
+        if torch.compiler.is_compiling() and next(_changing_buffers(self.module), None) is None:
+            # Both runs become one graph, which has no place for contexts.
+            return checkpoint(run, *args, use_reentrant=False)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _BuffersAsBefore(self.module)
+        return nullcontext(), _AsBefore(self.module)
 
 
-class _BuffersAsBefore:
+class _AsBefore:
     """While entered, the buffers of `module` are copies of what they were when this was made.
 
-    May be entered again: each backward through a kept graph runs the forward once more.
+    Likewise numpy and `random` draw what they drew then; torch sees to its own streams. May be
+    entered again: each backward through a kept graph runs the forward once more.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(m, name, buffer.clone()) for m, name, buffer in _changing_buffers(module)]
         self._now: list[tuple[nn.Module, str, Tensor]] = []
+        self._streams = self._outer = _streams()
 
     def __enter__(self) -> None:
         self._now = [(m, name, m.get_buffer(name)) for m, name, _ in self._before]
         for m, name, buffer in self._before:
             setattr(m, name, buffer.clone())
+        self._outer = _streams()
+        _set_streams(self._streams)
 
     def __exit__(self, *_: object) -> None:
         for m, name, buffer in self._now:
             setattr(m, name, buffer)
+        _set_streams(self._outer)
+
+
+def _streams() -> tuple[Any, Any]:
+    return np.random.get_state(), random.getstate()
+
+
+def _set_streams(states: tuple[Any, Any]) -> None:
+    np.random.set_state(states[0])
+    random.setstate(states[1])
 
 
 def _changing_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -10,7 +10,9 @@ of the next one: however many optimizers share a backward pass, they see one sca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ class Precision:
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             running.pop().__exit__(None, None, None)
-            return pytree.tree_map_only(Tensor, self._to_fp32, output)
+            return _map_tensors(output, self._to_fp32)
 
         return [
             module.register_forward_pre_hook(enter),
@@ -147,9 +149,25 @@ class Precision:
 
 def in_double(nest: Any) -> Any:
     """The same nest with its floating-point tensors in float64."""
-    return pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, nest
+    return _map_tensors(
+        nest, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     )
+
+
+def _map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The nest with other tensors, in dataclasses too, which are leaves to torch's pytree."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not is_dataclass(leaf) or isinstance(leaf, type | dict):
+            return leaf
+        made = copy.copy(leaf)
+        for name in (each.name for each in fields(leaf) if hasattr(leaf, each.name)):
+            object.__setattr__(made, name, _map_tensors(getattr(leaf, name), change))
+        return made
+
+    return pytree.tree_map(changed, nest)
 
 
 def _in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -48,6 +48,7 @@ _REPLICAS = (
     "replicas share the memory of their process; each is shown as on a device of its own, and with "
     "the first of them the peak of all"
 )
+_STAGES = "activations of one micro-batch; a stage holds those of several, which the peak shows"
 _ON_CUDA = "torch.cuda.max_memory_allocated of a step; the CUDA context is not in it"
 
 
@@ -102,6 +103,9 @@ class Memory:
             lines.append(f"  measured: {_ON_CUDA if cuda else _ON_CPU}")
         if any(device.device.startswith(_REPLICA) for device in self.devices):
             lines.append(f"  counted: {_REPLICAS}")
+        staged = self.strategy == "pipeline" and self.devices[-1].rank > 0
+        if staged and any(device.activations for device in self.devices):
+            lines.append(f"  counted: {_STAGES}")
         return "\n".join(lines)
 
     def _block(self, devices: tuple[DeviceMemory, ...], size: int) -> list[str]:

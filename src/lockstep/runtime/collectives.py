@@ -48,6 +48,8 @@ class Collectives:
         """What this rank computes of a global batch; the strategy may say otherwise."""
         self.blocked: str | None = None
         """Why a collective would hang just now (set by an evaluation loop), or None."""
+        self.in_turn = False
+        """Whether this rank is inside of `main_first`, where other ranks are not."""
 
     @property
     def alone(self) -> bool:
@@ -177,6 +179,7 @@ class Collectives:
             if call.problem is not None:
                 raise UsageError(*call.problem)
             return [call.leaves]
+        self.check_turn(f"{call.name} {call.detail}".rstrip())
         text = call.to_text()
         digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8)
@@ -194,6 +197,15 @@ class Collectives:
         if alike and fits is not None and all(fits(c) for c in zip(*rows, strict=True)):
             return rows
         raise _differ(calls)
+
+    def check_turn(self, doing: str) -> None:
+        """Raises UsageError inside of `main_first`: what all ranks do together never ends there."""
+        if self.in_turn:
+            raise UsageError(
+                f"{doing} inside of `with world.main_first()`",
+                "all ranks do it together, and they run this block one after the other",
+                "move it behind the block",
+            )
 
     def _check_blocked(self, name: str) -> None:
         if self.blocked is not None:

@@ -30,25 +30,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     return plain and any(text in str(error) for text in _TEXTS)
 
 
-def advise(error: BaseException | None, samples: int) -> None:
+def advise(error: BaseException | None, samples: int, devices: int = 1) -> None:
     """Adds to an error of this kind, once, what can be done about it.
 
     Args:
         error: anything; None: nothing.
         samples: what this rank was computing at a time.
+        devices: of this rank, which divide them; `micro_batch` is of one.
     """
     if error is None or not is_out_of_memory(error):
         return
     if any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):
         return
     pieces = ""
-    if samples > 1:
+    each = -(-samples // devices)
+    if each > 1:
         pieces = (
-            f"Set a smaller micro_batch, such as micro_batch={samples // 2}: the global batch and "
+            f"Set a smaller micro_batch, such as micro_batch={each // 2}: the global batch and "
             "the numbers stay the same; micro_batch='auto' finds the largest that fits. Or "
         )
     error.add_note(
-        f"{_BEGIN} with {samples} sample{'s' * (samples != 1)} at a time on this rank. {pieces}"
+        f"{_BEGIN} with {samples} sample{'s' * (samples != 1)} at a time on this rank"
+        f"{f' of {devices} devices' * (devices > 1)}. {pieces}"
         f"{'let' if pieces else 'Let'} lockstep.checkpoint_activations(model) keep less for the "
         "backward pass, compute with precision='bf16', or divide the model over the ranks with "
         "strategy='fsdp'."
@@ -66,7 +69,7 @@ def advise_at_end(step: Step) -> Callable[[], None]:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        advise(error, step.latest.local)
+        advise(error, step.latest.local, step.devices)
         before(kind, error, traceback)
 
     def undo() -> None:

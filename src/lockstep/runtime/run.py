@@ -278,7 +278,8 @@ def main_first(run: Run, turn: str) -> Iterator[None]:
     key = f"main_first/{turn}"
     if run.topology.is_main:
         try:
-            yield
+            with _turn(run.collectives):
+                yield
         except BaseException:
             run.joined.store.set(key, "failed")
             raise
@@ -291,7 +292,17 @@ def main_first(run: Run, turn: str) -> Iterator[None]:
             "rank 0 raised in its block",
             "look at rank 0's error",
         )
-    yield
+    with _turn(run.collectives):
+        yield
+
+
+@contextmanager
+def _turn(collectives: Collectives) -> Iterator[None]:
+    collectives.in_turn = True
+    try:
+        yield
+    finally:
+        collectives.in_turn = False
 
 
 def _topology(

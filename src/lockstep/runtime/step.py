@@ -104,6 +104,8 @@ class Step:
         pass is over, `seen` is again what it was before, `latest` is not."""
         self.number = 0
         """Global batches finished by an optimizer step since the start of the training."""
+        self.devices = 1
+        """Of this process, which divide each of its micro-batches."""
         self.samples = 0
         """Samples, over all ranks, that this process has seen trained on."""
         self.clear_gradients: list[Callable[[], None]] = []

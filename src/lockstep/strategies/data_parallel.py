@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, warn
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import mix
 from lockstep.runtime.settings import AUTO
+from lockstep.runtime.step import Handed
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.replicas.modules import DataParallel
 
@@ -50,7 +51,8 @@ class DP(Strategy):
                 f"world size {run.topology.size}: dp is one process for all its devices",
                 "use strategy='ddp', or start one process",
             )
-        self._wrapped(nn.Identity(), run)  # where devices and shares are checked
+        run.step.devices = self.devices(run)  # where devices and shares are checked
+        run.step.watchers.append(_WeightedMeans())
         home = self._device_ids(run)
         if home and home[0] != run.device.index:
             raise SettingError(
@@ -77,7 +79,7 @@ class DP(Strategy):
         """
         if not isinstance(largest, int) or largest < 1:
             return largest
-        if _measured(run):
+        if _measured(run) and self.devices(run) > 1:
             raise SettingError(
                 f"micro_batch={largest} and shares='auto' under strategy 'dp'",
                 "how many samples that is over all devices depends on shares not yet known",
@@ -178,6 +180,40 @@ class DP(Strategy):
             reason = "they have a forward of their own"
             choices.append(Choice("batchnorm", f"{len(wrapped.left)} per device", reason))
         return choices
+
+
+class _WeightedMeans:
+    """Warns of losses that the devices took means of, from a loader whose samples have weights."""
+
+    def __init__(self) -> None:
+        self._modules: list[DataParallel] = []
+        self._weighted = self._warned = False
+
+    def prepared(self, module: nn.Module) -> None:
+        self._modules += [module] if isinstance(module, DataParallel) else []
+
+    def handed_out(self, handed: Handed) -> None:
+        self._weighted = handed.loader.weight is not None
+
+    def backward(self, loss: Tensor) -> None:
+        if not self._weighted or self._warned:
+            return
+        for module in self._modules:
+            if module.averaged:
+                self._warned = True
+                warn(
+                    f"a mean computed inside of a model on {module.count} devices, and a loader "
+                    "with weight=",
+                    "a device's mean counts by its samples: what they weigh is known of the whole "
+                    "batch alone",
+                    "return the loss of each sample and what it weighs, and divide their sums "
+                    "outside; nothing, where it is a mean over samples",
+                    code="LS310",
+                )
+                return
+
+    def stepped(self, number: int) -> None:
+        pass
 
 
 def set_shares(module: nn.Module, shares: str | Sequence[int] | None) -> None:

@@ -47,7 +47,7 @@ from lockstep.strategies.base import Strategy, Wrapped, take_from_first
 from lockstep.strategies.outputs import Outputs
 from lockstep.strategies.same_use import SameUse
 from lockstep.strategies.sharded import Sharded, sharded
-from lockstep.strategies.shards import Replaced, check_hooks
+from lockstep.strategies.shards import Replaced, check_hooks, outside_of_forward
 from lockstep.strategies.wrapping import Blocks, find_blocks
 
 
@@ -161,7 +161,13 @@ class FSDP(Strategy):
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """The backward pass; gradients are averaged in the last micro-batch."""
+        """The backward pass; gradients are averaged in the last micro-batch.
+
+        Raises:
+            UsageError: the loss was computed from shards.
+        """
+        if isinstance(loss, DTensor):
+            raise outside_of_forward("the loss is a DTensor, as parameters are")
         sides = [held for module in modules if (held := sharded(module)) is not None]
         for held in sides:
             held.follow()
@@ -316,6 +322,13 @@ def check_parameters(module: nn.Module) -> None:
             problem = "has no elements", "leave it out, or make it a buffer"
         if problem:
             raise UsageError(f"world.prepare of the parameter {name!r}", *problem)
+    for name, m in module.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad:
+            raise UsageError(
+                f"world.prepare of {name!r}, an embedding with sparse gradients",
+                "gradients of shards are dense",
+                "leave sparse=True out, or use strategy='ddp'",
+            )
 
 
 def check_dtypes(units: Sequence[nn.Module]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.runtime.choice import Choice
 from lockstep.runtime.interface import further_groups
@@ -39,6 +39,7 @@ from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.run import PipelinedModule
 from lockstep.strategies.pipelining.split import Split, balanced, split, units
 from lockstep.strategies.pipelining.stage import StagedModel
+from lockstep.strategies.replica_check import due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.topology import Part, Topology
 
@@ -222,9 +223,16 @@ class Pipeline(Strategy):
         return joined.div(copies).pow(1.0 / norm_type).to(device, own.dtype)
 
     def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Raises UsageError where the pipeline has not got its backward pass."""
+        """Compares learning rates now and then.
+
+        Raises:
+            UsageError: the pipeline has not got its backward pass.
+            RanksDifferError: the stages would be trained at other rates.
+        """
         if isinstance(module, PipelinedModule):
             module.check_finished()
+            if due(module.run.step.number + 1):
+                _check_rates(optimizer, module.run)
 
     def after_step(self, module: nn.Module) -> None:
         """Compares equal stages now and then."""
@@ -304,6 +312,20 @@ class Pipeline(Strategy):
         parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
         shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
         return split(module, cuts), f"{shown} {reason}"
+
+
+def _check_rates(optimizer: Optimizer, run: Run) -> None:
+    """No replica would show that the ranks of a pipeline have parted here."""
+    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = run.collectives.exchange(json.dumps(own))
+    other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
+    if other is not None:
+        raise RanksDifferError(
+            "optimizer.step() with other learning rates on other ranks",
+            f"rank 0 has {rates[0]}, rank {other} has {rates[other]}",
+            "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
+            "loss is NaN but on the last stage",
+        )
 
 
 def _open(run: Run, name: str, ranks: range) -> None:

@@ -36,6 +36,8 @@ class SameUse:
         self._passes = [0] * len(self._units)
         self._order = 0
         """A sum of which came after which, equal on ranks where all came in the same order."""
+        self.loads = 0
+        """States that were loaded into the model; each rank takes its own shards of them."""
         self._under_way: tuple[dist.Work, Tensor, list[str]] | None = None
 
     def counter(self, unit: int) -> Callable[[], None]:
@@ -55,7 +57,7 @@ class SameUse:
         """
         self.finish()
         used = [p.grad is not None for p in parameters.values()]
-        mine = torch.tensor([*self._passes, self._order, *used])
+        mine = torch.tensor([*self._passes, self._order, self.loads, *used])
         extremes = torch.cat([mine, -mine])
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True)
         self._under_way = cast(dist.Work, work), extremes, list(parameters)
@@ -89,6 +91,13 @@ class SameUse:
 
     def _difference(self, differ: Sequence[bool], parameters: Sequence[str]) -> RanksDifferError:
         count = len(self._units)
+        if differ[count + 1]:
+            return RanksDifferError(
+                "load_state_dict of a sharded model",
+                "some ranks called it and others did not, so shards of other weights are mixed",
+                "call it on all ranks, never under `if world.is_main:`",
+                code="LS304",
+            )
         if any(differ[: count + 1]):
             units = [name or "the rest" for name, d in zip(self._units, differ, strict=False) if d]
             ran = (
@@ -103,7 +112,7 @@ class SameUse:
                 "some ranks run (the experts of a layer), with find_unused_parameters=True",
                 code="LS301",
             )
-        names = [n for n, d in zip(parameters, differ[count + 1 :], strict=True) if d]
+        names = [n for n, d in zip(parameters, differ[count + 2 :], strict=True) if d]
         return RanksDifferError(
             "gradients of a sharded model",
             f"{some(names)} had one on some ranks only, and were averaged with those of others",

@@ -26,10 +26,12 @@ from lockstep.data.automatic import (
     Question,
     Wish,
     alike,
+    confirmed,
     enough,
     largest_that_fits,
     parts,
     shares_by_times,
+    step_seconds,
 )
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.optim.accumulation import PreparedOptimizer
@@ -97,12 +99,20 @@ class Settling:
         """What a loader leaves open, which was told this itself (None: as the run was told).
 
         Raises:
-            SettingError: the strategy cannot find it.
+            SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        settings = self._run.settings
+        settings, own = self._run.settings, shares is not None
         shares = settings.shares if shares is None else shares
         micro_batch = settings.micro_batch if micro_batch is None else micro_batch
         open_shares = isinstance(shares, str) and shares == AUTO
+        if not open_shares and own and len(self._strategy.computes_on(self._run)) > 1:
+            raise SettingError(
+                f"world.loader(shares={shares!r})",
+                f"strategy {self._strategy.name!r} divides a batch over the devices of this "
+                "process where the model is called, whatever loader it came from",
+                "give the shares to lockstep.init, or --shares; strategies.data_parallel."
+                "set_shares(model, ...) changes them later",
+            )
         if not (open_shares or micro_batch == AUTO):
             return None
         if not self._strategy.settles:
@@ -192,16 +202,16 @@ class _Search:
             before = shares = (1,) * self._devices
         # Where the parts may be computed in pieces, memory does not bound them.
         bound = question.micro_batch is None and not question.find_micro_batch
-        tried: list[tuple[int, ...]] = []
+        tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
         while shares not in tried and len(tried) < _DIVISIONS:
-            tried.append(shares)
             limits = self._everywhere(self._limit, self._own, shares)
             times = self._times(shares)
             telling = times if alike(times) or not telling else telling
             room = limits if bound else [None] * self._devices
+            tried[shares] = step_seconds(times, shares, question.batch_size, room)
             shares = shares_by_times(times, shares, question.batch_size, room)
-        return before, shares, telling
+        return before, confirmed(tried, shares), telling
 
     def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
         """What a sample takes on each device, at its share, again and again."""
@@ -282,6 +292,8 @@ def _shares_in_words(
     text = f"a sample took {', '.join(took)}{', ...' * (len(times) > _SHOWN)}"
     if alike(times):
         text += f": no difference, as the times of one {kind} differ as much"
+    elif tuple(before) == tuple(after):
+        text += "; others do not make a step faster by 8 %"
     change = "stay" if tuple(before) == tuple(after) else f"-> {_colons(after)}"
     return f"shares auto: {_colons(before)} {change}; {text}"
 

@@ -1,11 +1,12 @@
 """What is held beside a module that is sharded with torch's `fully_shard`.
 
-The one place that reaches into torch's private parts is `let_go`; what it expects there is
-tested in tests/strategies/test_fsdp.py.
+What reaches into torch's private parts is at the end of the file; what is expected there is tested
+in tests/strategies/test_fsdp.py.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -60,6 +61,7 @@ class Sharded:
         self._keep_whole = keep_whole
         self._accumulate_shards = accumulate_shards
         self._whole = dict(_whole_parameters(units))
+        _make_root(self.root)
         self._shards = Shards(root)
         self.moving_buffers = MovingBuffers(root)
         self._batch: object = None
@@ -72,7 +74,9 @@ class Sharded:
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
         vars(root)[_ATTRIBUTE] = self
+        root.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
+        vars(root)["__deepcopy__"] = _no_copy
 
     @property
     def whole(self) -> list[nn.Parameter]:
@@ -181,6 +185,30 @@ class Sharded:
                 )
         return self._module
 
+    def _before_load(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Counts the loading of a state; raises UsageError where it has whole tensors."""
+        self._use.loads += 1
+        found = {name: state.get(prefix + name) for name in self._shards.named}
+        whole = [
+            n for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)
+        ]
+        if whole:
+            raise UsageError(
+                "load_state_dict of a sharded model with the state of a whole one",
+                f"{some(whole)} would have to be cut, alike on all ranks",
+                "load it before world.prepare, or from a file with "
+                "lockstep.load_weights(model, path)",
+            )
+
+    def _freeze_shards(self) -> None:
+        """Shards are frozen where the user has frozen what is in their place just now."""
+        now = dict(self._module.named_parameters())
+        for name, shard in self._shards.named.items():
+            if name in now and not isinstance(now[name], DTensor):
+                shard.requires_grad_(now[name].requires_grad)
+
     def _drop_gradients(self) -> None:
         for parameter in self._whole.values():
             parameter.grad = None
@@ -192,6 +220,7 @@ class Sharded:
                 "its parameters are on all ranks, and the process group is closed",
                 "evaluate before closing; world.checkpoint keeps whole weights",
             )
+        self.run.collectives.check_turn("a forward pass of a sharded model")
         if self._failed:
             raise UsageError(
                 "a forward pass of a sharded model after one that raised",
@@ -201,6 +230,8 @@ class Sharded:
         self._use.finish()
         if torch.is_grad_enabled():
             self.follow()
+            if self._keep_whole and not self.run.step.current.first:
+                self._freeze_shards()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         present = self.run.step.current
@@ -246,8 +277,25 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
         unit.reshard()
 
 
+def _no_copy(memo: Any) -> nn.Module:
+    raise UsageError(
+        "a copy of a sharded model",
+        "its parameters are gathered and averaged for this very object",
+        "copy the model first and prepare both: ema = copy.deepcopy(model); "
+        "model, ema = world.prepare(model, ema)",
+    )
+
+
+def _make_root(module: FSDPModule) -> None:
+    """Torch would take the first unit that runs for the root, and refuse the model after it."""
+    module._get_fsdp_state()._lazy_init()
+
+
 def let_go(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
-    """Clears the places where torch keeps process groups for sharded modules."""
+    """Clears the places where torch keeps process groups for sharded modules.
+
+    A copy of a shard has a copy of the mesh, and torch's cache of operations keeps both.
+    """
     for unit in units:
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # older: one, or None
@@ -256,4 +304,6 @@ def let_go(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
                 for name in vars(info):
                     if name.endswith("process_group"):
                         setattr(info, name, None)
-    getattr(mesh, "_pg_registry", {}).clear()
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh and each == mesh:
+            getattr(each, "_pg_registry", {}).clear()

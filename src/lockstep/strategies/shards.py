@@ -52,15 +52,19 @@ def _refusal(name: str) -> Callable[[Tensor], None]:
     """A hook of a shard: autograd has nothing to bring there."""
 
     def refuse(gradient: Tensor) -> None:
-        raise UsageError(
-            "a loss computed from a parameter of a sharded model, outside of its forward pass",
-            f"{name} was a shard there, or made whole from shards: such a gradient is neither "
-            "averaged over the ranks nor weighted",
-            "compute it in the model's forward pass, where parameters are whole, and return it; "
-            "for a penalty on weights there is weight_decay of the optimizer",
-        )
+        raise outside_of_forward(f"{name} was a shard there, or made whole from shards")
 
     return refuse
+
+
+def outside_of_forward(found: str) -> UsageError:
+    """The error of a loss that reaches shards around the forward pass."""
+    return UsageError(
+        "a loss computed from a parameter of a sharded model, outside of its forward pass",
+        f"{found}: such a gradient is neither averaged over the ranks nor weighted",
+        "compute it in the model's forward pass, where parameters are whole, and return it; "
+        "for a penalty on weights there is weight_decay of the optimizer",
+    )
 
 
 def check_hooks(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Forward and backward passes taken on trial: a call that was seen, at other numbers of samples.
 
 The samples of the call are repeated. Nothing of it stays: gradients are returned by autograd and
-dropped, buffers and random streams are put back, and no other rank takes part.
+dropped, buffers, attributes and random streams are put back, and no other rank takes part.
 
 What comes after the model, the loss, is not known here. In its place stands one that needs as much
 memory as a cross entropy does: it keeps its logarithms, and its gradient is a tensor of its own.
@@ -26,6 +26,7 @@ from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import kept_random_state
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
+from lockstep.strategies.replicas.modules import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _MOST_RUNS, _ENOUGH_S = 10, 0.03
@@ -105,7 +106,7 @@ class Trial:
                 return True
         # Not before here: the error held the frames in which the memory was asked for.
         gc.collect()
-        if self._run.device.type == "cuda":
+        if self._gpus():
             torch.cuda.empty_cache()
         return False
 
@@ -157,22 +158,24 @@ class Trial:
 
     def _resized(self, call: Call, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = False
+        dim = call.module.dim if isinstance(call.module, DataParallel) else 0
 
         def resized(tensor: Tensor) -> Tensor:
             nonlocal found
             plain = tensor.detach()
-            if tensor.dim() and len(tensor) == self._local:
+            if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == self._local:
                 found = True
                 rows = torch.arange(samples, device=tensor.device) % self._local
-                plain = plain.index_select(0, rows)
+                plain = plain.index_select(dim, rows)
             return plain.requires_grad_(tensor.requires_grad)
 
         args, kwargs = map_tensors((call.args, call.kwargs), resized)
         if not found:
             raise UsageError(
                 f"a call of {type(call.module).__name__} with {self._local} samples",
-                f"no tensor among its arguments has {self._local} as its first dimension",
-                "give the model tensors of shape (samples, *)",
+                f"no tensor among its arguments has {self._local} as its "
+                + (f"dimension {dim}" if dim else "first dimension"),
+                "give the model tensors with one row a sample",
             )
         return args, kwargs
 
@@ -189,10 +192,11 @@ class Trial:
     def _undisturbed(self) -> Iterator[None]:
         """Everything is as it was before, and collectives are refused rather than waited for."""
         collectives = self._run.collectives
-        devices = [self._run.device] if self._run.device.type == "cuda" else []
+        gpus = self._gpus()
         with (
             kept_random_state(),
-            torch.random.fork_rng(devices, enabled=bool(devices)),
+            torch.random.fork_rng(gpus, enabled=bool(gpus)),
+            _kept_attributes(self._modules),
             _kept_buffers(self._modules),
             _own_statistics(self._modules),
             torch.enable_grad(),
@@ -204,8 +208,17 @@ class Trial:
                 collectives.blocked = blocked
 
     def _wait(self) -> None:
-        if self._run.device.type == "cuda":
-            torch.cuda.synchronize(self._run.device)
+        for gpu in self._gpus():
+            torch.cuda.synchronize(gpu)
+
+    def _gpus(self) -> list[torch.device]:
+        """All that the models compute on."""
+        devices = {self._run.device: None}
+        for module in self._modules:
+            devices |= dict.fromkeys(p.device for p in module.parameters())
+            if isinstance(module, DataParallel):
+                devices |= dict.fromkeys(module.devices)
+        return [device for device in devices if device.type == "cuda"]
 
 
 _ON_TRIAL = (
@@ -217,6 +230,23 @@ _ON_TRIAL = (
 def _stand_in(output: Tensor) -> Tensor:
     real = torch.view_as_real(output) if output.is_complex() else output
     return real.log_softmax(-1).square().sum() if real.dim() else real
+
+
+@contextmanager
+def _kept_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Else what is set to activations, to be looked at, would keep those of the largest trial."""
+    owners = {id(part): part for module in modules for part in module.modules()}.values()
+    before = [
+        (vars(part), dict(vars(part)))
+        for part in owners
+        if not type(part).__module__.startswith("torch.nn.")
+    ]
+    try:
+        yield
+    finally:
+        for attributes, old in before:
+            attributes.clear()
+            attributes.update(old)
 
 
 @contextmanager

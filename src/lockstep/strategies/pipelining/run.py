@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -25,8 +25,8 @@ from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
 from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import mix
-from lockstep.runtime.step import Pass
 from lockstep.strategies.buffers import MovingBuffers
+from lockstep.strategies.pipelining.batch import Batch
 from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.shapes import Arguments, map_shapes, signature
@@ -41,31 +41,6 @@ from lockstep.strategies.pipelining.wire import (
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-
-
-@dataclass
-class _Batch:
-    """A global batch under way."""
-
-    of: tuple[Pass, int]
-    """Tells it from others."""
-    pieces: int
-    """Its micro-batches."""
-    actions: tuple[Action, ...]
-    flags: tuple[bool, ...]
-    """Which of the model's parameters are trained."""
-    seed: int
-    next: int = 0
-    """The first action that is not done."""
-    inputs: list[Arguments] = field(default_factory=list)
-    kinds: list[Any] = field(default_factory=list)
-    losses: list[Callable[[], None]] = field(default_factory=list)
-    """The backward passes of losses, of the micro-batches that `world.backward` was called for."""
-    outputs: dict[int, Any] = field(default_factory=dict)
-    kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    """By stage and micro-batch: what came in, and what went out and gets a gradient."""
-    expected: dict[int, list[Expected]] = field(default_factory=dict)
-    """Gradients that were asked for, by micro-batch."""
 
 
 class PipelinedModule(nn.Module):
@@ -109,7 +84,9 @@ class PipelinedModule(nn.Module):
         self._parameters_there = list(module.parameters())
         self._nothing: dict[torch.dtype, Tensor] = {}
         """NaN of each dtype, in the place of what the last stage has."""
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
+        self._failed = ""
+        """What went wrong in the model on this rank, while the others went on."""
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
         run.step.clear_gradients.append(self._leave_off)
@@ -117,7 +94,8 @@ class PipelinedModule(nn.Module):
     @property
     def waits_for_loss(self) -> bool:
         """Whether a forward pass has got no `world.backward` yet."""
-        return self._batch is not None and len(self._batch.losses) < len(self._batch.inputs)
+        batch = self._batch
+        return batch is not None and self._goes_on(batch) and len(batch.losses) < len(batch.inputs)
 
     @property
     def is_last(self) -> bool:
@@ -140,6 +118,12 @@ class PipelinedModule(nn.Module):
                 "the model is spread over ranks that have parted",
                 "close at the very end",
             )
+        if self._failed:
+            raise UsageError(
+                "a call of the model after an exception in it that was caught",
+                f"a {self._failed} on this rank: the others wait for what it did not send",
+                "let the exception end the run; what may fail, check on all ranks before the call",
+            )
         if not torch.is_grad_enabled():
             return self._evaluate((args, kwargs))
         batch = self._present()
@@ -147,7 +131,17 @@ class PipelinedModule(nn.Module):
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
                 "a pipeline carries one forward pass a micro-batch",
-                "join the inputs and call the model once; evaluate under torch.no_grad()",
+                "join the inputs and call the model once; evaluate under torch.no_grad(); leave no "
+                "turn out for a loss that is NaN: it always is but on the last stage",
+            )
+        if batch.training is not self.training and any(
+            getattr(part, "running_mean", None) is not None for part in self.module.modules()
+        ):
+            raise UsageError(
+                "model.train() or model.eval() within a global batch under strategy='pipeline'",
+                "its backward passes come later: in evaluation mode they would be computed with "
+                "statistics of the normalisation layers that have moved since",
+                "switch between two global batches, or evaluate under torch.no_grad()",
             )
         batch.inputs.append((args, kwargs))
         batch.kinds.append(self._kind((args, kwargs), batch.flags))
@@ -158,17 +152,24 @@ class PipelinedModule(nn.Module):
             output = self._do(batch)
         return output if self.is_last else map_shapes(self._stand_in, output)
 
-    def _present(self) -> _Batch:
+    def _present(self) -> Batch:
         """The global batch that the training loop works on."""
         step, place = self.run.step, self.place
-        if self._batch is not None and self._batch.of != step.batch:
+        if self._batch is not None and not self._goes_on(self._batch):
             self._abandon(self._batch)
+        if self._batch is not None and len(self._batch.losses) == self._batch.pieces:
+            self._catch_up(self._batch)  # the loop calls the model several times a turn
         if self._batch is None:
             pieces = step.current.pieces
             sizes = place.position, place.positions, place.per_rank, pieces
-            flags = tuple(p.requires_grad for p in self._parameters_there)
-            actions = order(self._schedule, *sizes)
-            self._batch = _Batch(step.batch, pieces, actions, flags, self._new_seed())
+            self._batch = Batch(
+                of=step.batch,
+                pieces=pieces,
+                actions=order(self._schedule, *sizes),
+                flags=tuple(p.requires_grad for p in self._parameters_there),
+                training=self.training,
+                seed=self._new_seed(),
+            )
         return self._batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
@@ -177,14 +178,16 @@ class PipelinedModule(nn.Module):
         assert batch is not None  # `waits_for_loss`
         batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else _none)
         self._ask_early(batch, len(batch.losses) - 1)
-        while self._can_do(batch):
+        while batch.next < len(batch.actions) and batch.has(batch.actions[batch.next]):
             self._do(batch)
         if self.run.step.current.last:
-            self._finish()
+            self._catch_up(batch)
+            if self.replica_group is not None:
+                average_gradients(self.held(), self.replica_group, self.place.replicas)
 
     def check_finished(self) -> None:
         """Raises UsageError where a forward pass has got no `world.backward`."""
-        if self._batch is not None:
+        if self._batch is not None and self._goes_on(self._batch):
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
@@ -228,20 +231,10 @@ class PipelinedModule(nn.Module):
         self._activations.clear()
         self._gradients.clear()
 
-    def _can_do(self, batch: _Batch) -> bool:
-        if batch.next == len(batch.actions):
-            return False
-        action = batch.actions[batch.next]
-        known = batch.inputs if action.forward else batch.losses
-        return action.micro_batch < len(known)
-
-    def _do(self, batch: _Batch) -> Any:
+    def _do(self, batch: Batch) -> Any:
         action = batch.actions[batch.next]
         batch.next += 1
-        if action.forward:
-            return self._forward(batch, action)
-        self._backward(batch, action)
-        return None
+        return (self._forward if action.forward else self._backward)(batch, action)
 
     def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Any:
         """Calls of one kind give activations of one form; None: unknown."""
@@ -255,7 +248,7 @@ class PipelinedModule(nn.Module):
         self._begun = number, begun + 1 if number == before else 1
         return mix(self.run.settings.seed, self.place.replica, *self._begun)
 
-    def _forward(self, batch: _Batch, action: Action) -> Any:
+    def _forward(self, batch: Batch, action: Action) -> Any:
         stage, number = action.stage, action.micro_batch
         seed, more = mix(batch.seed, number), number + 1 < batch.pieces
         received, sent, output = self._through(
@@ -272,32 +265,42 @@ class PipelinedModule(nn.Module):
         `more`: another micro-batch follows for certain.
         """
         came = None
-        if stage:
-            source = self.place.rank_of(stage - 1)
-            wire = self._wire(self._activations, stage - 1)
-            came = wire.receive(source, kind and (stage, kind), more=more)
-        passage, output = self._model.run(stage, came, arguments, seed)
-        if passage.sent is not None:
-            to = self.place.rank_of(stage + 1)
-            wire = self._wire(self._activations, stage)
-            wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
+        with self._noticed():
+            if stage:
+                source = self.place.rank_of(stage - 1)
+                wire = self._wire(self._activations, stage - 1)
+                came = wire.receive(source, kind and (stage, kind), more=more)
+            passage, output = self._model.run(stage, came, arguments, seed)
+            if passage.sent is not None:
+                to = self.place.rank_of(stage + 1)
+                wire = self._wire(self._activations, stage)
+                wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
         return came or [], passage.sent or [], output
 
-    def _backward(self, batch: _Batch, action: Action) -> None:
+    @contextmanager
+    def _noticed(self) -> Iterator[None]:
+        """What goes wrong inside keeps this rank from going on as if it had not."""
+        try:
+            yield
+        except Exception as error:
+            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
+            self._failed = type(error).__name__
+            raise
+
+    def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
         stage, place = action.stage, self.place
         came, went = batch.kept.pop((stage, action.micro_batch))
-        self._model.goes_back = True
-        try:
+        with self._noticed(), self._model.going_back():
             if stage == place.last_stage:
-                batch.losses[action.micro_batch]()
-                batch.losses[action.micro_batch] = _none
+                loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], _none
+                if not drop:
+                    loss()
             elif went:
                 expected = batch.expected.pop(action.micro_batch, None)
                 wire = self._wire(self._gradients, stage)
                 gradients = wire.take(expected or self._expect(wire, stage, went))
-                self._go_back(went, gradients)
-        finally:
-            self._model.goes_back = False
+                if not drop:
+                    self._go_back(went, gradients)
         if stage:
             back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
             wire = self._wire(self._gradients, stage - 1)
@@ -311,7 +314,7 @@ class PipelinedModule(nn.Module):
         if used:
             torch.autograd.backward(used, [g for g in found if g is not None])
 
-    def _ask_early(self, batch: _Batch, number: int) -> None:
+    def _ask_early(self, batch: Batch, number: int) -> None:
         """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
         stage, *others = self.place.stages
         if others or stage == self.place.last_stage:  # several stages come in another order
@@ -329,43 +332,41 @@ class PipelinedModule(nn.Module):
         """That between stage `cut` and the next one."""
         return wires[cut % len(wires)]
 
-    def _wait(self) -> None:
-        """Returns when all that was sent has gone."""
-        for wire in (*self._activations, *self._gradients):
-            wire.wait()
+    def _catch_up(self, batch: Batch, drop: bool = False) -> None:
+        """Ends a global batch of which no more comes: does what is left for what has come.
 
-    def _finish(self) -> None:
-        """The last micro-batch has its loss: nothing is left to do but to average."""
-        self._wait()
-        self._batch = None
-        if self.replica_group is not None:
-            average_gradients(self.held(), self.replica_group, self.place.replicas)
-
-    def _leave_off(self) -> None:
-        """The loop over a loader was left in the middle of a global batch."""
-        if self._batch is not None:
-            self._abandon(self._batch)
-
-    def _abandon(self, batch: _Batch) -> None:
-        """Clears a global batch that will not be finished.
-
-        Every rank has come as far, so each can still do the passes that others wait for. Their
-        gradients are dropped.
+        Something is, where the loop has left out a micro-batch: all ranks have left out the same,
+        and each takes the rest in its order. With `drop` messages go, but nothing is computed.
         """
         for action in batch.actions[batch.next :]:
-            known = batch.inputs if action.forward else batch.losses
-            if action.micro_batch < len(known):
-                (self._forward if action.forward else self._backward)(batch, action)
-        self._wait()
+            if not action.forward and batch.has(action):  # the forward passes are done
+                self._backward(batch, action, drop)
+        for wire in (*self._activations, *self._gradients):
+            wire.wait()
+        self._batch = None
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether it is the one that the training loop works on."""
+        return batch.of == self.run.step.batch
+
+    def _leave_off(self) -> None:
+        """The loop over a loader was left in the middle of a global batch.
+
+        What is left of it waits for the next call of the model: an exception may be why the loop
+        was left, and the other ranks know nothing of it.
+        """
         for parameter in self.held():
             parameter.grad = None
-        self._batch = None
+
+    def _abandon(self, batch: Batch) -> None:
+        """Drops a global batch that was broken off, after what other ranks still wait for."""
+        self._catch_up(batch, drop=True)
+        self._leave_off()
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """The real output on every rank: the last stage sends it to all of the pipeline."""
-        batch = self._batch
-        if batch is not None and batch.of != self.run.step.batch:
-            self._abandon(batch)
+        if self._batch is not None and not self._goes_on(self._batch):
+            self._abandon(self._batch)
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
             _, _, output = self._through(stage, arguments, kind, seed, False)

@@ -17,7 +17,7 @@ these compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -138,8 +138,7 @@ class StagedModel:
         self.module = module
         self.gone: list[nn.Parameter] = []
         """Parameters that are on other ranks now, and the shapes that are here in their place."""
-        self.goes_back = False
-        """A backward pass is running, in which checkpointed submodules run their forward again."""
+        self._goes_back = False
         self._passage: Passage | None = None
         self._device = device
         self._shape: type[Shape] = type("Shape", (Shape,), {})
@@ -198,6 +197,18 @@ class StagedModel:
         finally:
             self._passage = None
 
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """A backward pass runs inside, in which checkpointed submodules run their forward again."""
+        self._goes_back = True
+        kind = self._device.type
+        on = torch.is_autocast_enabled(kind)  # a caller's, in whose forward pass this is done
+        try:
+            with torch.autocast(kind, enabled=False) if on else nullcontext():
+                yield
+        finally:
+            self._goes_back = False
+
     def arrive(self, name: str, stage: int, first: bool, arguments: Arguments) -> Arguments:
         """A submodule is about to be called: begins or ends the stage that runs; its arguments."""
         passage = self._passage
@@ -228,7 +239,7 @@ class StagedModel:
         """A submodule of some stage is called."""
         passage = self._passage
         if passage is None:
-            if self.goes_back and stage in self._stages:
+            if self._goes_back and stage in self._stages:
                 return forward(*arguments[0], **arguments[1])
             raise UsageError(
                 f"a call of the model's submodule {name or 'itself'} around the prepared model",

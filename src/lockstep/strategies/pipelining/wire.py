@@ -49,6 +49,10 @@ class Form:
         """Bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} {self.shape} with{'' if self.trained else 'out'} a gradient"
+
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
         """The form of a tensor."""
@@ -126,9 +130,10 @@ class Wire:
             self._remember(kind, forms)
         elif known != forms:
             raise UsageError(
-                "a pipeline between whose stages the shapes change",
-                f"the same kind of input first gave {known}, now {forms}",
-                "let the shapes of activations depend on the shapes of inputs alone",
+                "a pipeline between whose stages the form of activations changes",
+                f"the same kind of input first gave {_in_words(known)}, now {_in_words(forms)}",
+                "let the shapes of activations depend on the shapes of inputs alone, and freeze or "
+                "unfreeze parameters between two global batches",
             )
         self.send_known(tensors, to)
         self._sent.goes_on(forms, more and self.expects_early)
@@ -249,6 +254,10 @@ def without_mark(message: Tensor, tensor: Tensor) -> Tensor | None:
     if not message[-1]:
         return None
     return payload.from_bytes(message[:-1], tensor.dtype, tensor.shape)
+
+
+def _in_words(forms: Sequence[Form]) -> str:
+    return ", ".join(map(str, forms)) or "nothing"
 
 
 def _encoded(forms: Sequence[Form]) -> list[int]:

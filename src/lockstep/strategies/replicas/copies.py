@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
+from lockstep.data.nest import map_tensors
 from lockstep.errors import UsageError
 
 _broadcast: Any = comm.broadcast_coalesced
@@ -212,9 +213,35 @@ def _filled(column: Sequence[Tensor | None], devices: Sequence[torch.device]) ->
     ]
 
 
-def take_buffers(module: nn.Module, replica: nn.Module, home: torch.device) -> None:
-    """What a forward pass has left in the buffers of a copy, where the original has not run."""
+Attributes = dict[str, dict[str, Any]]
+
+
+def attributes(module: nn.Module) -> Attributes:
+    """Those of each part that has a forward of the user's, by its name."""
+    return {
+        path: dict(vars(part))
+        for path, part in module.named_modules()
+        if not type(part).__module__.startswith("torch.nn.")
+    }
+
+
+def take_back(
+    module: nn.Module, replica: nn.Module, before: Attributes, home: torch.device
+) -> None:
+    """What a forward pass has left in a copy, in buffers and attributes; the original has not run.
+
+    Args:
+        module: the original.
+        replica: the copy.
+        before: its `attributes` before the pass.
+        home: the device of the original.
+    """
     found = dict(replica.named_modules())
+    for path, old in before.items():
+        part = module.get_submodule(path)
+        for name, value in vars(found[path]).items():
+            if name not in old or old[name] is not value:
+                vars(part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
     with torch.no_grad():
         for path, part in module.named_modules():
             for name, left in found[path]._buffers.items():

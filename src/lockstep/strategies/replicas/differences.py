@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lockstep.strategies.replicas.parts import listed
 
 _SHOWN = 4
 _CODE = "LS310"
+_PLAIN = frozenset(vars(nn.Module()))
 
 
 class Differences:
@@ -45,7 +46,7 @@ class Differences:
         if not self._seen:
             self._seen = True
             _warn_of_lists(len(modules), batch, count)
-        before = _lists(modules[0]) if trained else {}
+        before = _containers(modules[0]) if trained else {}
         yield
         if trained:
             self._trained = True
@@ -64,39 +65,54 @@ def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
         )
 
 
-def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, int]) -> None:
+def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, _Terms]) -> None:
     first, *others = [_kept(module) for module in modules]
     names = [n for n, value in first.items() if not all(_same(value, o.get(n)) for o in others)]
-    # A list that was there before is one for all replicas.
-    names += [n for n, size in _lists(modules[0]).items() if before.get(n, size) < size]
+    # A list or dictionary that was there before is one for all replicas.
+    now = _containers(modules[0])
+    names += [n for n, old in before.items() if n in now and now[n].came_to(old)]
     if names:
         shown = some(names, _SHOWN)
         warn(
             f"a module on {len(modules)} replicas that keeps {shown}",
             "each replica makes its own of its samples, and the first one's stays; a list grows "
-            "by an entry a replica",
+            "by an entry a replica, and a dictionary keeps the last one's",
             "return what the loss needs from forward, so that it is joined",
             code=_CODE,
         )
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and attributes that are one number with a gradient, by name."""
+    """Buffers, and numbers with a gradient in attributes, lists and dictionaries, by name."""
     found: dict[str, Any] = {}
     for name, part in _parts(module):
         found |= {name + key: buffer for key, buffer in part._buffers.items()}
-        found |= {name + key: value for key, value in vars(part).items() if _is_term(value)}
+        found |= {name + key: value for key, value in vars(part).items() if is_term(value)}
+    for name, container in _containers(module).items():
+        found |= {f"{name}.{key}": term for key, term in container.terms.items()}
     return found
 
 
-def _lists(module: nn.Module) -> dict[str, int]:
-    """The lengths of the lists among the attributes, but for those of anything else."""
-    return {
-        name + key: len(value)
-        for name, part in _parts(module)
-        for key, value in vars(part).items()
-        if isinstance(value, list) and all(map(_is_term, value))
-    }
+class _Terms(NamedTuple):
+    """Of a loss, in a list or dictionary."""
+
+    container: Any
+    terms: dict[Any, Tensor]
+
+    def came_to(self, old: _Terms) -> bool:
+        """Whether the same container had others before."""
+        ids = [list(map(id, each.terms.values())) for each in (self, old)]
+        return self.container is old.container and ids[0] != ids[1]
+
+
+def _containers(module: nn.Module) -> dict[str, _Terms]:
+    found = {}
+    for name, part in _parts(module):
+        for key, value in vars(part).items():
+            if key not in _PLAIN and isinstance(value, list | dict):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                found[name + key] = _Terms(value, {k: v for k, v in items if is_term(v)})
+    return found
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -105,9 +121,9 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}." if name else "", part
 
 
-def _is_term(value: Any) -> bool:
-    """Of a loss."""
-    return isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+def is_term(value: Any) -> bool:
+    """Whether this is one number with a gradient, as a loss is."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -115,4 +131,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # Others cannot be compared, and no statistics are kept in them: a graph, packed weights.
+    packed = one.is_quantized or (one.is_floating_point() and one.itemsize == 1)
+    if one.layout is not torch.strided or packed:
+        return True
     return torch.allclose(one.detach(), other.detach().to(one.device), equal_nan=True)

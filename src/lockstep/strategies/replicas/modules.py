@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from lockstep.data.global_batch import parse_shares, split_batch
 from lockstep.data.nest import joined, map_tensors, tensors
 from lockstep.errors import SettingError, UsageError
+from lockstep.runtime.settings import AUTO
 from lockstep.strategies.replicas import batchnorm
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
-from lockstep.strategies.replicas.copies import copies, take_buffers
-from lockstep.strategies.replicas.differences import Differences
+from lockstep.strategies.replicas.copies import attributes, copies, take_back
+from lockstep.strategies.replicas.differences import Differences, is_term
 from lockstep.strategies.replicas.meeting import run_together
 from lockstep.strategies.replicas.parts import join, part_of, samples
 
@@ -44,8 +45,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
     (torch returns a vector, the mean of which is another one where parts differ.) A parameter or
     buffer of the module is returned as it is. Anything else must be the same on all replicas.
 
-    What forward passes leave in the first replica, such as buffers and attributes, stays: it is
-    the module itself. What they leave in the others is lost; a warning says so where it differs.
+    What forward passes leave in the first replica that runs, such as buffers and attributes, stays
+    in the module. What they leave in the others is lost; a warning says so where it differs.
 
     Args:
         module: on the first device before it is called; its BatchNorm layers are changed in place
@@ -89,6 +90,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.shares = _parse_shares(shares, self.count)
         self.module = module
         self._differences = Differences()
+        self.averaged = False
+        """The last forward pass returned a mean with a gradient, joined of several replicas'."""
         self.synchronised: list[str] = []
         """Names of the BatchNorm layers that take their statistics over all replicas."""
         self.left: list[str] = []
@@ -147,17 +150,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
             begin = ends[n] - sizes[n]
             args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
-            calls.append(_Call(module, args, named, devices[n], where if self.count > 1 else ""))
+            told = where if count and self.count > 1 else ""
+            calls.append(_Call(module, args, named, devices[n], told))
+        before = attributes(modules[0]) if running[0] else {}
         with self._differences.looked_for(modules, batch, count):
             outputs = self._run(calls)
         if running[0]:
-            take_buffers(self.module, modules[0], devices[0])
+            take_back(self.module, modules[0], before, devices[0])
+        self.averaged = False
         to = devices[0] if self._output is None else self._output
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
         parts = [sizes[n] for n in running]
         own = partial(_are_own, modules, {} if running[0] else {0: _places(held)})
-        return joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
+        output = joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
+        self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
+        return output
 
     def _run(self, calls: Sequence[_Call]) -> list[Any]:
         """In this thread where that gives the same; threads do not carry all modes of torch."""
@@ -198,7 +206,7 @@ class BalancedDataParallel(DataParallel):
 
     Raises:
         SettingError: `gpu0_bsz` is no such number, or 0 with one device; or, at forward, the first
-            batch that is trained on has fewer samples.
+            batches that are trained on have fewer samples, two of one size.
     """
 
     def __init__(
@@ -235,7 +243,7 @@ class BalancedDataParallel(DataParallel):
                 "give more device_ids, or a gpu0_bsz above 0",
             )
         self.gpu0_bsz: int | None = int(gpu0_bsz)
-        self._trained = False
+        self._short: int | None = 0
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
         """Divides batches by shares instead of `gpu0_bsz` from the next forward pass on."""
@@ -246,19 +254,23 @@ class BalancedDataParallel(DataParallel):
         """How many of `count` samples each replica computes."""
         if self.gpu0_bsz is None or self.count == 1:
             return super().sizes(count)
-        if self.training and torch.is_grad_enabled() and not self._trained:
-            if self.gpu0_bsz > count:
-                raise SettingError(
-                    f"gpu0_bsz={self.gpu0_bsz}",
-                    f"the first batch that is trained on has {count} samples",
-                    "give fewer than a batch has; with accumulation, than a micro-batch has",
-                )
-            self._trained = True
+        if self.training and torch.is_grad_enabled() and self._short is not None:
+            self._check_batch(self.gpu0_bsz, count)
         first = min(self.gpu0_bsz, count)
         if first == count:
             return [count] + [0] * (self.count - 1)
         rest = split_batch(count - first, (1,) * (self.count - 1))[0]
         return [first, *(int(end - begin) for begin, end in rest)]
+
+    def _check_batch(self, gpu0_bsz: int, count: int) -> None:
+        # One that is short may be the last of an epoch, after a resume, or what `"auto"` tries.
+        if count == self._short:
+            raise SettingError(
+                f"gpu0_bsz={gpu0_bsz}",
+                f"the batches that are trained on have {count} samples",
+                "give fewer than a batch has; with accumulation, than a micro-batch has",
+            )
+        self._short = count if count < gpu0_bsz else None
 
 
 @dataclass(frozen=True)
@@ -337,6 +349,12 @@ def _device(device: Device) -> torch.device:
 
 def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, ...]:
     number = count
+    if isinstance(shares, str) and shares == AUTO:
+        raise SettingError(
+            "shares='auto' of a module",
+            "they are measured in a run, in the first global batch that is trained on",
+            "give it to lockstep.init('dp', shares='auto') and prepare the bare module",
+        )
     if isinstance(shares, str):
         number = len(shares.split(":"))
     elif isinstance(shares, list | tuple):

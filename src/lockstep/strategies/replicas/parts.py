@@ -105,7 +105,7 @@ def join(
         UsageError: it differs between the replicas and is neither tensor nor mean.
     """
     first = leaves[0]
-    mean = all(isinstance(leaf, float) for leaf in leaves)
+    mean = all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if is_own(leaves):
             return first.to(device)
