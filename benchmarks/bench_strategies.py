@@ -37,7 +37,10 @@ from bench_step import installed, median, ratio
 HERE = Path(__file__).resolve()
 STRATEGIES = {"dp": 1, "ddp": 2, "fsdp": 2, "gpipe": 2, "1f1b": 2}
 """Processes of each; the last two are the pipeline under its two schedules."""
+WIDER = {"gpipe wide": "gpipe", "1f1b wide": "1f1b"}
+"""Pipelines once more over longer micro-batches: what is done between them takes the same time."""
 SMALL = {"width": 128, "blocks": 4, "length": 32, "batch": 16}
+WIDE = {"width": 256, "blocks": 4, "length": 64, "batch": 16}
 LARGE = {"width": 256, "blocks": 16, "length": 8, "batch": 8}
 """For memory: 50 MiB of parameters in small pieces, beside which activations are small."""
 WORDS, PIECES = 1000, 8
@@ -234,8 +237,10 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def time_pair(kind: str, rounds: int) -> dict[str, Any]:
     """Seconds of each step, by contestant and block, interleaved in these processes."""
-    world = open_world(kind, SMALL)
-    made = {"torch": raw(kind, SMALL), "lockstep": ours(kind, SMALL, world)}
+    size = WIDE if kind in WIDER else SMALL
+    kind = WIDER.get(kind, kind)
+    world = open_world(kind, size)
+    made = {"torch": raw(kind, size), "lockstep": ours(kind, size, world)}
     before = {name: weights(module, world) for name, (_, module) in made.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in made}
     names = list(made)
@@ -343,8 +348,10 @@ def main() -> None:
     print(f"{results['machine']}; {results['versions']}; {options.rounds} rounds of 2 steps")
     print("\nmedian step; ratio to plain torch [95 % interval] of the median and of the lower")
     print("quartile; largest difference of a weight at the end, beside how far training moved it")
-    for kind in options.strategies:
-        found = run_worker(STRATEGIES[kind], "time", kind, str(options.rounds))
+    wider = [wide for wide, kind in WIDER.items() if kind in options.strategies]
+    for kind in [*options.strategies, *wider]:
+        processes = STRATEGIES[WIDER.get(kind, kind)]
+        found = run_worker(processes, "time", kind, str(options.rounds))
         results["step"][kind] = found
         base = found["times"]["torch"]
         for name, times in found["times"].items():
@@ -352,7 +359,7 @@ def main() -> None:
             for percent in (50, 25):
                 middle, low, high = ratio(times, base, percent)
                 intervals += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
-            print(f"  {kind:<9}{name:<10}{median(times) * 1e3:9.3f} ms{intervals}", end="")
+            print(f"  {kind:<12}{name:<10}{median(times) * 1e3:9.3f} ms{intervals}", end="")
             same = f"  {found['difference']:.1e} of {found['trained']:.1e}"
             print(same if name == "lockstep" else "")
     print("\npeak resident memory of a rank in a step, and the growth since before the model, MiB")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,14 @@ def writes_environment(node: ast.AST) -> bool:
 def test_every_part_has_a_place_in_the_order() -> None:
     parts = {part_of(p) for p in FILES} - {"__init__", "strategies"}
     assert parts <= set(LAYERS) | {"__main__"}
+
+
+def test_joining_a_run_does_not_load_the_compiler():
+    """`torch._dynamo` takes a second and 70 MiB; under dp alone torch's own classes need it."""
+    code = (
+        "import sys, lockstep\n"
+        "with lockstep.init('ddp', device='cpu'):\n"
+        "    assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -26,7 +26,6 @@ from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import kept_random_state
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
-from lockstep.strategies.replicas.modules import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _MOST_RUNS, _ENOUGH_S = 10, 0.03
@@ -158,7 +157,7 @@ class Trial:
 
     def _resized(self, call: Call, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = False
-        dim = call.module.dim if isinstance(call.module, DataParallel) else 0
+        dim = call.module.dim if isinstance(call.module, nn.DataParallel) else 0
 
         def resized(tensor: Tensor) -> Tensor:
             nonlocal found
@@ -216,8 +215,8 @@ class Trial:
         devices = {self._run.device: None}
         for module in self._modules:
             devices |= dict.fromkeys(p.device for p in module.parameters())
-            if isinstance(module, DataParallel):
-                devices |= dict.fromkeys(module.devices)
+            if isinstance(module, nn.DataParallel):  # importing ours takes a second
+                devices |= dict.fromkeys(getattr(module, "devices", ()))
         return [device for device in devices if device.type == "cuda"]
 
 

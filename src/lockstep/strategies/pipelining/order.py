@@ -17,15 +17,14 @@ stages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 _AHEAD = 2
 """Interleaved 1f1b: so many more micro-batches than positions may be under way on a rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     forward: bool

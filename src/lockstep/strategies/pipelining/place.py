@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class Place:
         replicas = size // positions
         return cls(positions, per_rank, replicas, positions - 1 - rank // replicas, rank % replicas)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """Those on this rank."""
         return tuple(range(self.position, self.positions * self.per_rank, self.positions))

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -31,16 +30,25 @@ from lockstep.strategies.pipelining.order import Action, order
 from lockstep.strategies.pipelining.place import Groups, Place
 from lockstep.strategies.pipelining.shapes import Arguments, map_shapes, signature
 from lockstep.strategies.pipelining.stage import StagedModel
-from lockstep.strategies.pipelining.wire import (
-    Expected,
-    Wire,
-    marked,
-    with_mark,
-    without_mark,
-)
+from lockstep.strategies.pipelining.wire import Expected, Wire, marked, with_mark, without_mark
 from lockstep.strategies.replica_average import average_gradients
 from lockstep.strategies.replica_check import check_replicas, due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+
+def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What goes wrong in this method keeps the rank from going on as if it had not."""
+
+    @wraps(method)
+    def run(self: PipelinedModule, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
+            self._failed = type(error).__name__
+            raise
+
+    return run
 
 
 class PipelinedModule(nn.Module):
@@ -257,6 +265,7 @@ class PipelinedModule(nn.Module):
         batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
         return output
 
+    @_noticed
     def _through(
         self, stage: int, arguments: Arguments, kind: Any, seed: int, more: bool
     ) -> tuple[list[Tensor], list[Tensor], Any]:
@@ -265,32 +274,22 @@ class PipelinedModule(nn.Module):
         `more`: another micro-batch follows for certain.
         """
         came = None
-        with self._noticed():
-            if stage:
-                source = self.place.rank_of(stage - 1)
-                wire = self._wire(self._activations, stage - 1)
-                came = wire.receive(source, kind and (stage, kind), more=more)
-            passage, output = self._model.run(stage, came, arguments, seed)
-            if passage.sent is not None:
-                to = self.place.rank_of(stage + 1)
-                wire = self._wire(self._activations, stage)
-                wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
+        if stage:
+            source = self.place.rank_of(stage - 1)
+            wire = self._wire(self._activations, stage - 1)
+            came = wire.receive(source, kind and (stage, kind), more=more)
+        passage, output = self._model.run(stage, came, arguments, seed)
+        if passage.sent is not None:
+            to = self.place.rank_of(stage + 1)
+            wire = self._wire(self._activations, stage)
+            wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
         return came or [], passage.sent or [], output
 
-    @contextmanager
-    def _noticed(self) -> Iterator[None]:
-        """What goes wrong inside keeps this rank from going on as if it had not."""
-        try:
-            yield
-        except Exception as error:
-            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
-            self._failed = type(error).__name__
-            raise
-
+    @_noticed
     def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
         stage, place = action.stage, self.place
         came, went = batch.kept.pop((stage, action.micro_batch))
-        with self._noticed(), self._model.going_back():
+        with self._model.going_back():
             if stage == place.last_stage:
                 loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], _none
                 if not drop:
