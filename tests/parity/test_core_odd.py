@@ -39,6 +39,13 @@ def train(world: lockstep.World, model: nn.Module, loader: Any) -> Found:
     return weights(model)
 
 
+def one_epoch(world: lockstep.World, model: nn.Module, optimizer: Any, loader: Any) -> None:
+    for batch in loader:
+        world.backward(mean_loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # --- the same numbers on any number of ranks
 
 
@@ -387,10 +394,7 @@ def evaluation_on_rank_0() -> list[str]:
         model, optimizer = ready(world, mlp())
         loader, test = world.loader(tensors(8), 4), world.loader(tensors(8), 4)
         for _ in world.epochs(3):
-            for batch in loader:
-                world.backward(mean_loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
+            one_epoch(world, model, optimizer, loader)
             with torch.no_grad():
                 if world.is_main:
                     list(test)
@@ -467,10 +471,7 @@ def test_an_evaluation_with_gradients_is_no_part_of_the_epoch():
         model, optimizer = ready(world, mlp())
         loader, test = world.loader(tensors(8), 4), world.loader(tensors(8), 4)
         for epoch in world.epochs(3):
-            for batch in loader:
-                world.backward(mean_loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
+            one_epoch(world, model, optimizer, loader)
             assert world.state_dict()["epoch"] == epoch + 1
             list(test)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.runtime.fields import map_fields
 
 
 def map_tensors(
@@ -226,13 +227,7 @@ def _rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
         return _mapping(batch, {key: change(value) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         return _sequence(batch, [change(value) for value in batch])
-    # A dataclass: its fields are set on a copy, also where it is frozen, without running
-    # __init__ or __post_init__, which may do anything.
-    made = copy.copy(batch)
-    for each in fields(batch):
-        if hasattr(batch, each.name):
-            object.__setattr__(made, each.name, change(getattr(batch, each.name)))
-    return made
+    return map_fields(batch, change)
 
 
 def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -7,14 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from lockstep.diagnose.snapshot import Call, Frame, RankState
-from lockstep.diagnose.stacks import (
-    Wait,
-    is_busy,
-    is_leaving,
-    is_loading,
-    own_line,
-    waits_in,
-)
+from lockstep.diagnose.stacks import Wait, is_busy, is_leaving, is_loading, own_line, waits_in
 
 _IDLE = 0.1
 """Share of the time between two looks below which a thread counts as not computing. Answering the
@@ -205,14 +198,18 @@ def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
     used = _difference(earlier.main_cpu_s, later.main_cpu_s)
     if used is None:
         used = _difference(earlier.cpu_s, later.cpu_s)
-    return used is not None and seconds > 0 and used / seconds < _IDLE
+    return _is_little(used, seconds)
 
 
 def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
     """Whether nothing of it computes or copies, nor may go on by itself, as far as can be seen."""
     used = _difference(earlier.cpu_s, later.cpu_s)
-    computes = used is None or seconds <= 0 or used / seconds >= _IDLE
-    return not computes and not any(map(is_busy, later.threads or ()))
+    return _is_little(used, seconds) and not any(map(is_busy, later.threads or ()))
+
+
+def _is_little(used: float | None, seconds: float) -> bool:
+    """Processor time; False where it is not known."""
+    return used is not None and seconds > 0 and used / seconds < _IDLE
 
 
 def _difference(before: float | None, after: float | None) -> float | None:

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.diagnose.activity import (
-    Activity,
-    Kind,
-    is_still,
-    key,
-    observe,
-    on_its_gpu,
-    pending,
-)
+from lockstep.diagnose.activity import Activity, Kind, is_still, key, observe, on_its_gpu, pending
 from lockstep.diagnose.advice import advise
 from lockstep.diagnose.finding import Finding, Row, Verdict, describe, verb
 from lockstep.diagnose.matching import (
@@ -71,7 +63,7 @@ def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None
     activities = with_other_threads(activities, table)
     waits = who_waits(activities, table)
     # Bytes on their way between two machines leave no trace in either.
-    still = len({state.host for state in later.ranks}) == 1 and all(
+    still = later.one_host and all(
         is_still(before[rank], a.state, seconds)
         for rank, a in activities.items()
         if a.kind is not Kind.EXITED
@@ -137,8 +129,8 @@ class _Case:
 
 
 def _ages(later: Snapshot, activities: Mapping[int, Activity], waits: Waits) -> dict[int, float]:
-    if len({state.host for state in later.ranks}) != 1:
-        return {}  # the clocks of several hosts differ
+    if not later.one_host:
+        return {}
     calls = {rank: activities[rank].call for rank in waits.awaited}
     return {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
 

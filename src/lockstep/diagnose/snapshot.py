@@ -113,6 +113,11 @@ class Snapshot:
     time: float
     ranks: tuple[RankState, ...] = field(default=())
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host: of several the clocks differ."""
+        return len({state.host for state in self.ranks}) == 1
+
     def __getitem__(self, rank: int) -> RankState:
         return next(state for state in self.ranks if state.rank == rank)
 

@@ -47,7 +47,7 @@ def find(snapshot: Snapshot) -> Finding | None:
     Returns:
         None where no rank stands out, or it cannot be known.
     """
-    if len({state.host for state in snapshot.ranks}) != 1 or len(snapshot.ranks) < 2:
+    if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
     table = Table(snapshot)
     for group in table.calls:

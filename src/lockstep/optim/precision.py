@@ -10,9 +10,8 @@ of the next one: however many optimizers share a backward pass, they see one sca
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import SettingError
 from lockstep.runtime import profiling
+from lockstep.runtime.fields import map_fields
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -162,10 +162,7 @@ def _map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(leaf)
         if not is_dataclass(leaf) or isinstance(leaf, type | dict):
             return leaf
-        made = copy.copy(leaf)
-        for name in (each.name for each in fields(leaf) if hasattr(leaf, each.name)):
-            object.__setattr__(made, name, _map_tensors(getattr(leaf, name), change))
-        return made
+        return map_fields(leaf, lambda value: _map_tensors(value, change))
 
     return pytree.tree_map(changed, nest)
 

@@ -249,15 +249,13 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> Tensor:
     """The tensor's data, `(bytes,)` in uint8; may share its memory."""
-    own = tensor.detach()
-    if own.is_conj() or own.is_neg() or not own.is_contiguous():
-        own = own.resolve_conj().resolve_neg().contiguous()
-    return own.view(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return own.reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """The tensor of which `to_bytes` made `data`."""
-    return data.view(dtype).view(tuple(shape))
+    return data.view(dtype).reshape(tuple(shape))
 
 
 def pack(value: Any) -> tuple[str, list[Any]]:

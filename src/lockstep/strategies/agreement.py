@@ -31,7 +31,7 @@ def agree(run: Run, what: str, mine: list[str]) -> None:
 
 def agree_on_loader(run: Run, loader: Loader) -> None:
     """Raises RanksDifferError on all ranks unless all have the same data in the same order."""
-    agree(run, "world.loader", [describe_loader(loader)])
+    agree(run, "world.loader", [describe(loader)])
     check_samples(loader.source, loader.seed, run.collectives)
 
 
@@ -49,13 +49,8 @@ def _code_of(brought: list[list[str]]) -> str | None:
 _LOADER = "a loader over "
 
 
-def describe_loader(loader: Loader) -> str:
-    """What must be equal on all ranks of a loader."""
-    return loader.source.description
-
-
 def describe(thing: Any) -> str:
-    """What must be equal on all ranks of an object given to `prepare`."""
+    """What must be equal on all ranks of an object given to `prepare`, or of a loader."""
     if isinstance(thing, nn.Module):
         shapes = [
             [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
@@ -66,7 +61,7 @@ def describe(thing: Any) -> str:
         numbers = sum(p.numel() for p in thing.parameters())
         return f"{type(thing).__name__} of {numbers:,} parameters (shapes {digest})"
     if isinstance(thing, Loader):
-        return describe_loader(thing)
+        return thing.source.description
     return type(thing).__name__
 
 

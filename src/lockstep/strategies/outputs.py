@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_PLAIN = frozenset(vars(nn.Module()))
-"""Attributes that every module has; what is in them is known, or of no matter."""
+from lockstep.strategies.attributes import PLAIN, may_set
+
 _SHOWN = "_lockstep_shown"
 _DEPTH = 4
 """How far objects in objects are followed."""
@@ -43,9 +43,7 @@ class Outputs:
     ) -> None:
         theirs = {id(part) for other in others for part in other.modules()}
         self._attributes = [
-            vars(part)
-            for part in unit.modules()
-            if id(part) not in theirs and not type(part).__module__.startswith("torch.nn.")
+            vars(part) for part in unit.modules() if id(part) not in theirs and may_set(part)
         ]
         self._passed = passed
         self._second = second
@@ -77,7 +75,7 @@ class Outputs:
             yield from _tensors(leaf, objects=True)
         for attributes in self._attributes:
             for name, value in attributes.items():
-                if name in _PLAIN:
+                if name in PLAIN:
                     continue
                 for tensor in _tensors(value, objects=False):
                     # It may stay there for more passes than this one.

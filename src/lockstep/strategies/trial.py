@@ -24,6 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.run import Run
 from lockstep.runtime.seeding import kept_random_state
+from lockstep.strategies.attributes import may_set
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.replicas.batchnorm import ReplicaBatchNorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
@@ -235,11 +236,7 @@ def _stand_in(output: Tensor) -> Tensor:
 def _kept_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Else what is set to activations, to be looked at, would keep those of the largest trial."""
     owners = {id(part): part for module in modules for part in module.modules()}.values()
-    before = [
-        (vars(part), dict(vars(part)))
-        for part in owners
-        if not type(part).__module__.startswith("torch.nn.")
-    ]
+    before = [(vars(part), dict(vars(part))) for part in owners if may_set(part)]
     try:
         yield
     finally:

@@ -19,15 +19,9 @@ from lockstep.runtime.seeding import mix
 @contextmanager
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
     """Torch's streams of the CPU and the device start at a seed; afterwards they are as before."""
-    before = torch.get_rng_state()  # by hand: `fork_rng` takes as long as a small layer
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         draw_from(seed, device)
         yield
-    finally:
-        torch.set_rng_state(before)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
 
 
 def draw_from(seed: int, device: torch.device) -> None:

@@ -68,9 +68,8 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def signature(value: Arguments) -> Any:
     """What decides about forms: equal for arguments that a model treats alike; None: unknown."""
-    args, kwargs = value
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # as nearly always
-        return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
+    if all_tensors(value):
+        return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in value[0])
     leaves, spec = pytree.tree_flatten(value)
     parts = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -78,6 +77,12 @@ def signature(value: Arguments) -> Any:
     ]
     plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
     return (str(spec), *parts) if plain else None
+
+
+def all_tensors(value: Arguments) -> bool:
+    """Whether they are nothing but tensors by place, as nearly always: no nest to walk through."""
+    args, kwargs = value
+    return not kwargs and all(isinstance(arg, Tensor) for arg in args)
 
 
 def shape_of(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from lockstep.strategies.pipelining.shapes import (
     Arguments,
     Shape,
     Shapes,
+    all_tensors,
     leave_statistics,
     like,
     map_shapes,
@@ -87,9 +88,8 @@ class Passage:
         self._back()
         self.inside = True
         received = [_writable(t) if t.requires_grad else t for t in self.received or ()]
-        args, kwargs = arguments
-        plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)  # as nearly always
-        leaves, spec = (args, None) if plain else pytree.tree_flatten(arguments)
+        plain = all_tensors(arguments)
+        leaves, spec = (arguments[0], None) if plain else pytree.tree_flatten(arguments)
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
                 "a pipeline over this model",

@@ -21,6 +21,7 @@ from torch.nn.parallel import comm
 
 from lockstep.data.nest import map_tensors
 from lockstep.errors import UsageError
+from lockstep.strategies.attributes import may_set
 
 _broadcast: Any = comm.broadcast_coalesced
 _reduce_add: Any = comm.reduce_add_coalesced
@@ -218,11 +219,7 @@ Attributes = dict[str, dict[str, Any]]
 
 def attributes(module: nn.Module) -> Attributes:
     """Those of each part that has a forward of the user's, by its name."""
-    return {
-        path: dict(vars(part))
-        for path, part in module.named_modules()
-        if not type(part).__module__.startswith("torch.nn.")
-    }
+    return {path: dict(vars(part)) for path, part in module.named_modules() if may_set(part)}
 
 
 def take_back(

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import some, warn
+from lockstep.strategies.attributes import PLAIN
 from lockstep.strategies.replicas.parts import listed
 
 _SHOWN = 4
 _CODE = "LS310"
-_PLAIN = frozenset(vars(nn.Module()))
 
 
 class Differences:
@@ -109,7 +109,7 @@ def _containers(module: nn.Module) -> dict[str, _Terms]:
     found = {}
     for name, part in _parts(module):
         for key, value in vars(part).items():
-            if key not in _PLAIN and isinstance(value, list | dict):
+            if key not in PLAIN and isinstance(value, list | dict):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 found[name + key] = _Terms(value, {k: v for k, v in items if is_term(v)})
     return found
