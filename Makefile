@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms gpu clean
+.PHONY: train test lint types unit bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house gpu clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -40,6 +40,9 @@ bench-supervision: .venv/.installed
 
 bench-false-alarms: .venv/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
+
+house:
+	$(PYTHON) tools/house.py
 
 gpu: .venv/.installed
 	$(BIN)/python benchmarks/gpu.py

@@ -43,9 +43,9 @@ def train(kind: str) -> dict[str, Any]:
 
     import lockstep
     from lockstep.data.coverage import Coverage
+    from lockstep.guards.parameters import ParameterGuard
+    from lockstep.guards.replicas import EVERY, check_replicas
     from lockstep.strategies.ddp import ExactDDP
-    from lockstep.strategies.kept import KeptParameters
-    from lockstep.strategies.replica_check import EVERY, check_replicas
 
     torch.set_num_threads(1)
     clock: list[float] = []
@@ -71,7 +71,7 @@ def train(kind: str) -> dict[str, Any]:
                 now = time.perf_counter()
                 steps.append(now - begun)
                 begun = now
-        kept = KeptParameters(model, alone=False)
+        kept = ParameterGuard(model, alone=False)
         looks: dict[str, Callable[[], Any]] = {
             "replicas compared": lambda: check_replicas(model.module, "benchmark"),
             "parameters compared with those prepared": kept.check,
@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for kind in STEPS:
-        results[kind] = found = lockstep.launch(train, (kind,), nproc=2)[0]
+        results[kind] = found = lockstep.launcher(train, (kind,), nproc=2)[0]
         step, every = found["step"], found["steps between"]
         print(f"\n{kind}: {found['parameters']:,} parameters, a step takes {step * 1e3:.2f} ms")
         rows = [(name, seconds, "") for name, seconds in found["every step"].items()]

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.data.fetch import Fetch
-from lockstep.runtime.seeding import kept_random_state, seed_sample
+from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 
 COUNT, BATCH = 20_000, 64
 
@@ -40,7 +40,7 @@ def microseconds(act: Callable[[int], object], count: int) -> float:
 
 
 def keep(_: int) -> None:
-    with kept_random_state():
+    with preserve_rng_state():
         pass
 
 

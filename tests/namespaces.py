@@ -226,7 +226,7 @@ class _Orders:
 
     def open(self, environ: dict[str, str], **fields: Any) -> str | None:
         """Opens a meeting; returns the interface."""
-        from lockstep.launch.meeting import open_meeting
+        from lockstep.launcher.rendezvous import open_meeting
 
         self._meeting = open_meeting(config(**fields), self._said.append, environ)
         return self._meeting.interface
@@ -238,7 +238,7 @@ class _Orders:
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
         """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
-        from lockstep.launch.network import socket_variables
+        from lockstep.launcher.rendezvous import socket_variables
 
         place = self._info.bootstrap_store_info
         os.environ.update(
@@ -286,7 +286,7 @@ class _Orders:
 
     def lost(self) -> list[str]:
         """The first nodes that are lost, in words."""
-        from lockstep.launch.nodes import departure
+        from lockstep.launcher.nodes import departure
 
         return until(lambda: [departure(node) for node in self._meeting.lost_nodes()])
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.start", "ranks"]
+    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world", "ranks"]
 )
 
 

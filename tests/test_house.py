@@ -1,4 +1,6 @@
-"""The house's rules as tests: sizes, layers, and what may be done only in one place."""
+"""The rules of the house, which ARCHITECTURE.md explains: order of the rooms, circles, fan-in,
+private names of torch's, and what may be done only in one place.
+"""
 
 from __future__ import annotations
 
@@ -9,72 +11,103 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "lockstep"
-FILES = sorted(SOURCE.rglob("*.py"))
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
-# Gloo takes its interface from the environment alone; set around one call, then restored.
-MAY_WRITE_ENVIRONMENT = {SOURCE / "runtime" / "interface.py"}
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import house
 
-# Each part may import itself and what is listed.
-BASE = {"errors", "topology", "sockets"}
-LAYERS: dict[str, set[str]] = {
-    "errors": set(),
-    "topology": {"errors"},
-    "sockets": set(),
-    "runtime": BASE,
-    "data": BASE | {"runtime"},
-    "communication": BASE | {"runtime"},
-    "optim": BASE | {"runtime"},
-    "checkpoint": BASE | {"runtime"},
-    "strategies": BASE | {"runtime", "data", "communication", "optim", "checkpoint"},
-    "diagnose": {"errors"},  # pure: values in, findings out; the exit codes are of errors
-    "launch": BASE | {"diagnose"},
+MODULES = house.read_house()
+MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 156, 26_200, 715
+
+ORDER = (
+    {"errors"},
+    {"settings", "step"},
+    {"distributed"},
+    {"data", "communication"},
+    {"optim"},
+    {"checkpoint", "report"},
+    {"guards"},
+    {"strategies"},
+    {"training"},
+    {"world"},
+    {"verify"},
+    {"cli"},
+)
+"""A room imports itself and the rooms before it; those of one line do not know each other."""
+BESIDE = {"launcher", "watchdog"}
+"""They must start fast and survive what they watch, so they see each other and what is listed."""
+SEEN_FROM_BESIDE = {
+    "errors",
+    "distributed.network",
+    "distributed.topology",
+    "distributed.torch_compat",
 }
-LAYERS["report"] = LAYERS["strategies"] | {"strategies"}
-LAYERS["world"] = LAYERS["report"] | {"report"}
-LAYERS["start"] = LAYERS["world"] | {"world"}
-LAYERS["verify"] = LAYERS["start"] | {"start", "diagnose", "launch"}
-LAYERS["cli"] = LAYERS["verify"] | {"verify"}
+MAY_USE_BESIDE = {"verify", "cli", ""}
+# Gloo takes its interface from the environment alone; set around one call, then restored.
+MAY_WRITE_ENVIRONMENT = {"distributed.network"}
+MAY_PRINT = {"cli", "report"}
+MIN_ROOM = 60
+VARIANTS: set[str] = {"strategies.single"}
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def rank_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(ORDER) if room in rooms)
 
 
-def imported_parts(tree: ast.AST) -> set[str]:
-    modules = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "lockstep":
-                modules += [f"lockstep.{alias.name}" for alias in node.names]
-            modules.append(node.module)
-    return {name.split(".")[1] for name in modules if name.startswith("lockstep.")}
+def may_import(module: house.Module, name: str) -> bool:
+    room = name.partition(".")[0]
+    if module.room in ("", "__main__") or room in ("", module.room):
+        return True  # the public names are imported when they are asked for
+    if module.room in BESIDE:
+        return room in BESIDE or name in SEEN_FROM_BESIDE
+    if room in BESIDE:
+        return module.room in MAY_USE_BESIDE
+    return rank_of(room) < rank_of(module.room)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_file_follows_the_rules(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    part = part_of(path)
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
-        if part != "launch" and path not in MAY_WRITE_ENVIRONMENT:
-            assert not writes_environment(node), (
-                f"line {node.lineno} writes an environment variable"
-            )
-        if part not in {"cli", "report"} and isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else ""
-            assert name != "print", f"line {node.lineno} prints"
-    if part in LAYERS:
-        allowed = LAYERS[part] | {part, "__version__"}
-        assert imported_parts(tree) <= allowed, "imports against the order of the layers"
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_follow_the_order_of_the_rooms(name: str) -> None:
+    module = MODULES[name]
+    assert not {other for other in module.imports if not may_import(module, other)}
+
+
+def test_every_room_has_its_place() -> None:
+    placed = set().union(*ORDER) | BESIDE | {"", "__main__"}
+    assert {module.room for module in MODULES.values()} == placed
+
+
+def test_there_are_no_import_circles() -> None:
+    assert house.circles(MODULES) == [["checkpoint.formats.dcp", "checkpoint.formats.reading"]]
+
+
+def test_it_stays_a_small_house() -> None:
+    assert len(MODULES) <= MAX_FILES
+    assert sum(module.code_lines for module in MODULES.values()) <= MAX_CODE_LINES
+    assert {name for name, m in MODULES.items() if m.lines > MAX_FILE_LINES} == set()
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    assert len(house.private_torch_names(MODULES)) <= 15
+
+
+def test_a_room_earns_its_door() -> None:
+    """A file that one other file alone imports, and that is short, belongs into that one."""
+    by = house.importers(MODULES)
+    small = {
+        name: next(iter(by[name]))
+        for name, module in MODULES.items()
+        if len(by[name]) == 1 and module.code_lines < MIN_ROOM and name not in VARIANTS
+    }
+    assert len(small) <= 8
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_done_in_one_place_alone(name: str) -> None:
+    module = MODULES[name]
+    for node in ast.walk(module.tree):
+        if module.room != "launcher" and name not in MAY_WRITE_ENVIRONMENT:
+            assert not writes_environment(node), f"line {node.lineno} writes a variable"
+        if module.room not in MAY_PRINT and isinstance(node, ast.Call):
+            called = node.func.id if isinstance(node.func, ast.Name) else ""
+            assert called != "print", f"line {node.lineno} prints"
 
 
 def writes_environment(node: ast.AST) -> bool:
@@ -93,11 +126,6 @@ def writes_environment(node: ast.AST) -> bool:
     return any(
         isinstance(t, ast.Subscript) and ast.unparse(t.value) == "os.environ" for t in targets
     )
-
-
-def test_every_part_has_a_place_in_the_order() -> None:
-    parts = {part_of(p) for p in FILES} - {"__init__", "strategies"}
-    assert parts <= set(LAYERS) | {"__main__"}
 
 
 def test_joining_a_run_does_not_load_the_compiler():

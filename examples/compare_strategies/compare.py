@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.report.memory import Memory
 from lockstep.strategies import DP
+from lockstep.training.memory import Memory
 
 WAYS = ("DP", "balanced DP", "DDP", "FSDP")
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep import strategies as strategies
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.checkpoint.weights import save_weights as save_weights
-    from lockstep.launch.spawn import launch as launch
+    from lockstep.launcher.spawn import launch as launch
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
@@ -18,24 +18,26 @@ if TYPE_CHECKING:
     from lockstep.optim.large_batch import LARS as LARS
     from lockstep.optim.learning_rate import scale_learning_rate as scale_learning_rate
     from lockstep.optim.learning_rate import warmup as warmup
-    from lockstep.start import init as init
-    from lockstep.strategies.replicas.modules import BalancedDataParallel as BalancedDataParallel
+    from lockstep.strategies.data_parallel.module import (
+        BalancedDataParallel as BalancedDataParallel,
+    )
     from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.world import World as World
+    from lockstep.world import init as init
 
 __version__ = "0.1.0"
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {
-    "BalancedDataParallel": "lockstep.strategies.replicas.modules",
+    "BalancedDataParallel": "lockstep.strategies.data_parallel.module",
     "LAMB": "lockstep.optim.large_batch",
     "LARS": "lockstep.optim.large_batch",
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
     "World": "lockstep.world",
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",
     "errors": "lockstep.errors",
-    "init": "lockstep.start",
-    "launch": "lockstep.launch.spawn",
+    "init": "lockstep.world",
+    "launch": "lockstep.launcher.spawn",
     "load_weights": "lockstep.checkpoint.weights",
     "save_weights": "lockstep.checkpoint.weights",
     "scale_learning_rate": "lockstep.optim.learning_rate",

@@ -67,7 +67,7 @@ class LockstepError(Exception):
         was_set: what the user asked for, in the user's own terms.
         found: what stands against it.
         do: what to change.
-        code: of its entry in the catalogue (`lockstep.diagnose.catalogue`), where it has one.
+        code: of its entry in the catalogue (`lockstep.verify.catalogue`), where it has one.
     """
 
     exit_code = 1

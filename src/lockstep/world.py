@@ -1,8 +1,12 @@
-"""`World`: what a script holds of the run it is part of. Thin: everything is handed on."""
+"""`World`: what a script holds of the run it is part of. Thin: everything is handed on.
+
+`lockstep.init`: where a script becomes part of a run.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,33 +18,33 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.data.automatic import first_shares
 from lockstep.data.epochs import Epochs
+from lockstep.data.iterable_source import Shard
 from lockstep.data.loader import Loader
-from lockstep.data.making import loader_of, source_of
+from lockstep.data.loader_factory import loader_of, source_of
+from lockstep.data.shares import first_shares
 from lockstep.data.source import Source
-from lockstep.data.stream import Shard
 from lockstep.data.weighting import Weight
+from lockstep.distributed.device import add_memory_advice
+from lockstep.distributed.process_group import Run, close_at_exit, join_run, leave, main_first
+from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError
-from lockstep.optim.loss_check import LossCheck
+from lockstep.guards.loss import LossGuard
 from lockstep.optim.precision import Precision
-from lockstep.report.closing import say_closing
-from lockstep.report.console import print_choices, say, title_of
+from lockstep.report.console import print_choices, say, say_closing, title_of
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, progress
-from lockstep.runtime.choice import Choice
-from lockstep.runtime.out_of_memory import advise
-from lockstep.runtime.run import Run, close_at_exit, leave, main_first
-from lockstep.runtime.seeding import diverge
-from lockstep.strategies.agreement import agree_on_loader
+from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.prepare import Preparer
+from lockstep.strategies.registry import strategy as find_strategy
+from lockstep.training.prepare import Preparer, agree_on_loader
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep.checkpoint.session import Checkpoint
-    from lockstep.report.memory import Memory
+    from lockstep.training.memory import Memory
+
 
 _open: set[World] = set()
 
@@ -79,7 +83,7 @@ class World:
         self.precision = Precision(settings.precision, run.device)
         self.shares = strategy.shares(run)
         self._run = run
-        self._check_loss = LossCheck(run.step)
+        self._check_loss = LossGuard(run.step)
         self._choices = choices
         self._preparer = Preparer(
             run,
@@ -111,7 +115,7 @@ class World:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        advise(error, self._run.step.latest.local, self._run.step.devices)
+        add_memory_advice(error, self._run.step.latest.local, self._run.step.devices)
         self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:
@@ -135,7 +139,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            diverge(self.settings.seed, self.collectives.part.index)
+            seed_rank(self.settings.seed, self.collectives.part.index)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -296,8 +300,8 @@ class World:
         loader: Loader | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Memory:
-        """What each device holds for a prepared model; see `lockstep.report.memory.measure`."""
-        from lockstep.report.memory import measure  # not all scripts ask
+        """What each device holds for a prepared model; see `lockstep.training.memory.measure`."""
+        from lockstep.training.memory import measure  # not all scripts ask
 
         return measure(self, model, optimizer, loader, loss)
 
@@ -328,7 +332,7 @@ class World:
             asynchronous: False: `.save()` returns when all is on disk.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
-        from lockstep.checkpoint.policy import Policy  # not all scripts save
+        from lockstep.checkpoint.preemption import Policy  # not all scripts save
         from lockstep.checkpoint.session import Checkpoint
 
         self._check_open("checkpoint")
@@ -397,3 +401,76 @@ class World:
             raise UsageError(
                 f"world.{what} after world.close()", "the run was left", "close at the very end"
             )
+
+
+def init(  # noqa: PLR0913 - one place for all settings of a run
+    strategy: str | Strategy | None = None,
+    *,
+    seed: int | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    shares: Any = None,
+    micro_batch: int | str | None = None,
+    device: str | None = None,
+    sync_batchnorm: bool = True,
+    ledger: str | Path | None = None,
+    timeout: float | timedelta | None = None,
+    collective_timeout: float | timedelta | None = None,
+) -> World:
+    """Joins the run: process group, device, seeds. Started plainly, the run is one process.
+
+    What is left out here may be set outside the script, by `lockstep run --precision bf16` or
+    LOCKSTEP_PRECISION=bf16; a contradiction is an error.
+
+    Args:
+        strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, or options such as
+            `lockstep.strategies.DDP(...)`; left out, `single` on one process, `ddp` on several.
+        seed: of everything random (left out: 0).
+        precision: `fp32` (left out), `bf16`, `fp16` or `fp64`.
+        backend: `nccl`, `gloo` or `mpi`; left out, by device.
+        init_method: `env://`, `tcp://host:port` or `file:///path`.
+        rank: with `world_size`, where no launcher tells.
+        world_size: likewise.
+        shares: how a global batch is divided, `"1:2"` or `(1, 2)`; `"auto"`: by how fast the ranks
+            are, which is measured in the first batch; left out, equally.
+        micro_batch: the most samples a rank computes at a time; `"auto"`: as many as fit into its
+            memory; left out, its whole part.
+        device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
+        sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
+        ledger: folder in which every rank writes down which samples it trains in which step; left
+            out, nothing is written. `lockstep verify --ledger` reads it.
+        timeout: seconds that the ranks wait for each other here (left out: 30).
+        collective_timeout: seconds that a collective may take (left out: torch's default).
+
+    Raises:
+        JoinError: the ranks did not come together; the subclass says why.
+        RanksDifferError: the ranks run other code, arguments, versions or settings.
+        SettingError: a setting that cannot be honoured.
+        UsageError: this process is in a run already.
+    """
+    ledger = ledger if ledger is None else str(ledger)
+    given = {name: value for name, value in locals().items() if name not in {"rank", "world_size"}}
+    settings = resolve_settings(given, os.environ)
+    run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
+    try:
+        chosen, reason = find_strategy(settings.strategy, run.topology.size)
+        chosen.check(run)
+        if run.topology.size > 1:
+            reason = f"{reason}; ranks given by {run.topology.source}"
+        run.collectives.part = chosen.part(run.topology)
+        choices.insert(0, Choice("strategy", chosen.name, reason))
+        seed_everything(settings.seed)
+        world = World(run, chosen, choices)
+        if settings.ledger is not None:
+            from lockstep.data.ledger import Ledger  # not all runs keep one
+
+            written = Ledger(settings.ledger, run.collectives, run.loaders)
+            run.step.watchers.append(written)
+            run.at_end.append(lambda failed: written.close())
+        return world
+    except BaseException:
+        leave(run, failed=True)
+        raise

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.whole import gathered
-from lockstep.runtime import run
+from lockstep.checkpoint.sharding import full_state_dict
+from lockstep.distributed import process_group
 from lockstep.strategies import DP, HSDP, Pipeline
 
 BATCH, SAMPLES, STEPS_A_PIECE = 12, 40, 2
@@ -110,7 +110,7 @@ def train(world: lockstep.World, folder: Path | None, end: int) -> tuple[Record,
             if record.step == end:
                 if folder is not None:
                     checkpoint.save()
-                whole = gathered(plain_state_dict(prepared))
+                whole = full_state_dict(plain_state_dict(prepared))
                 return record, {n: v.detach().clone() for n, v in whole.items() if not v.is_meta}
     raise AssertionError("the loop has ended early")
 
@@ -128,7 +128,9 @@ def train_in_pieces(folder: Path) -> list[tuple[Record, dict[str, Tensor]] | Non
         if rank >= size:
             parts.append(None)
             continue
-        run._joins = piece  # all ranks of a run have joined as often, and here they have not
+        process_group._joins = (
+            piece  # all ranks of a run have joined as often, and here they have not
+        )
         place = {} if size == 1 else {"rank": rank, "world_size": size}
         if size > 1:
             place["init_method"] = f"file://{folder}/meet-{piece}"

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
 import lockstep
-from lockstep.checkpoint import disk, layout
-from lockstep.checkpoint.host_copies import HostCopies
-from lockstep.checkpoint.policy import Policy
+from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.preemption import Policy
+from lockstep.checkpoint.save import HostCopies
 from lockstep.errors import CheckpointError, RanksDifferError, SettingError, UsageError
 
 LATER = Policy()
@@ -33,13 +33,13 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._go = threading.Event()
-        original = disk.write
+        original = storage.write
 
         def write(*arguments: Any) -> None:
             self._go.wait(30)
             original(*arguments)
 
-        patch.setattr(disk, "write", write)
+        patch.setattr(storage, "write", write)
 
     def let_go(self) -> None:
         self._go.set()
@@ -56,7 +56,7 @@ def held() -> Iterator[Held]:
 
 
 def failing_once(patch: pytest.MonkeyPatch, code: int) -> None:
-    original, failed = disk.write, []
+    original, failed = storage.write, []
 
     def write(*arguments: Any) -> None:
         if not failed:
@@ -64,7 +64,7 @@ def failing_once(patch: pytest.MonkeyPatch, code: int) -> None:
             raise OSError(code, os.strerror(code))
         original(*arguments)
 
-    patch.setattr(disk, "write", write)
+    patch.setattr(storage, "write", write)
 
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
@@ -320,20 +320,20 @@ def test_the_end_of_the_run_waits(tmp_path: Path) -> None:
 
 AT_EXIT = """
 import torch, lockstep
-from lockstep.checkpoint import disk
+from lockstep.checkpoint import storage
 
 world = lockstep.init(seed=0)
 model = world.prepare(torch.nn.Linear(2, 2))
 full, good = (world.checkpoint(name, model=model) for name in ("full", "good"))
 full.save()
 full.wait()
-write = disk.write
+write = storage.write
 def fails_in_one(descriptor, data):
     if good._writer.busy:
         write(descriptor, data)
     else:
         raise OSError(28, "No space left on device")
-disk.write = fails_in_one
+storage.write = fails_in_one
 full.save()
 full._writer._thread.join()
 good.save()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.checkpoint import comparison
-from lockstep.checkpoint.comparison import Values, compare, compare_values, renamed
-from lockstep.checkpoint.stored import Stored, open_contents
+from lockstep.checkpoint.tools import diff
+from lockstep.checkpoint.tools.contents import Stored, open_contents
+from lockstep.checkpoint.tools.diff import Values, compare, compare_values, renamed
 
 NAN, INF = math.nan, math.inf
 
@@ -88,7 +88,7 @@ def test_parts_make_no_difference(pairs: list[tuple[float, float]], size: int) -
     b = torch.tensor([b for _, b in pairs])
     whole = values(a, b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "_ELEMENTS", size)
+        patch.setattr(diff, "_ELEMENTS", size)
         assert values(a, b) == whole
     # As one would write it without regard to memory.
     same = (a == b) | (a.isnan() & b.isnan())

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.header import DTYPES, read_header
+from lockstep.checkpoint.formats.safetensors import DTYPES, read_header
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from ranks import in_clean_process
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.checkpoint import disk, layout
+from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.session import Checkpoint
 
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "30"))
@@ -164,7 +164,7 @@ def die_at(number: int) -> None:
     count = 0
 
     def wrap(name: str) -> None:
-        original = getattr(disk, name)
+        original = getattr(storage, name)
 
         def call(*arguments: Any) -> Any:
             nonlocal count
@@ -177,7 +177,7 @@ def die_at(number: int) -> None:
             # The disk outlives the process: waiting for it would show nothing here.
             return None if name == "sync" else original(*arguments)
 
-        setattr(disk, name, call)
+        setattr(storage, name, call)
 
     for name in CALLS:
         wrap(name)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint import weights
+from lockstep.checkpoint.formats.reading import read_states
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
-from lockstep.checkpoint.reading import read_states
+from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
-from lockstep.checkpoint.whole import gathered
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.strategies import HSDP, Pipeline
 
@@ -54,7 +54,7 @@ def load_all(folder: Path) -> list[tuple[str, str, dict[str, Tensor]]]:
             with lockstep.init(strategy) as world:
                 model = world.prepare(net(world.rank))
                 load_weights(model, folder / form)
-                whole = gathered(plain_state_dict(model))
+                whole = full_state_dict(plain_state_dict(model))
                 here = {key: value.clone() for key, value in whole.items() if not value.is_meta}
                 found.append((name, form, here))
     return found
@@ -77,7 +77,7 @@ def load_what_is_missing(folder: Path) -> list[tuple[str, str, bool]]:
     for strategy in ("ddp", "fsdp"):
         with lockstep.init(strategy) as world:
             model = world.prepare(net(0))
-            before = {n: v.clone() for n, v in gathered(plain_state_dict(model)).items()}
+            before = {n: v.clone() for n, v in full_state_dict(plain_state_dict(model)).items()}
             own = folder / str(world.rank)
             for name in ("absent.pt", "broken.pt"):
                 try:
@@ -85,7 +85,7 @@ def load_what_is_missing(folder: Path) -> list[tuple[str, str, bool]]:
                     said = "nothing"
                 except LockstepError as error:
                     said = error.found
-                now = gathered(plain_state_dict(model))
+                now = full_state_dict(plain_state_dict(model))
                 found.append((name, said, all(torch.equal(now[n], v) for n, v in before.items())))
             if world.is_main:  # a bare model is no matter of the others
                 load_weights(net(0), own / "absent.pt")

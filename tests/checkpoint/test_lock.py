@@ -21,7 +21,7 @@ from test_session import Counter, Training
 from lockstep.checkpoint import layout
 from lockstep.checkpoint import lock as locks
 from lockstep.checkpoint.lock import Lock, holder
-from lockstep.checkpoint.policy import Policy
+from lockstep.checkpoint.preemption import Policy
 from lockstep.errors import CheckpointError
 
 

@@ -13,9 +13,9 @@ from saved import checkpoint
 from torch import nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.checksums import sealed
-from lockstep.checkpoint.health import examine
-from lockstep.checkpoint.repair import RECENT, Repair, carry_out, plan_repairs
+from lockstep.checkpoint.storage import sealed
+from lockstep.checkpoint.tools.inspect import examine
+from lockstep.checkpoint.tools.repair import RECENT, Repair, carry_out, plan_repairs
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 

@@ -15,16 +15,16 @@ from ranks import in_gloo_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.checkpoint import disk, layout
-from lockstep.checkpoint.policy import Policy
+from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.preemption import Policy
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, SettingError, UsageError
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.run import Run
-from lockstep.runtime.settings import Settings
-from lockstep.runtime.step import Step
-from lockstep.topology import Topology
+from lockstep.settings import Settings
+from lockstep.step import Step
 
 CPU = torch.device("cpu")
 
@@ -493,15 +493,15 @@ def failing(folder: str) -> list[tuple[str, str]]:
     run = Training(Path(folder) / "a", collectives, own=own)
     seen = []
 
-    original, full = disk.write, OSError(28, "No space left on device")
+    original, full = storage.write, OSError(28, "No space left on device")
 
     def no_space(*_: Any, **__: Any) -> None:
         raise full
 
     if rank == 0:
-        disk.write = no_space
+        storage.write = no_space
     seen.append(caught(run.checkpoint.save))
-    disk.write = original
+    storage.write = original
 
     if rank == 1:
         own.state_dict = lambda: 1 / 0  # type: ignore[method-assign]

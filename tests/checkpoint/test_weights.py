@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.checkpoint.encoding import encode
-from lockstep.checkpoint.matching import match_names
-from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.modules import match_names, plain_state_dict
 from lockstep.checkpoint.save import write_checkpoint
 from lockstep.checkpoint.weights import load_weights, save_weights, unwrap
 from lockstep.errors import CheckpointError

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli.main import main
-from lockstep.diagnose.catalogue import ENTRIES
+from lockstep.verify.catalogue import ENTRIES
 
 
 def explain(*arguments: str, columns: int = 90) -> str:

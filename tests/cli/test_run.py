@@ -7,9 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli.main import main
-from lockstep.launch import local
-from lockstep.launch.flags import torchrun_flags
-from lockstep.launch.spec import LaunchSpec, Settings
+from lockstep.launcher import local
+from lockstep.launcher.plan import LaunchSpec, Settings, torchrun_flags
 
 
 def run(*arguments: str) -> Result:

@@ -13,8 +13,7 @@ import pytest
 
 from lockstep.cli.verify import _check_reference
 from lockstep.errors import UsageError
-from lockstep.verify.plan import Plan
-from lockstep.verify.runs import Recorded, alone
+from lockstep.verify.runs import Plan, Recorded, alone
 
 TRAINS = """
 import argparse

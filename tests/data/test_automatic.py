@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.data.automatic import (
+from lockstep.data.batch_plan import split_batch
+from lockstep.data.shares import (
     alike,
     choose_shares,
     confirmed,
@@ -19,7 +20,6 @@ from lockstep.data.automatic import (
     shares_by_times,
     step_seconds,
 )
-from lockstep.data.global_batch import split_batch
 from lockstep.errors import SettingError
 
 FREE = [None, None]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.data.batch_plan import EpochPlan, plan_epoch, split_batch
 from lockstep.data.coverage import Coverage, checksum
-from lockstep.data.global_batch import EpochPlan, plan_epoch, split_batch
 from lockstep.errors import DataError, LockstepError, RanksDifferError
-from lockstep.runtime.step import MicroBatch
+from lockstep.step import MicroBatch
 
 WHOLE = MicroBatch()
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.global_batch import (
+from lockstep.data.batch_plan import (
     batches_in_epoch,
     micro_batches_needed,
     parse_shares,

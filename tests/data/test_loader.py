@@ -22,10 +22,10 @@ from torch.utils.data import (
 from lockstep.data.fetch import Fetch
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, UsageError
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch, Step
-from lockstep.topology import Topology
+from lockstep.step import MicroBatch, Step
 
 
 class Numbers(Dataset[int]):

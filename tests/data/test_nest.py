@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data import prefetch
-from lockstep.data.nest import all_dense, emptied, map_tensors, move, pin
-from lockstep.data.prefetch import to_device
+from lockstep.data import fetch
+from lockstep.data.fetch import to_device
+from lockstep.data.pytree import all_dense, emptied, map_tensors, move, pin
 from lockstep.errors import DataError
 
 META = torch.device("meta")
@@ -291,8 +291,8 @@ def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeyp
             yield batch
 
     monkeypatch.setattr(torch, "cuda", streams)
-    monkeypatch.setattr(prefetch, "move", noted_move)
-    monkeypatch.setattr(prefetch, "pin", lambda batch: batch)  # needs a driver
+    monkeypatch.setattr(fetch, "move", noted_move)
+    monkeypatch.setattr(fetch, "pin", lambda batch: batch)  # needs a driver
     found = []
     for batch in to_device(batches(), torch.device("cuda")):
         streams.log.append("use")

@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.data.loader import Loader
-from lockstep.data.making import loader_of, source_of
+from lockstep.data.loader_factory import loader_of, source_of
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     CheckpointError,
     DataError,
@@ -33,9 +35,7 @@ from lockstep.errors import (
     SettingError,
     UsageError,
 )
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import Step
-from lockstep.topology import Topology
+from lockstep.step import Step
 
 LENGTH, BATCH = 23, 6
 FORKED = {"multiprocessing_context": "fork"}

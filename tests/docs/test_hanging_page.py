@@ -13,7 +13,7 @@ import pages
 import pytest
 
 PAGE = pages.ROOT / "docs" / "when_it_hangs.md"
-DIAGNOSE = pages.ROOT / "src" / "lockstep" / "diagnose"
+WATCHDOG = pages.ROOT / "src" / "lockstep" / "watchdog"
 COMMAND = "$ lockstep run --nproc 2 "
 
 
@@ -37,7 +37,7 @@ def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
 
 
 def test_the_verdicts_are_texts_of_ours() -> None:
-    source = " ".join(path.read_text() for path in sorted(DIAGNOSE.glob("*.py")))
+    source = " ".join(path.read_text() for path in sorted(WATCHDOG.glob("*.py")))
     table = PAGE.read_text().partition("## The verdicts")[2].partition("\n## ")[0]
     verdicts = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     assert len(verdicts) == 12

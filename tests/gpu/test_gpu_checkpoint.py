@@ -83,13 +83,14 @@ def test_it_is_resumed_on_the_other_kind_of_device(first: str, then: str, tmp_pa
 
 def shaken(device: str) -> list[Tensor]:
     """Draws from the streams of a run, put back in between."""
-    from lockstep.checkpoint import random_state
+    from lockstep.checkpoint.encoding import rng_state_from_text, rng_state_to_text
+    from lockstep.distributed import seeding
 
     with lockstep.init(seed=4, **settings(device)) as world:
-        text = random_state.to_text(random_state.capture(world.device))
+        text = rng_state_to_text(seeding.rng_state(world.device))
         first = torch.rand(4, device=world.device).cpu()
         other = torch.rand(4, device=world.device).cpu()
-        random_state.restore(random_state.from_text(text), world.device)
+        seeding.set_rng_state(rng_state_from_text(text), world.device)
         return [first, other, torch.rand(4, device=world.device).cpu()]
 
 

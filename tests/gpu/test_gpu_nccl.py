@@ -21,28 +21,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lockstep
-from lockstep.diagnose.parsing import parse_flight
-from lockstep.diagnose.snapshot import Call
-from lockstep.launch import torch_private
-from lockstep.launch.instruments import FLIGHT_RECORDER
-from lockstep.optim.precision import Precision
-from lockstep.runtime import payload
-from lockstep.runtime.choice import Choice
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.process_group import (
+from lockstep.distributed import collectives, torch_compat
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.process_group import (
     CUDA_BACKENDS,
+    Run,
     carrier_device,
     choose_backend,
     close_group,
     open_group,
 )
-from lockstep.runtime.run import Run
-from lockstep.runtime.settings import Settings
-from lockstep.runtime.step import MicroBatch, Pass, Step
+from lockstep.distributed.topology import Topology
+from lockstep.optim.precision import Precision
+from lockstep.settings import Choice, Settings
+from lockstep.step import MicroBatch, Pass, Step
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import ExactDDP
-from lockstep.topology import Topology
+from lockstep.watchdog.probe import FLIGHT_RECORDER
+from lockstep.watchdog.snapshot import Call, parse_flight
 
 
 def in_group(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,22 +75,22 @@ def every_dtype(device: torch.device) -> list[str]:
     wrong = []
     assert carrier_device(device) == device
     assert carrier_device(torch.device("cpu")) == torch.device("cpu")
-    for dtype in sorted(payload._DTYPES, key=str):
+    for dtype in sorted(collectives._DTYPES, key=str):
         mine = values(dtype, device)
-        moved = payload.to_bytes(mine)
+        moved = collectives.to_bytes(mine)
         parts = [torch.empty_like(moved)]
         dist.all_gather(parts, moved)
         dist.broadcast(moved, 0)
-        found = [payload.from_bytes(data, dtype, mine.shape) for data in (*parts, moved)]
+        found = [collectives.from_bytes(data, dtype, mine.shape) for data in (*parts, moved)]
         for name, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
             # The sum of booleans is a count, and complex numbers have no order.
             fits = dtype is not torch.bool if name == "sum" else not dtype.is_complex
-            found += [payload.all_reduced(mine, operation)] if fits else []
-        plain = payload.to_bytes(mine).cpu()
+            found += [collectives.all_reduced(mine, operation)] if fits else []
+        plain = collectives.to_bytes(mine).cpu()
         alike = all(
             f.dtype == dtype
             and f.device == device
-            and torch.equal(payload.to_bytes(f).cpu(), plain)
+            and torch.equal(collectives.to_bytes(f).cpu(), plain)
             for f in found
         )
         wrong += [] if alike else [str(dtype)]
@@ -134,7 +131,7 @@ def test_batchnorm_over_the_group(device: str) -> None:
 
 
 def recorded() -> list[Call]:
-    groups, records = torch_private.process_groups(), torch_private.flight_record(lines=False)
+    groups, records = torch_compat.process_groups(), torch_compat.flight_record(lines=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {json.dumps(groups)}, "records": {records}}}'
     flight = parse_flight(text)
     assert flight is not None, text

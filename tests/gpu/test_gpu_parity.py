@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
-from lockstep.checkpoint.whole import gathered
+from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.strategies import DP, FSDP, HSDP, Pipeline
 
 BATCH, PIECES = 16, 2
@@ -63,7 +63,7 @@ def train(device: str, strategy: Any, shares: str | None) -> dict[str, Tensor]:
                 optimizer.zero_grad()
         at_home = "cpu" if getattr(strategy, "cpu_offload", False) else device
         assert {p.device.type for p in model.parameters()} <= {at_home, "meta"}
-        whole = gathered(model.state_dict())
+        whole = full_state_dict(model.state_dict())
         return {
             name.removeprefix("module."): value.detach().cpu().clone()
             for name, value in whole.items()

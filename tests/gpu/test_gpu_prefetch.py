@@ -11,7 +11,7 @@ from problems import tensors
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.data.prefetch import to_device
+from lockstep.data.fetch import to_device
 
 BATCHES, SIZE = 6, 2**22
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
-from lockstep.optim.accumulation import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.optim.precision import Precision
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch, Pass, Step
-from lockstep.topology import Topology
+from lockstep.step import MicroBatch, Pass, Step
+from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
 CPU = torch.device("cpu")
 

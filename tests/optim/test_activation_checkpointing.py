@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
-from lockstep.optim.activation_bytes import Activations, measure
-from lockstep.optim.activation_checkpointing import checkpoint_activations
+from lockstep.optim.activation_checkpointing import Activations, checkpoint_activations, measure
 
 
 class Block(nn.Module):

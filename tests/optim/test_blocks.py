@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.blocks import repeated_blocks
+from lockstep.optim.module_filter import repeated_blocks
 
 
 class Residual(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.optim.loss_check import LossCheck
-from lockstep.runtime.step import Step
+from lockstep.guards.loss import LossGuard
+from lockstep.step import Step
 
 
 class Copied:
@@ -22,7 +22,7 @@ class Copied:
 @pytest.mark.parametrize("was_nan", [True, False])
 def test_the_last_loss_is_waited_for(was_nan):
     """On CUDA a loss is looked at one step late; the last one when the run is saved or left."""
-    check, copied = LossCheck(Step()), Copied()
+    check, copied = LossGuard(Step()), Copied()
     check.settle()
     check._pending = torch.tensor(was_nan), copied, 7  # type: ignore[assignment]
     if was_nan:

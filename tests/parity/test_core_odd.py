@@ -18,9 +18,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 import lockstep
+from lockstep.distributed.environment import detect, expand_hostlist
 from lockstep.errors import LockstepError, LockstepWarning, SettingError, UsageError
-from lockstep.runtime.environment import detect
-from lockstep.runtime.hostlist import expand_hostlist
 
 Found = dict[str, Tensor]
 UNUSED = lockstep.strategies.DDP(find_unused_parameters=True)

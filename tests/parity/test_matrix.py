@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.checkpoint.whole import gathered
+from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.strategies import DP, HSDP, Pipeline
 
 BATCH, STEPS, RATE, WORDS, LENGTH, WIDTH = 18, 5, 0.1, 11, 4, 8
@@ -124,7 +124,7 @@ def train(cell: tuple[Any, ...], strategy: str | None) -> dict[str, Tensor]:
                     break
         found = {
             name.removeprefix("module."): value.detach().clone()
-            for name, value in gathered(model.state_dict()).items()
+            for name, value in full_state_dict(model.state_dict()).items()
             if not value.is_meta
         }
         return {**found, "moved": torch.tensor(moved)}

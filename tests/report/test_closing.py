@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lockstep.report.closing import closing_lines
+from lockstep.report.console import closing_lines
 
 
 def test_everything() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.report.allocations import LiveTensors, SavedTensors, bytes_by_device
-from lockstep.report.memory import DeviceMemory, Memory, state_bytes
 from lockstep.strategies import DP, Pipeline
+from lockstep.training.allocations import LiveTensors, SavedTensors, bytes_by_device
+from lockstep.training.memory import DeviceMemory, Memory, state_bytes
 
 CPU = torch.device("cpu")
 DOUBLE, BATCH, HIDDEN = 8, 16, 16

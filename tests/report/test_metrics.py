@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailed, run_ranks
 
+from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
 from lockstep.report.metrics import RunningMeans
-from lockstep.topology import Topology
 
 CPU = torch.device("cpu")
 

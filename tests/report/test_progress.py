@@ -18,14 +18,14 @@ import torch.distributed as dist
 from pseudo_terminal import screen, stdout_is_a_terminal
 from ranks import run_ranks
 
-from lockstep.report import bar as bar_module
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.topology import Topology
+from lockstep.report import progress as bar_module
 from lockstep.report import progress as progress_module
 from lockstep.report.console import Choice, print_choices, say
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import progress, reduce_every
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch
-from lockstep.topology import Topology
+from lockstep.step import MicroBatch
 
 
 class PlainLoader:

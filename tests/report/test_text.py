@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lockstep.report.text import (
+from lockstep.report.console import (
     Snapshot,
     bar_parts,
     clock,

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
-from lockstep.strategies.data_parallel import set_shares
-from lockstep.strategies.replicas.modules import DataParallel
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.data_parallel.strategy import set_shares
 
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.runtime import profiling
+from lockstep.optim import precision
 from lockstep.strategies.base import place
 
 
@@ -37,7 +37,7 @@ def bits_of_both_ways() -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
         for way in ("short", "profiled", "torch's"):
             with pytest.MonkeyPatch.context() as patch:
                 if way == "torch's":
-                    patch.setattr(profiling, "knows_forward", lambda: False)
+                    patch.setattr(precision, "knows_forward", lambda: False)
                 model, optimizer = ready(world)
             ways.append(model._way.short)
             if way == "profiled":

@@ -25,9 +25,9 @@ from lockstep import BalancedDataParallel
 from lockstep.errors import DataError, LockstepWarning, SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies import DP
-from lockstep.strategies.replicas import copies
-from lockstep.strategies.replicas.modules import DataParallel
-from lockstep.strategies.trial import Trial
+from lockstep.strategies.data_parallel import replicas
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.training.profile_run import ProfilingRun
 
 FEATURES = 6
 
@@ -167,8 +167,8 @@ def test_lists_with_an_entry_a_sample():
         [text] = said(lambda w=wrapped, e=entries: [w(data(8), e) for _ in range(3)])
         assert f"found: {words}, beside tensors of 8 samples" in text
         assert "lockstep explain LS310" in text
-    for replicas, entries in ((1, ["a"] * 8), (3, ["a"] * 7), (3, [data(8)] * 8), (3, "12345678")):
-        wrapped = DataParallel(made(lambda s, x, more: s.layer(x)), replicas=replicas)
+    for count, entries in ((1, ["a"] * 8), (3, ["a"] * 7), (3, [data(8)] * 8), (3, "12345678")):
+        wrapped = DataParallel(made(lambda s, x, more: s.layer(x)), replicas=count)
         assert said(lambda w=wrapped, e=entries: w(data(8), e)) == []
 
 
@@ -301,14 +301,14 @@ def test_what_the_second_replica_keeps_is_the_modules_where_the_first_has_no_sam
 def test_copies_are_gone_without_a_garbage_collection(monkeypatch):
     """Each holds copies of all parameters, where it is on another GPU."""
     alive: list[weakref.ref[nn.Module]] = []
-    shallow = copies._shallow
+    shallow = replicas._shallow
 
     def watched(part: nn.Module) -> nn.Module:
         new = shallow(part)
         alive.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(copies, "_shallow", watched)
+    monkeypatch.setattr(replicas, "_shallow", watched)
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(2)])
     lockstep.checkpoint_activations(blocks.double(), nn.Linear)
     fails = nn.Sequential(nn.BatchNorm1d(FEATURES).double(), made(lambda s, x: x + None))
@@ -409,7 +409,7 @@ def test_attributes_in_slots_are_copied():
 
 def test_a_traced_module_is_copied_to_another_device():
     traced = torch.fx.symbolic_trace(Scales())
-    new = copies._copy(traced, {id(traced.scale): traced.scale.detach() + 1})
+    new = replicas._copy(traced, {id(traced.scale): traced.scale.detach() + 1})
     close(new(data(2)), data(2) * 2)
     close(traced(data(2)), data(2))
 
@@ -473,15 +473,15 @@ def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):
         return [[t.detach().clone() for t in given] for _ in devices]
 
     assert comm.broadcast_coalesced
-    monkeypatch.setattr(copies, "_broadcast", broadcast)
+    monkeypatch.setattr(replicas, "_broadcast", broadcast)
     monkeypatch.setattr(
-        copies, "_reduce_add", lambda inputs, to: [sum(c) for c in zip(*inputs, strict=True)]
+        replicas, "_reduce_add", lambda inputs, to: [sum(c) for c in zip(*inputs, strict=True)]
     )
     found = []
     for several in (False, True):
         w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
         unused = torch.ones(2, requires_grad=True)
-        flat = copies._Broadcast.apply([cpu, cpu], w, unused) if several else (w, unused) * 2
+        flat = replicas._Broadcast.apply([cpu, cpu], w, unused) if several else (w, unused) * 2
         loss = (flat[0] ** 3).sum() + (flat[2] ** 4).sum()
         first, none = torch.autograd.grad(loss, (w, unused), create_graph=True, allow_unused=True)
         assert none is None
@@ -580,7 +580,7 @@ def test_equal_devices_that_have_the_same_to_do_before_the_first_sample(monkeypa
     """What is copied for each but the first, say: fewer samples are dearer ones."""
     overhead = [3.0, 6.0, 6.0]
     monkeypatch.setattr(
-        Trial, "seconds", lambda trial, samples, device: 1.0 + overhead[device] / samples
+        ProfilingRun, "seconds", lambda trial, samples, device: 1.0 + overhead[device] / samples
     )
     assert trained(DP(replicas=3), shares="auto")[1].shares == (1, 1, 1)
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP, FSDP, HSDP
-from lockstep.strategies.sharded import sharded
+from lockstep.strategies.fsdp_state import sharded
 
 BATCH, STEPS = 16, 4
 TOKENS, WIDTH, LENGTH, PAD = 11, 8, 5, -100

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.pipelining.cost import measure
-from lockstep.strategies.pipelining.order import Action, order
-from lockstep.strategies.pipelining.split import balanced, split, units
-from lockstep.strategies.pipelining.stage import StagedModel
+from lockstep.strategies.pipeline.schedule import Action, order
+from lockstep.strategies.pipeline.split import balanced, measure, split, units
+from lockstep.strategies.pipeline.stage import StagedModel
 
 SIZES = [
     (schedule, positions, per_rank, micro_batches)

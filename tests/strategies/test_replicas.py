@@ -18,9 +18,9 @@ import lockstep
 from lockstep import BalancedDataParallel
 from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
 from lockstep.errors import DataError, SettingError, UsageError
-from lockstep.strategies.replicas import copies
-from lockstep.strategies.replicas.meeting import place
-from lockstep.strategies.replicas.modules import DataParallel
+from lockstep.strategies.data_parallel import replicas
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.data_parallel.threads import place
 
 FEATURES = 5
 Pair = namedtuple("Pair", ["one", "other"])
@@ -600,8 +600,8 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
     def reduce_add(inputs: Any, destination: Any) -> Any:
         return [sum(column) for column in zip(*inputs, strict=True)]
 
-    monkeypatch.setattr(copies, "_broadcast", broadcast)
-    monkeypatch.setattr(copies, "_reduce_add", reduce_add)
+    monkeypatch.setattr(replicas, "_broadcast", broadcast)
+    monkeypatch.setattr(replicas, "_reduce_add", reduce_add)
     devices = [torch.device("cpu"), torch.device("cpu")]
     tensors = [
         torch.randn(3, dtype=torch.float64, requires_grad=True),
@@ -610,7 +610,7 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
         torch.arange(3),
         torch.randn(2, dtype=torch.float64),
     ]
-    flat = copies._Broadcast.apply(devices, *tensors)
+    flat = replicas._Broadcast.apply(devices, *tensors)
     one, other = flat[:5], flat[5:]
     for new, tensor in zip(flat, tensors * 2, strict=True):
         assert torch.equal(new, tensor)
@@ -627,7 +627,7 @@ def test_copies_with_parameters_of_their_own_work_as_modules():
     """As on another GPU: plain tensors in the place of parameters, seen by `parameters()`."""
     module = nn.Sequential(net(norm=False), nn.LSTM(3, 4).double())
     held = {id(t): t.detach() * 1 for t in [*module.parameters(), *module.buffers()]}
-    new = copies._copy(module, held)
+    new = replicas._copy(module, held)
     assert len(list(new.parameters())) == len(list(module.parameters()))
     assert next(new.parameters()).dtype is torch.float64
     x = data(4).view(2, 2, FEATURES)

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies.single import Single
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.strategies.trial import Call, Calls, Trial
+from lockstep.training.profile_run import Call, Calls, ProfilingRun
 
 
 @dataclass
@@ -63,8 +63,8 @@ def call(model: nn.Module, local: int = 2) -> Call:
     return Call(model, (x,), {"extra": extra, "mask": torch.ones(5, 3)})
 
 
-def trial(world: lockstep.World, *calls: Call, local: int = 2) -> Trial:
-    return Trial(world._run, Single(), calls, local)
+def trial(world: lockstep.World, *calls: Call, local: int = 2) -> ProfilingRun:
+    return ProfilingRun(world._run, Single(), calls, local)
 
 
 def state(model: nn.Module) -> list[Any]:

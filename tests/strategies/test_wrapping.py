@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import SettingError
-from lockstep.strategies.wrapping import find_blocks
+
+if TYPE_CHECKING:
+    from lockstep.strategies.fsdp import Blocks
 
 
 class Block(nn.Module):
@@ -21,6 +24,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.second(self.first(x))
+
+
+def find_blocks(module: nn.Module, chosen: object = None) -> Blocks:
+    from lockstep.strategies import fsdp  # the ranks below look at when it is imported
+
+    return fsdp.find_blocks(module, chosen)
 
 
 def names(module: nn.Module, chosen: object = None) -> list[str]:

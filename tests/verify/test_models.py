@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.verify import recorder, samples
-from lockstep.verify.models import Models
+from lockstep.verify.recorder import Models
 
 
 def test_what_was_recorded_can_be_freed() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.verify.plan import Plan
 from lockstep.verify.record import Writer
-from lockstep.verify.runs import Recorded, Way, record
+from lockstep.verify.runs import Plan, Recorded, Way, record
 
 TWO = Way(name="2 processes", nproc=2)
 

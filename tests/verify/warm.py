@@ -13,10 +13,9 @@ from pathlib import Path
 
 from ranks import _store, context, rank_environment
 
-from lockstep.diagnose.equivalence import FLOAT64
-from lockstep.verify.plan import Plan
+from lockstep.verify.compare import FLOAT64
 from lockstep.verify.rank import main
-from lockstep.verify.runs import Way, alone, environment, record
+from lockstep.verify.runs import Plan, Way, alone, environment, record
 from lockstep.verify.verdict import Verdict, judge
 
 _LIMIT_S = 60.0

@@ -282,7 +282,7 @@ def test_a_closure_of_the_loss_itself_is_noticed():
 
 
 def lockstep_uneven() -> Any:
-    from lockstep.runtime.step import MicroBatch
+    from lockstep.step import MicroBatch
 
     return MicroBatch(count=5, local=3, scale=1.2, plain=False)
 

@@ -45,7 +45,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from lockstep.checkpoint import checksums
+from lockstep.checkpoint import storage
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
@@ -128,12 +128,12 @@ def damage(path: Path) -> str | None:
     """
     with plain_errors("checking the checkpoint", path):
         text = manifest_text(path)
-        if checksums.seal_is_broken(text):
+        if storage.seal_is_broken(text):
             return f"{MANIFEST} is damaged: its checksum differs"
         manifest = parsed(text)
         if manifest.get("format") != FORMAT:
             return None
-        wrong = checksums.damaged_files(path, manifest)
+        wrong = storage.damaged_files(path, manifest)
     return f"{', '.join(wrong)} is damaged: its checksum differs" if wrong else None
 
 

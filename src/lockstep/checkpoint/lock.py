@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from lockstep.checkpoint import disk
+from lockstep.checkpoint import storage
 from lockstep.errors import CheckpointError
 
 NAME = ".lock"
@@ -89,7 +89,7 @@ class Lock:
             del _own[path]
             with suppress(OSError):
                 if _read(path) == held.text:
-                    disk.unlink(path)
+                    storage.unlink(path)
             os.close(held.descriptor)
 
 

@@ -16,15 +16,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import layout, random_state
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.header import read_header
+from lockstep.checkpoint.formats.reading import read_module
+from lockstep.checkpoint.formats.safetensors import read_header
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
-from lockstep.checkpoint.reading import read_module
-from lockstep.checkpoint.whole import spread_optimizer
+from lockstep.checkpoint.sharding import spread_optimizer
+from lockstep.distributed import seeding
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import CheckpointError
-from lockstep.runtime.collectives import Collectives
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
@@ -144,7 +145,7 @@ def apply_all(
             f"{topology.size}, so model-side randomness (dropout) starts from the seed{notes}"
         )
     try:
-        random_state.restore(loaded["random"][topology.rank], collectives.device)
+        seeding.set_rng_state(loaded["random"][topology.rank], collectives.device)
     except Exception as error:
         raise CheckpointError(
             f"resuming the random streams from {path}",

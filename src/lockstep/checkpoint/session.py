@@ -22,19 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import layout, random_state
-from lockstep.checkpoint.encoding import encode
-from lockstep.checkpoint.host_copies import HostCopies
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.encoding import encode, rng_state_from_text, rng_state_to_text
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.policy import Moment, Policy
+from lockstep.checkpoint.preemption import Moment, Policy, Requests
 from lockstep.checkpoint.resume import Finding, apply_all, find, read_all
-from lockstep.checkpoint.save import check_order, make_folders, write_checkpoint
-from lockstep.checkpoint.signals import Requests
-from lockstep.checkpoint.together import everywhere
-from lockstep.checkpoint.whole import completed, gathered, lacks
-from lockstep.checkpoint.writer import Writer
+from lockstep.checkpoint.save import HostCopies, Writer, check_order, make_folders, write_checkpoint
+from lockstep.checkpoint.sharding import completed, full_state_dict, lacks, run_on_all_ranks
+from lockstep.distributed import seeding
+from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
-from lockstep.runtime.run import Run
 
 RESERVED = frozenset({"training", "world", "random"})
 _STOPPED = 128 + 15
@@ -124,7 +121,7 @@ class Checkpoint:
             RanksDifferError: another metric on another rank.
         """
         collect = partial(self._collect, None if metric is None else float(metric))
-        states, texts = everywhere(self._collectives, self._doing, collect)
+        states, texts = run_on_all_ranks(self._collectives, self._doing, collect)
         answers = [json.loads(text) for text in texts]
         _check_metric([answer["metric"] for answer in answers])
         if answers[0]["skip"]:
@@ -144,7 +141,7 @@ class Checkpoint:
             (self._writer.start if self._policy.asynchronous else _call)(write)
             return None, layout.step_folder(self.folder, step).name
 
-        _, names = everywhere(self._collectives, self._doing, hand_over)
+        _, names = run_on_all_ranks(self._collectives, self._doing, hand_over)
         if self._policy.asynchronous:
             self._writer.told(begun=True)
         self._moment.saved()
@@ -198,7 +195,7 @@ class Checkpoint:
         self.wait()
         doing = f"resuming from {self.folder}"
         main = self._collectives.topology.is_main
-        _, answers = everywhere(
+        _, answers = run_on_all_ranks(
             self._collectives, doing, lambda: (None, find(self.folder, thoroughly=main).to_text())
         )
         found = [Finding.from_text(answer) for answer in answers]
@@ -210,10 +207,10 @@ class Checkpoint:
             return False
         path = self.folder / chosen.name
         targets = {**self._state, "world": self._world}
-        loaded, _ = everywhere(
+        loaded, _ = run_on_all_ranks(
             self._collectives, doing, lambda: (read_all(path, chosen.id, self._state, RESERVED), "")
         )
-        note, _ = everywhere(
+        note, _ = run_on_all_ranks(
             self._collectives,
             doing,
             lambda: (apply_all(path, loaded, targets, self._collectives), ""),
@@ -235,7 +232,7 @@ class Checkpoint:
             self._writer.finish()
             return None, ""
 
-        everywhere(self._collectives, self._doing, finish)
+        run_on_all_ranks(self._collectives, self._doing, finish)
         self._writer.told(begun=False)
 
     @property
@@ -270,12 +267,12 @@ class Checkpoint:
         for name, value in self._state.items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
-        streams = random_state.to_text(random_state.capture(self._collectives.device))
+        streams = rng_state_to_text(seeding.rng_state(self._collectives.device))
         return states, json.dumps({"skip": skip, "metric": metric, "streams": streams})
 
     def _whole(self, value: Any, state: Any) -> Any:
         """On rank 0 the whole state of a module or an optimizer that is spread over the ranks."""
-        state = gathered(state, keep=self._collectives.topology.is_main)
+        state = full_state_dict(state, keep=self._collectives.topology.is_main)
         if isinstance(value, nn.Module) and lacks(state):
             versions = getattr(state, "_metadata", None)
             state = OrderedDict(completed(state, self._collectives))
@@ -298,7 +295,7 @@ class Checkpoint:
             files[layout.weights_file(name)] = tensors
         world = states["world"]
         others = {name: state for name, state in states.items() if name not in modules}
-        random = [random_state.from_text(text) for text in streams]
+        random = [rng_state_from_text(text) for text in streams]
         tree, files[layout.TRAINING] = encode({**others, "random": random}, to_host=take)
         self._copies.finish()
         manifest = {

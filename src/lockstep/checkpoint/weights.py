@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.conversion import cast, cast_to
-from lockstep.checkpoint.dcp import Spread
 from lockstep.checkpoint.encoding import on_cpu, unstorable
-from lockstep.checkpoint.matching import Match, match_names
-from lockstep.checkpoint.misfits import misfits
+from lockstep.checkpoint.formats.dcp import Spread
+from lockstep.checkpoint.formats.reading import Found, read_states
+from lockstep.checkpoint.formats.weight_files import Piece, in_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
+    Match,
     conflict,
+    key_mismatch,
     load_plain,
+    match_names,
     plain_state_dict,
     shape_of,
     unwrap,
 )
-from lockstep.checkpoint.reading import Found, read_states
-from lockstep.checkpoint.shards import Piece, in_bytes, write_weights
-from lockstep.checkpoint.together import everywhere
-from lockstep.checkpoint.whole import address
+from lockstep.checkpoint.sharding import address, run_on_all_ranks
+from lockstep.checkpoint.tools.convert import cast, cast_to
+from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.runtime.run import run_of
 
 _BATCH = 2**26
 """Bytes of values that are in memory at a time, beside the model and the mapped file."""
@@ -145,7 +145,7 @@ def load_weights(
     if run is None:
         plan, _ = work()
     else:  # nothing is copied on any rank unless all can
-        plan, _ = everywhere(run.collectives, f"loading {path}", work)
+        plan, _ = run_on_all_ranks(run.collectives, f"loading {path}", work)
     for names in _batches(plan):
         values = {target: plan.found.value(name) for name, target in names}
         load_plain(model, values, strict=False)
@@ -184,7 +184,7 @@ def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, spread: bo
         raise CheckpointError(
             f"loading {path} into {type(unwrap(model)).__name__} with strict={strict}",
             f"of the model's {len(own)} names {covered} fit; {differ.counts}\n"
-            + misfits(differ, found.state, own),
+            + key_mismatch(differ, found.state, own),
             "build the model as it was when the file was saved"
             + (", or pass strict=False to load what fits" if enough else ""),
         )

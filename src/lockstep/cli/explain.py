@@ -7,8 +7,8 @@ import textwrap
 
 import click
 
-from lockstep.diagnose import catalogue
-from lockstep.diagnose.catalogue import GROUPS, Entry
+from lockstep.verify import catalogue
+from lockstep.verify.catalogue import GROUPS, Entry
 
 _WIDEST = 100
 

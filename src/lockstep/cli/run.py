@@ -7,7 +7,7 @@ import signal
 import click
 
 from lockstep.errors import SettingError
-from lockstep.launch.spec import HangRules, LaunchSpec, Settings, split_arguments
+from lockstep.launcher.plan import HangRules, LaunchSpec, Settings, split_arguments
 
 _TORCHRUN = "lockstep.torchrun"
 
@@ -27,7 +27,7 @@ class RunCommand(click.Command):
             flags, rest = split_arguments(args, own)
         except SettingError:
             # Asking torchrun's parser imports torch, so only where a flag is not ours.
-            from lockstep.launch.flags import torchrun_flags
+            from lockstep.launcher.plan import torchrun_flags
 
             flags, rest = split_arguments(args, {**torchrun_flags(), **own})
         ctx.meta[_TORCHRUN] = tuple(w for name, words in flags if name not in own for w in words)
@@ -139,7 +139,7 @@ def command(
         hang=HangRules(on_hang, hang_after),
         local_rank_argument=local_rank_argument,
     )
-    from lockstep.launch import local
+    from lockstep.launcher import local
 
     if dry_run:
         click.echo(local.plan(spec).describe())

@@ -16,8 +16,8 @@ import click
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.plan import Plan
-    from lockstep.verify.runs import Recorded, Way
+    from lockstep.verify.runs import Plan, Recorded, Way
+
 
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 """Exit code of each verdict; the worst comes last."""
@@ -106,7 +106,7 @@ def command(
 def _verify(
     script: str, args: tuple[str, ...], as_json: str | None, options: dict[str, Any]
 ) -> int:
-    from lockstep.diagnose.equivalence import FLOAT32, FLOAT64
+    from lockstep.verify.compare import FLOAT32, FLOAT64
     from lockstep.verify.runs import by_command, record
     from lockstep.verify.verdict import judge
 
@@ -132,10 +132,10 @@ def _verify(
 
 
 def _plan(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Plan:
-    from lockstep.launch.local import check_script
-    from lockstep.launch.reading import read_script
-    from lockstep.verify.plan import Plan
+    from lockstep.launcher.local import check_script
+    from lockstep.launcher.script import read_script
     from lockstep.verify.record import OWN_PROCESSES
+    from lockstep.verify.runs import Plan
 
     module: bool = options["module"]
     check_script(script, module=module, command="lockstep verify")
@@ -205,7 +205,7 @@ def _check_reference(reference: Recorded, plan: Plan, options: dict[str, Any]) -
 
 
 def _check_ledger(folder: Path, as_json: str | None) -> int:
-    from lockstep.diagnose.ledger import judge
+    from lockstep.data.ledger_check import judge
 
     report = judge(folder)
     _show(report.lines(), as_json)

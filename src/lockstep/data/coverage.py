@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch.utils.data import Sampler, SequentialSampler
 
-from lockstep.data.global_batch import EpochPlan, Indices
+from lockstep.data.batch_plan import EpochPlan, Indices
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError, name_ranks, warn
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch
+from lockstep.step import MicroBatch
 
 _MASK = (1 << 64) - 1
 _FIRST_PASSES = 2

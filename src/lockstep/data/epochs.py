@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.data.loader import Loader
-from lockstep.runtime.step import Step
+from lockstep.step import Step
 
 
 class Epochs:

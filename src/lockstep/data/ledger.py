@@ -4,7 +4,7 @@ A folder holds one file for each rank and each start of the run. A file is a row
 only ever added to: 4 bytes length and 4 bytes CRC-32, both of what follows; then `J` and JSON, or
 `S` and a step: the numbers of `_STEP`, and the indices of this rank's samples as 64-bit integers,
 all little-endian. The first record is JSON and tells whose file it is. A record that was cut off
-shows by its length. `lockstep.diagnose.ledger` reads it.
+shows by its length. `lockstep.data.ledger_check` reads it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lockstep.data.global_batch import Indices
+from lockstep.data.batch_plan import Indices
+from lockstep.data.iterable_source import StreamSource
 from lockstep.data.loader import Loader
-from lockstep.data.stream import StreamSource
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import LengthUnknownError, SettingError
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import Handed
+from lockstep.step import BatchEvent
 
 FORMAT = 1
 _NO_LOADER = 0xFFFF
@@ -57,7 +57,7 @@ class Ledger:
         self._folder = Path(folder)
         self._loaders = loaders
         self._known: dict[Loader, int] = {}
-        self._open: dict[Loader, list[Handed]] = {}
+        self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         rank = collectives.part.index
         self._file = -1
@@ -99,7 +99,7 @@ class Ledger:
     def prepared(self, module: nn.Module) -> None:
         """Modules do not matter here."""
 
-    def handed_out(self, handed: Handed) -> None:
+    def handed_out(self, handed: BatchEvent) -> None:
         """Keeps in mind what the training loop is about to get."""
         if handed.micro_batch.first:
             self._open[handed.loader] = []
@@ -118,7 +118,7 @@ class Ledger:
         if not trained:
             self._write(b"S" + _STEP.pack(number, _NO_LOADER, 0, 0, 0))
 
-    def _write_step(self, number: int, loader: Loader, pieces: list[Handed]) -> None:
+    def _write_step(self, number: int, loader: Loader, pieces: list[BatchEvent]) -> None:
         first = pieces[0]
         place = self._known.get(loader)
         if place is None:

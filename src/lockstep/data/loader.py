@@ -16,21 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.automatic import Wish, parts
+from lockstep.data.batch_plan import EpochPlan, Indices
 from lockstep.data.coverage import Coverage
-from lockstep.data.division import Division, Portion
-from lockstep.data.fetch import Fetch, Key
-from lockstep.data.global_batch import EpochPlan, Indices
-from lockstep.data.nest import emptied, map_tensors
-from lockstep.data.prefetch import to_device
+from lockstep.data.fetch import Fetch, Key, Workers, to_device
+from lockstep.data.micro_batch_plan import Division, Portion
+from lockstep.data.pytree import emptied, map_tensors
+from lockstep.data.shares import AutotuneRequest, parts
 from lockstep.data.source import Source
 from lockstep.data.weighting import Pair, Weight, weigh, weighted
-from lockstep.data.workers import Workers
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
-from lockstep.runtime.choice import Choice
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.seeding import kept_random_state
-from lockstep.runtime.step import Handed, MicroBatch, Pass, Step
+from lockstep.settings import Choice
+from lockstep.step import BatchEvent, MicroBatch, Pass, Step
 
 
 class Loader:
@@ -70,7 +68,7 @@ class Loader:
         step: Step,
         together: bool = False,
         pieces: int = 1,
-        wish: Wish | None = None,
+        wish: AutotuneRequest | None = None,
     ) -> None:
         self.source = source
         self.weight = weight
@@ -222,7 +220,7 @@ class Loader:
     def example(self) -> Any:
         """A batch of one micro-batch's size, of the first samples, on the CPU."""
         count = min(self.source.length, -(-self.batch_size // self.micro_batches))
-        with kept_random_state():
+        with preserve_rng_state():
             return self._fetch[0, np.arange(count, dtype=np.int64)]
 
     def release(self) -> None:
@@ -285,7 +283,9 @@ class Loader:
                         self.coverage.add(epoch, position, samples, micro)
                         if step.watchers:
                             counts = self._collectives.counts
-                            handed = Handed(self, epoch, position, samples, micro, batch, counts)
+                            handed = BatchEvent(
+                                self, epoch, position, samples, micro, batch, counts
+                            )
                             for watcher in step.watchers:
                                 watcher.handed_out(handed)
                         if self._running is running:
@@ -360,7 +360,7 @@ class Loader:
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
-            with kept_random_state():
+            with preserve_rng_state():
                 self._example = emptied(self._fetch[epoch, _FIRST], 1)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.fetch import as_it_is
 from lockstep.data.source import Source
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.errors import RanksDifferError, some
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.seeding import kept_random_state, seed_sample
 
 _SAMPLES = 4
 _PATIENCE_S = 0.25
@@ -108,7 +108,7 @@ def _differing(read: Sequence[Sequence[Any]]) -> list[int]:
 def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
     probe = Probe(source.dataset, seed, indices)
     if not source.options.get("num_workers"):
-        with kept_random_state():
+        with preserve_rng_state():
             return probe[0]
     context = source.options.get("multiprocessing_context")
     method = context if isinstance(context, str) or context is None else context.get_start_method()

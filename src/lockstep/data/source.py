@@ -26,15 +26,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.global_batch import (
-    EpochPlan,
-    batches_in_epoch,
-    check_batch_size,
-    cut,
-    plan_epoch,
-)
+from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
+from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, UsageError
-from lockstep.runtime.seeding import kept_random_state, mix, seed_sample
 
 _SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
 _OPTIONS = (
@@ -131,11 +125,11 @@ class Source:
                 shuffle=self.shuffle,
                 drop_last=self.drop_last,
             )
-        with kept_random_state():
+        with preserve_rng_state():
             # A sampler may draw from any of the global streams, or from generators of its own.
             seed_sample(seed, epoch, _SAMPLER)
             for number, generator in enumerate(_generators(self.batch_sampler, self.sampler)):
-                _seed(generator, mix(seed, epoch, _SAMPLER, number))
+                _seed(generator, mix_seed(seed, epoch, _SAMPLER, number))
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError
-from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.step import MicroBatch
+from lockstep.step import MicroBatch
 
 Weight = Callable[[Any], float | Tensor]
 Pair = tuple[MicroBatch, Any]

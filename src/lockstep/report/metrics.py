@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.topology import Topology
 from lockstep.errors import RanksDifferError, UsageError
-from lockstep.topology import Topology
 
 _MAX_NAMES = 32
 _HEADER = 4  # ranks that log, the code of their names, its square, samples

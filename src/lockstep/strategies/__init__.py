@@ -6,20 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.strategies.data_parallel import DP as DP
+    from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
     from lockstep.strategies.fsdp import FSDP as FSDP
     from lockstep.strategies.fsdp import HSDP as HSDP
-    from lockstep.strategies.pipeline import Pipeline as Pipeline
+    from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
     from lockstep.strategies.single import Single as Single
 
 # Imported when first used: a run needs one of them.
 _WHERE = {
     "DDP": "lockstep.strategies.ddp",
-    "DP": "lockstep.strategies.data_parallel",
+    "DP": "lockstep.strategies.data_parallel.strategy",
     "FSDP": "lockstep.strategies.fsdp",
     "HSDP": "lockstep.strategies.fsdp",
-    "Pipeline": "lockstep.strategies.pipeline",
+    "Pipeline": "lockstep.strategies.pipeline.strategy",
     "Single": "lockstep.strategies.single",
 }
 

@@ -15,6 +15,8 @@ A strategy is a frozen set of options. `World` calls, on every rank:
 
 3 to 6 may communicate: every rank takes the same steps. The methods that are not abstract do what
 is right where every rank holds the whole module and computes a part of the batch of its own.
+
+Attributes that a forward pass of the user's may set on its modules.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.automatic import first_shares
+from lockstep.data.shares import first_shares
+from lockstep.distributed import collectives
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
-from lockstep.runtime import payload
-from lockstep.runtime.choice import Choice
-from lockstep.runtime.run import Run
-from lockstep.topology import Part, Topology
+from lockstep.settings import Choice
 
 _TOGETHER = 2**25
 """Bytes that are sent at a time."""
@@ -94,13 +96,13 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
 
 def _send(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    data = [payload.to_bytes(tensor) for tensor in tensors]
+    data = [collectives.to_bytes(tensor) for tensor in tensors]
     flat = torch.cat(data) if len(data) > 1 else data[0]
     dist.broadcast(flat, group=group, group_src=0)
     for tensor, came in zip(tensors, torch.split(flat, [len(each) for each in data]), strict=True):
         if came.data_ptr() != tensor.data_ptr():  # its own memory has come already
             # A copy of its own is aligned, as its dtype must be.
-            tensor.copy_(payload.from_bytes(came.clone(), tensor.dtype, tensor.shape))
+            tensor.copy_(collectives.from_bytes(came.clone(), tensor.dtype, tensor.shape))
 
 
 class Strategy(ABC):
@@ -124,9 +126,9 @@ class Strategy(ABC):
     def check(self, run: Run) -> None:
         """Raises SettingError where the run cannot use this strategy."""
 
-    def part(self, topology: Topology) -> Part:
+    def part(self, topology: Topology) -> DataParallelRank:
         """Which part of every global batch this rank computes."""
-        return Part(topology.rank, topology.size)
+        return DataParallelRank(topology.rank, topology.size)
 
     def shares(self, run: Run) -> tuple[int, ...]:
         """How a global batch is divided over its parts: one whole number each.
@@ -220,3 +222,12 @@ class Strategy(ABC):
     @abstractmethod
     def release(self, module: nn.Module) -> None:
         """Lets go of the process group; the module can still evaluate."""
+
+
+PLAIN = frozenset(vars(nn.Module()))
+"""Those that every module has; what is in them is known, or of no matter."""
+
+
+def may_set(part: nn.Module) -> bool:
+    """Whether a module's forward is the user's: torch's own layers keep nothing between calls."""
+    return not type(part).__module__.startswith("torch.nn.")

@@ -4,6 +4,12 @@ Communication: the parameters of rank 0 are broadcast once; every backward pass 
 global batch averages the gradients bucket by bucket while it still runs (Li et al., VLDB 2020).
 Nothing is sent for the other micro-batches, and nothing in a forward pass, so one rank may evaluate
 alone. Buffers that move are taken from rank 0 after each step (`buffers`).
+
+Buffers under DDP: those that move are taken from rank 0 after every step.
+
+The statistics of a SyncBatchNorm are equal on all ranks by construction, and most other buffers
+(masks, tables) never change; sending them would be waste. What moves is found by looking, in the
+first steps and now and then, with one small all-reduce so that all ranks agree.
 """
 
 from __future__ import annotations
@@ -16,19 +22,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.distributed.device import add_memory_advice
+from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError, UsageError, some
+from lockstep.guards.replicas import EVERY, check_replicas, due, fingerprint
+from lockstep.optim import precision
 from lockstep.optim.precision import Precision
-from lockstep.runtime import profiling
-from lockstep.runtime.choice import Choice, sized
-from lockstep.runtime.out_of_memory import advise
-from lockstep.runtime.run import Run
+from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Strategy, Wrapped, place, take_from_first
-from lockstep.strategies.buffers import MovingBuffers
-from lockstep.strategies.replica_check import EVERY, check_replicas, due
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
@@ -199,7 +206,7 @@ class _Way:
         compiled = any(
             hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()
         )
-        self.short = device.type == "cpu" and not compiled and profiling.knows_forward()
+        self.short = device.type == "cpu" and not compiled and precision.knows_forward()
         """Torch's marks may be left out; on a GPU, which works behind, they cost nothing."""
 
 
@@ -248,11 +255,11 @@ class ExactDDP(DistributedDataParallel):
         way.forwards += 1
         watch = way.hooks.pop(way.hook, None)  # gone already in a module that holds itself
         try:
-            if way.short and not profiling.watched():
+            if way.short and not precision.watched():
                 return self._short_forward(*inputs, **kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            advise(error, present.local)
+            add_memory_advice(error, present.local)
             if present.count and not present.local:
                 error.add_note(
                     f"lockstep: this rank has none of the {present.count} samples of this batch "
@@ -380,3 +387,53 @@ class ExactDDP(DistributedDataParallel):
                 "change the model first, then call world.prepare",
                 code="LS303",
             )
+
+
+class MovingBuffers:
+    """Keeps the buffers of a module equal on all ranks, or on those of a group.
+
+    Buffers that are on other ranks, and here on the meta device, are left out.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._module = module
+        self._group = group
+        synchronised = {
+            id(buffer)
+            for child in module.modules()
+            if isinstance(child, SyncBatchNorm)
+            for buffer in child.buffers(recurse=False)
+        }
+        self._watched = [
+            name
+            for name, buffer in module.named_buffers()
+            if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
+        ]
+        self._before = self._bits(self._watched)
+        self.moving: list[str] = []
+
+    def find(self) -> None:
+        """Looks which buffers have changed on any rank since the module was wrapped.
+
+        It compares their bits: torch does not count what its BatchNorm writes as a change.
+        """
+        if not self._watched:
+            return
+        now = self._bits(self._watched)
+        changed = (now != self._before).to(torch.uint8)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+        self.moving = [
+            name
+            for name, flag in zip(self._watched, changed.tolist(), strict=True)
+            if flag or name in self.moving
+        ]
+
+    def _bits(self, names: list[str]) -> Tensor:
+        now = dict(self._module.named_buffers())
+        return fingerprint(now[name] for name in names) if names else torch.empty(0)
+
+    def share(self) -> None:
+        """Gives every rank the first rank's values."""
+        if self.moving:
+            now = dict(self._module.named_buffers())
+            take_from_first((now[name] for name in self.moving), self._group)

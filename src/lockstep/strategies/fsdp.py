@@ -20,14 +20,22 @@ Under precision bf16 the parameters are gathered in fp32 and cast by autocast, e
 Torch's `MixedPrecisionPolicy` would gather half as many bytes, but it also gives bf16 parameters to
 what autocast leaves in fp32 (normalisation, embeddings, sums along a residual stream): other
 numbers, and errors about mixed types in some layers.
+
+Which parts of a model are sharded as units: the blocks that it repeats.
+
+A unit's parameters are gathered together just before it runs and let go after it. Units should
+therefore run one after the other, and be a small part of the model each: the blocks of a
+transformer, the residual blocks of a convolutional network. What belongs to no block (embeddings,
+the head) is the unit of the model itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,18 +45,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.distributed.network import further_groups
+from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, SettingError, UsageError
-from lockstep.optim.chosen import Choice as Chosen
+from lockstep.guards.unit_order import UnitOrderGuard
+from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
+from lockstep.optim.module_filter import ModuleFilter as Chosen
 from lockstep.optim.precision import Precision
-from lockstep.runtime.choice import Choice, sized
-from lockstep.runtime.interface import further_groups
-from lockstep.runtime.run import Run
+from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Strategy, Wrapped, take_from_first
-from lockstep.strategies.outputs import Outputs
-from lockstep.strategies.same_use import SameUse
-from lockstep.strategies.sharded import Sharded, sharded
-from lockstep.strategies.shards import Replaced, check_hooks, outside_of_forward
-from lockstep.strategies.wrapping import Blocks, find_blocks
+from lockstep.strategies.fsdp_state import (
+    Outputs,
+    Replaced,
+    Sharded,
+    check_hooks,
+    outside_of_forward,
+    sharded,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +130,7 @@ class FSDP(Strategy):
         choices = [self._units_choice(blocks)]  # before torch changes the names of classes
         mesh, choice = self._mesh(run)
         _take_from_first(list(module.buffers()), run.device)
-        use = SameUse(list(units))
+        use = UnitOrderGuard(list(units))
         for number, unit in enumerate(units.values()):
             inside = [block for _, block in blocks.found] if unit is module else []
             outputs = Outputs(unit, inside, use.counter(number), lambda: held.keep())
@@ -352,3 +365,63 @@ def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
     take_from_first(tensors)
+
+
+class Blocks(NamedTuple):
+    """The parts of a module that become units, in the order in which they are registered."""
+
+    found: list[tuple[str, nn.Module]]
+    """Names and modules; none is inside another."""
+    tied: list[str]
+    """Names of those left to the whole, because a parameter of theirs is used elsewhere too."""
+
+    def __str__(self) -> str:
+        counts = Counter(type(block).__name__ for _, block in self.found)
+        return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks:
+    """The blocks of a module.
+
+    Args:
+        module: the model; it is never a block of itself.
+        chosen: a class or tuple of classes, a pattern of names as in `named_modules()`, or a
+            function that says yes or no to each module; of nested matches the outermost is taken.
+            None: `lockstep.optim.module_filter.repeated_blocks`.
+
+    Raises:
+        SettingError: nothing matches what was chosen.
+    """
+    matching = (
+        repeated_blocks(module) if chosen is None else select_modules(module, chosen, "blocks={}")
+    )
+    users = _users(module, {id(part) for _, part in matching})
+    found, tied = [], []
+    for name, part in matching:
+        own = list(part.parameters())
+        if any(users[id(p)] != {id(part)} for p in own):
+            tied.append(name)
+        elif own:
+            found.append((name, part))
+    return Blocks(found, tied)
+
+
+def _users(module: nn.Module, blocks: set[int]) -> dict[int, set[int | None]]:
+    """For each parameter the blocks that it is in, None standing for what is in none.
+
+    Args:
+        module: the model.
+        blocks: identities; parameters, too, are named by theirs.
+    """
+    places = {
+        path: id(part)
+        for path, part in module.named_modules(remove_duplicate=False)
+        if id(part) in blocks
+    }
+    users: dict[int, set[int | None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
+        block = next((places[path] for path in paths if path in places), None)
+        users.setdefault(id(parameter), set()).add(block)
+    return users

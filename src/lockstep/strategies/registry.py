@@ -10,11 +10,11 @@ from lockstep.strategies.base import Strategy
 
 _STRATEGIES = {
     "single": ("lockstep.strategies.single", "Single"),
-    "dp": ("lockstep.strategies.data_parallel", "DP"),
+    "dp": ("lockstep.strategies.data_parallel.strategy", "DP"),
     "ddp": ("lockstep.strategies.ddp", "DDP"),
     "fsdp": ("lockstep.strategies.fsdp", "FSDP"),
     "hsdp": ("lockstep.strategies.fsdp", "HSDP"),
-    "pipeline": ("lockstep.strategies.pipeline", "Pipeline"),
+    "pipeline": ("lockstep.strategies.pipeline.strategy", "Pipeline"),
 }
 
 

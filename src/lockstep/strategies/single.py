@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError
-from lockstep.runtime.run import Run
 from lockstep.strategies.base import Strategy, Wrapped, place
 
 

@@ -26,17 +26,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from lockstep.distributed.process_group import blocked, carrier_device
+from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import DataError, UsageError
-from lockstep.runtime.process_group import carrier_device
-from lockstep.runtime.run import blocked
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the samples of all ranks, on CPU and CUDA.
 
     Takes inputs of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), where N may differ
@@ -340,7 +339,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     converted: list[tuple[str, Any]] = []
     left: list[tuple[str, Any]] = []
     for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+        if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
         if isinstance(layer, LazyModuleMixin):
             raise UsageError(

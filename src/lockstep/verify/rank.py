@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.launch.rank_main import Script, run_as_main
+from lockstep.launcher.worker import Script, run_as_main
+from lockstep.verify.determinism import Neutral
 from lockstep.verify.hooks import install
-from lockstep.verify.neutral import Neutral
-from lockstep.verify.plan import read_plan
 from lockstep.verify.record import Writer
 from lockstep.verify.recorder import Recorder
+from lockstep.verify.runs import read_plan
 
 
 def main(folder: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from lockstep.diagnose.updates import Array, Call, RankUpdate, Taken, Update
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launch.exceptions import describe
+from lockstep.verify.updates import Array, Call, RankUpdate, Taken, Update
+from lockstep.watchdog.exit_status import describe
 
 _KINDS = ("before", "gradients", "parameters", "buffers")
 _LOCAL = "local"

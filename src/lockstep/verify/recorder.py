@@ -2,6 +2,8 @@
 
 It sees calls and values alone: torch's hooks for optimizer steps and forward passes, what loaders
 hand out, what backward passes are made of, and a few functions of torch.distributed.
+
+The models of a script that knows nothing of being watched, and the names of their tensors.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.diagnose.updates import Array, Call, RankUpdate, Taken, scale_of
+from lockstep.checkpoint.modules import plain_names, unwrap
+from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import user_line
-from lockstep.runtime.step import Handed
-from lockstep.verify.models import Models
-from lockstep.verify.neutral import Neutral
+from lockstep.step import BatchEvent
+from lockstep.verify.determinism import Neutral
 from lockstep.verify.record import Writer
 from lockstep.verify.samples import digest, look_at, random_streams
+from lockstep.verify.updates import Array, Call, RankUpdate, Taken, scale_of
 
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
@@ -89,7 +91,7 @@ class Recorder:
         self.models.add(module)
         self._hook_parameters()
 
-    def handed_out(self, handed: Handed) -> None:
+    def handed_out(self, handed: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
         self._end_if_enough()
         self._counts, self._weighted = handed.counts, False
@@ -179,7 +181,7 @@ class Recorder:
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
-        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
+        if isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward:
             if module.training and torch.is_grad_enabled():
                 self._pending.statistics[self.models.name_of(module)] = None
             return None
@@ -326,3 +328,80 @@ def _each(named: Any) -> Iterator[tuple[str, Array]]:
         if whole.is_floating_point():
             whole = whole.double()
         yield name, whole.clone().numpy()  # see `digest`
+
+
+class Models:
+    """Modules that are no part of another, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self._roots: list[tuple[str, nn.Module]] = []
+        self._known: set[int] = set()
+        """Ids of all modules inside of the roots."""
+        self._names: dict[int, str] = {}
+        """Of modules that were asked for, and of those beside them, by id."""
+        self.averaged: dict[int, set[int]] = {}
+        """The parameters that DDP averages, by the id of the module that it wraps."""
+
+    def add(self, module: nn.Module) -> None:
+        """A module that was wrapped or called; what is inside of a known one is known."""
+        inner = unwrap(module)
+        if id(inner) in self._known:
+            return
+        if not any(True for _ in inner.parameters()) and not any(True for _ in inner.buffers()):
+            return
+        # FSDP gives a module a class of its own, made of its own one.
+        kind = next(c.__name__ for c in type(inner).__mro__ if "FSDP" not in c.__name__)
+        same = sum(name.split("#")[0] == kind for name, _ in self._roots)
+        self._roots.append((f"{kind}#{same + 1}" if same else kind, module))
+        self._known |= {id(part) for part in module.modules()}
+
+    def wrapped(self, wrapper: DistributedDataParallel) -> None:
+        """DDP has been put around a module."""
+        self.add(wrapper)
+        own = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
+        self.averaged[id(wrapper.module)] = own
+
+    def name_of(self, module: nn.Module) -> str:
+        """Of what is inside of one of them; else that of its class."""
+        if id(module) not in self._names:
+            for _, root in self._roots:
+                plain = plain_names(root)
+                self._names |= {id(part): plain(name) for name, part in root.named_modules()}
+            self._names.setdefault(id(module), "")
+        return self._names[id(module)] or type(module).__name__
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each with a name that is the same on every rank; a tied one under its first name."""
+        for root, name, tensor in self._named("named_parameters"):
+            if isinstance(tensor, nn.Parameter):
+                yield f"{root}/{name}", tensor
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Each with a name that is the same on every rank."""
+        for root, name, tensor in self._named("named_buffers"):
+            yield f"{root}/{name}", tensor
+
+    def not_averaged(self) -> list[str]:
+        """Parameters to train, inside of DDP, that it does not know."""
+        if not self.averaged:
+            return []
+        known = set().union(*self.averaged.values())
+        found = []
+        for root, module in self._roots:
+            inner = unwrap(module)
+            if id(inner) in self.averaged:
+                found += [
+                    f"{root}/{name}"
+                    for name, parameter in inner.named_parameters()
+                    if parameter.requires_grad and id(parameter) not in known
+                ]
+        return found
+
+    def _named(self, what: str) -> Iterator[tuple[str, str, Tensor]]:
+        seen: set[int] = set()
+        for root, module in self._roots:
+            plain = plain_names(module)
+            for name, tensor in getattr(module, what)():
+                if tensor is not None and tensor.device.type != "meta" and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield root, plain(name), tensor

@@ -1,4 +1,7 @@
-"""Starts a script in the ways that are compared, one after the other, and reads what they did."""
+"""Starts a script in the ways that are compared, one after the other, and reads what they did.
+
+How a script is recorded: what the command writes down, and every rank of a run reads.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.updates import Update
-from lockstep.runtime.settings import INSTEAD
-from lockstep.verify.plan import Plan
+from lockstep.settings import INSTEAD
 from lockstep.verify.record import read_ends, read_updates
+from lockstep.verify.updates import Update
 
 _TAIL = 15
 """Last lines of what a run printed."""
@@ -27,7 +29,7 @@ class Way:
     name: str
     nproc: int
     instead: Mapping[str, Any] = field(default_factory=dict)
-    """What is set in the place of the script's settings; see `lockstep.runtime.settings`."""
+    """What is set in the place of the script's settings; see `lockstep.settings`."""
     batch_times: int = 1
 
 
@@ -53,6 +55,25 @@ class Recorded:
     """What was switched off."""
     of_lockstep: bool = False
     """Whether the script trains by Lockstep, which alone honours `Way.instead`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a script is recorded."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    local_rank_flag: str | None = None
+    """`--local_rank` or `--local-rank` for a script that takes its rank from there."""
+    steps: int = 3
+    """Of the first optimizer."""
+    double: bool = True
+    batch_times: int = 1
+
+    def write(self, folder: Path) -> None:
+        """For the ranks to read."""
+        (folder / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 Start = Callable[[Path, Way, Plan], str]
@@ -110,3 +131,12 @@ def environment(way: Way) -> dict[str, str]:
     # Sets of strings have another order in every process: here surely, elsewhere by chance.
     own = {"PYTHONHASHSEED": str(way.nproc), **os.environ}
     return {**own, INSTEAD: json.dumps(dict(way.instead))}
+
+
+_FILE = "plan.json"
+
+
+def read_plan(folder: Path) -> Plan:
+    """What `Plan.write` wrote."""
+    values = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    return Plan(**{**values, "arguments": tuple(values["arguments"])})

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from lockstep.distributed.torch_compat import pytree
 
 _IGNORED = -100
 """torch's `ignore_index`: labels that count for nothing."""

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.diagnose.case import Case, Cause, shown
-from lockstep.diagnose.catalogue import ENTRIES
-from lockstep.diagnose.causes import cause_of
-from lockstep.diagnose.equivalence import Divergence, Tolerance, first_divergence
-from lockstep.diagnose.updates import Update, count_of, loss_of, merged
+from lockstep.verify.catalogue import ENTRIES
+from lockstep.verify.causes import Case, Cause, cause_of, shown
+from lockstep.verify.compare import Divergence, Tolerance, first_divergence
 from lockstep.verify.runs import Recorded
+from lockstep.verify.updates import Update, count_of, loss_of, merged
 
 _WHAT = {
     "initial": "the parameters before the first step",

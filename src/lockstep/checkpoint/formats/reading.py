@@ -1,0 +1,349 @@
+"""Reads weights from every form that a PyTorch user may have; gives the states found in them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.formats import pickles
+from lockstep.checkpoint.formats.dcp import Objects, Spread, is_dcp, read_dcp
+from lockstep.checkpoint.formats.safetensors import Entry, check_plain, read_header, short
+from lockstep.checkpoint.formats.weight_files import (
+    INDEX,
+    index_of,
+    misplaced,
+    of_torch,
+    read_index,
+    weight_map,
+)
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.errors import CheckpointError
+
+Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
+
+_NESTED_UNDER = ("state_dict", "model_state_dict", "model", "net", "weights", "module")
+_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """One state of a model that a file holds."""
+
+    state: Mapping[str, Any]
+    """By name. Tensors are views of the mapped file; a `Spread` or `Objects` is not read yet."""
+    place: str
+    """Where in the file, in words; empty for the top."""
+
+    def value(self, name: str) -> Any:
+        """A value of the state, read from the file if it has not been."""
+        return _read(self.state[name])
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _read(inner) for key, inner in value.items()}
+    if isinstance(value, Spread):
+        return value.whole()
+    return value.read() if isinstance(value, Objects) else value
+
+
+def read_states(path: Path, *, trust: bool) -> list[Found]:
+    """The states in a file or folder; at least one.
+
+    Raises:
+        CheckpointError: nothing is there, it cannot be read, it holds no weights, or it holds
+            pickled objects and is not trusted.
+    """
+    path, kind = locate(path)
+    if kind == "checkpoint":
+        return [_from_checkpoint(path)]
+    if kind == "index" and of_torch(places := weight_map(path)):
+        return [Found(read_torch_index(path, places, trust), "")]
+    if kind == "index":
+        return [Found(_mapped(read_index(path)), "")]
+    if kind == "safetensors":
+        return [Found(_mapped(read_header(path)), "")]
+    return states_in(path, read_dcp(path) if kind == "dcp" else read_torch(path, trust))
+
+
+def locate(path: Path) -> tuple[Path, Kind]:
+    """What is to be read where a user names a file or folder, and what it is.
+
+    Raises:
+        CheckpointError: nothing is there, what is no file, or a folder without weights.
+    """
+    if path.is_dir():
+        return _in_folder(path)
+    if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
+        path = index_of(path)
+    check_plain(path)
+    with layout.plain_errors("reading weights from", path):
+        path.open("rb").close()
+    if path.suffix == ".json":
+        return path, "index"
+    return path, "safetensors" if path.suffix == ".safetensors" else "torch"
+
+
+def states_in(path: Path, content: Any) -> list[Found]:
+    """The states in what `read_torch` gave; at least one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = list(_states(content, "", _DEPTH))
+    if not found:
+        held = type(content).__name__
+        if isinstance(content, Mapping):
+            keys = [short(repr(key)) for key in content if isinstance(key, str)]
+            held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
+        raise CheckpointError(
+            f"reading weights from {path}",
+            f"no weights: it holds a {held}",
+            f"save the model's state_dict(), at the top or under one of {', '.join(_NESTED_UNDER)}",
+        )
+    return found
+
+
+def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
+    """The state of one module of a checkpoint; its tensors are views of the mapped file.
+
+    Raises:
+        CheckpointError: the manifest does not list the module's file, or it cannot be read.
+    """
+    file = layout.weights_file(name)
+    modules = modules_of(path, manifest)
+    if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            f"its manifest has a module {short(name)!r}, and does not list its file",
+            "use another checkpoint",
+        )
+    state = decode(modules[name], _mapped(read_header(path / file)))
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            f"the state of {short(name)!r} is a {type(state).__name__} in its manifest",
+            "use another checkpoint",
+        )
+    return state
+
+
+def modules_of(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a checkpoint's modules, as its manifest has them.
+
+    Raises:
+        CheckpointError: it has none, or not by name.
+    """
+    modules = manifest.get("modules")
+    if not isinstance(modules, dict):
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            "its manifest does not say which modules are in it",
+            "use another checkpoint",
+        )
+    return modules
+
+
+def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
+    """The name of the one module that is meant where none is named.
+
+    Raises:
+        CheckpointError: there are several and none is called `model`, or there is none.
+    """
+    names = list(modules_of(path, manifest))
+    if len(names) != 1 and "model" not in names:
+        raise CheckpointError(
+            f"reading weights from {path}",
+            f"it holds {len(names)} modules: {short(', '.join(names), 300) or 'none'}",
+            f"give the file of one of them, such as {path / layout.weights_file('NAME')}",
+        )
+    return "model" if "model" in names else names[0]
+
+
+def read_torch(path: Path, trust: bool) -> Any:
+    """What `torch.save` wrote; tensors are mapped where the file's format allows it.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
+    """
+    check_plain(path)
+    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+        archive = _is_archive(path, file)
+    options: dict[str, Any] = {"map_location": "cpu", "mmap": archive}
+    try:
+        return _load_tensors(path, options)
+    except pickle.UnpicklingError as error:
+        if not trust:
+            raise _not_trusted(path, error) from error
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    try:
+        return torch.load(path, weights_only=False, pickle_module=pickles, **options)
+    except Exception as error:  # unpickling runs the file's code, which may raise anything
+        raise _unreadable(path, error) from error
+
+
+def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict[str, Any]:
+    """The tensors of an index over files of `torch.save`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not hold what the index says.
+    """
+    state: dict[str, Any] = {}
+    for file in dict.fromkeys(places.values()):
+        content = read_torch(path.parent / file, trust)
+        held = content if isinstance(content, Mapping) else {}
+        for name in (name for name, place in places.items() if place == file):
+            if not isinstance(held.get(name), Tensor):
+                raise misplaced(path, name, file)
+            state[name] = held[name]
+    return {name: state[name] for name in places}
+
+
+def load_tensors(path: Path, content: IO[bytes]) -> Any:
+    """What `torch.save` wrote into a part of a file: tensors, numbers, text and nests of them.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds anything else.
+    """
+    _is_archive(path, content)
+    content.seek(0)
+    try:
+        return torch.load(content, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _load_tensors(path: Path, options: dict[str, Any]) -> Any:
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except RuntimeError as error:
+        if not options["mmap"] or os.strerror(errno.ENOMEM) not in str(error):
+            raise
+    # A private mapping, torch's default, may not be larger than memory. A shared one may; nothing
+    # here writes to it, but the file has to be writable.
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, weights_only=True, **options)
+
+
+def _is_archive(path: Path, file: IO[bytes]) -> bool:
+    """Whether it is of the newer format, a zip archive; and if so, whether it is one of torch's.
+
+    A packed archive could take any amount of memory, and what is mapped is not unpacked.
+    """
+    if file.read(4) != b"PK\x03\x04":
+        return False
+    size = file.seek(0, os.SEEK_END)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+        raise _unreadable(path, error) from error
+    packed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(m.file_size for m in members) > size:
+        raise CheckpointError(
+            f"reading weights from {path}",
+            f"it is an archive with packed contents ({short(', '.join(packed[:3]))}), as "
+            "torch.save never writes it; a TorchScript file may be one",
+            "save the state_dict of the model with torch.save or lockstep.save_weights",
+        )
+    return True
+
+
+def _mapped(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """The tensors of files whose headers have been checked, as views of the mapped files."""
+    state: dict[str, Tensor] = {}
+    for file in dict.fromkeys(entry.file for entry in entries.values()):
+        with layout.plain_errors("reading weights from", file):
+            state.update(safetensors.torch.load_file(file))
+    return {name: state[name] for name in entries}
+
+
+def _in_folder(folder: Path) -> tuple[Path, Kind]:
+    if (folder / layout.MANIFEST).exists():
+        return folder, "checkpoint"
+    if (path := layout.latest(folder)) is not None:
+        return path, "checkpoint"
+    if is_dcp(folder):
+        return folder, "dcp"
+    with layout.plain_errors("reading weights from", folder):
+        indexes = sorted(folder.glob(f"*{INDEX}"))
+        files = sorted(folder.glob("*.safetensors"))
+        files += [] if indexes or files else sorted(folder.glob("pytorch_model.bin"))
+    # Others publish the same weights in both forms side by side.
+    indexes = [path for path in indexes if ".safetensors" in path.suffixes] or indexes
+    if len(indexes) == 1:
+        return indexes[0], "index"
+    if len(files) == 1 and not indexes and not folder.name.startswith(("step-", ".step-")):
+        return files[0], "safetensors" if files[0].suffix == ".safetensors" else "torch"
+    raise CheckpointError(
+        f"reading weights from {folder}",
+        "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
+        "file or index, and not one of torch's distributed checkpoint",
+        "give a weights file, a checkpoint's folder, or the folder that holds checkpoints",
+    )
+
+
+def _from_checkpoint(path: Path) -> Found:
+    manifest = layout.read_manifest(path)
+    name = the_module(path, manifest)
+    return Found(read_module(path, name, manifest), f"{name} of {path.name}")
+
+
+def _not_trusted(path: Path, error: Exception) -> CheckpointError:
+    try:
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a file of the older format, or a broken one
+        asked = []
+    if not asked and "nsupported" not in str(error):
+        return _unreadable(path, error)
+    names = short(", ".join(asked[:5]), 300) or "names of code"
+    return CheckpointError(
+        f"reading weights from {path}",
+        f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
+        "code its author put there",
+        "pass trust=True if you trust where it comes from, then keep what lockstep.save_weights "
+        "makes of it",
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = next((line for line in str(error).splitlines() if line.strip()), "")
+    return CheckpointError(
+        f"reading weights from {path}",
+        f"torch.load cannot read it: {type(error).__name__}: {short(reason, 300)}",
+        "check that the file is whole, that it was written by torch.save, and that the classes of "
+        "a pickled model can be imported",
+    )
+
+
+def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
+    if isinstance(content, nn.Module):
+        yield Found(plain_state_dict(content), place or "the pickled module")
+        return
+    if not isinstance(content, Mapping) or depth == 0:
+        return
+    state = {
+        name: value
+        for name, value in content.items()
+        if isinstance(name, str)
+        and (isinstance(value, Tensor | Spread) or name.endswith("_extra_state"))
+    }
+    if any(isinstance(value, Tensor | Spread) for value in state.values()):
+        yield Found(state, place)
+    for name in _NESTED_UNDER:
+        if name in content:
+            yield from _states(content[name], f"{place}[{name!r}]", depth - 1)

@@ -1,0 +1,1 @@
+"""What `lockstep checkpoint` does: inspect, diff, convert, repair."""

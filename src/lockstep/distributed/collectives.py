@@ -1,0 +1,555 @@
+"""Collectives on tensors, numbers and nests of them; on one process they are the identity.
+
+Before any data moves, the ranks compare a digest of which collective each of them called and what
+it brought (one 16-byte all-gather on the CPU side, the same for every collective). Where they
+agree, which is nearly always, that is all; where they do not, every rank learns what every other
+called, and either the difference is harmless (a rank whose loop had no batch brings the number 0
+instead of a tensor) or all of them raise the same error. The alternative is what c10d does: wrong
+numbers, a hang, an aborted process, or a message without a name.
+
+Communication pattern, after the digest: `barrier` nothing; `exchange` two all-gathers (lengths,
+padded bytes); `sum`, `mean` and `max` one all-reduce for each tensor, all numbers of a nest
+travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest first
+dimension; `broadcast` one exchange and one broadcast for each tensor.
+
+What a rank brings to a collective: its description, and the forms in which it can travel.
+
+Gloo and NCCL each take some of torch's dtypes only. What is merely moved travels as bytes, exact
+for every dtype; what is reduced travels in the nearest dtype that both can reduce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.topology import DataParallelRank, Topology
+from lockstep.distributed.torch_compat import pytree
+from lockstep.errors import RanksDifferError, UsageError
+
+Number = bool | int | float
+
+
+class Collectives:
+    """The collectives of one run.
+
+    Args:
+        topology: this process's place.
+        device: where CUDA backends need their tensors; CPU tensors stay on the CPU.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self.topology = topology
+        self.device = device
+        self.part = DataParallelRank(topology.rank, topology.size)
+        """What this rank computes of a global batch; the strategy may say otherwise."""
+        self.blocked: str | None = None
+        """Why a collective would hang just now (set by an evaluation loop), or None."""
+        self.in_turn = False
+        """Whether this rank is inside of `main_first`, where other ranks are not."""
+
+    @property
+    def alone(self) -> bool:
+        """True on one process."""
+        return self.topology.size == 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's values count in reductions and gathers: see `Part`."""
+        return self.topology.rank < self.part.count
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks; the texts may differ."""
+        self._open(Call("exchange", "(preparing, saving or resuming, for example)"))
+        return self._exchange(text)
+
+    def sum(self, value: Any) -> Any:
+        """The sum over ranks of every leaf: tensors of one shape everywhere, numbers exactly.
+
+        Booleans are counted: they become integers, tensors of them int64. Other dtypes stay.
+        """
+        counted = pytree.tree_map(countable, value)
+        return self._reduce("sum", counted, lambda rows: sum(rows))
+
+    def max(self, value: Any) -> Any:
+        """The largest over ranks of every leaf."""
+        return self._reduce("max", value, lambda rows: max(rows))
+
+    def mean(self, value: Any) -> Any:
+        """The mean over ranks of every leaf; integer leaves become floating point."""
+        total = self._reduce("mean", pytree.tree_map(real, value), lambda rows: sum(rows))
+        count = self.part.count
+        return pytree.tree_map(lambda x: divided(x, count), total)
+
+    def gather(self, value: Any) -> Any:
+        """The leaves of every rank that counts, on all ranks.
+
+        Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
+        0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
+        """
+        self._check_blocked("gather")
+        leaves, spec = pytree.tree_flatten(value)
+        call = call_on("gather", leaves, spec)
+        described = self._open(call, same_but_first_dimension)
+        gathered: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                lengths = [row[place].shape[:1] for row in described]
+                gathered.append(self._gather_tensor(leaf, lengths))
+            else:
+                texts = self._exchange(json.dumps(leaf))[: self.part.count]
+                gathered.append([json.loads(text) for text in texts])
+        return pytree.tree_unflatten(gathered, spec)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Rank `source`'s value on every rank; what the others pass is ignored (None will do).
+
+        It may hold what `gather` takes and None.
+        """
+        if self.alone:
+            return value
+        self._check_blocked("broadcast")
+        problem = None
+        if type(source) is not int or not 0 <= source < self.topology.size:
+            problem = (
+                f"world.broadcast(..., source={source!r})",
+                f"it is not the number of a rank: there are {self.topology.size} of them",
+                f"give an integer from 0 to {self.topology.size - 1}",
+            )
+        self._open(Call("broadcast", f"from rank {source}", problem=problem))
+        text, tensors = pack(value) if self.topology.rank == source else ("", [])
+        sent = json.loads(self._exchange(text)[source])
+        if "error" in sent:
+            raise _usage_error(source, sent["error"])
+        received = []
+        for form in sent["leaves"]:
+            if isinstance(form, dict):
+                own = tensors.pop(0) if tensors else None
+                received.append(self._broadcast_tensor(own, form, source))
+            else:
+                received.append(form)
+        return pytree.tree_unflatten(received, pytree.treespec_loads(sent["structure"]))
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if not self.alone:
+            self._check_blocked("barrier")
+            self._open(Call("barrier"))
+
+    def _reduce(self, name: str, value: Any, combine: Callable[[list[Number]], Number]) -> Any:
+        self._check_blocked(name)
+        leaves, spec = pytree.tree_flatten(value)
+        described = self._open(call_on(name, leaves, spec), same_or_numbers)
+        if self.alone:
+            return value
+        columns = list(zip(*described, strict=True))
+        places = [p for p, column in enumerate(columns) if all(leaf.is_number for leaf in column)]
+        mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
+        texts = self._exchange(json.dumps(mine))[: self.part.count] if places else []
+        rows = [json.loads(text) for text in texts]
+        numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
+        for place, number in numbers.items():
+            problem = problem_with_result(name, number, columns[place])
+            if problem is not None:
+                raise UsageError(*problem)
+        reduced = [
+            number_like(leaf, numbers[place], columns[place])
+            if place in numbers
+            else self._all_reduce(name, leaf)
+            for place, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(reduced, spec)
+
+    def _all_reduce(self, name: str, leaf: Tensor) -> Tensor:
+        operation = dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.SUM
+        return all_reduced(leaf if self.counts else neutral(leaf, name), operation)
+
+    def _open(
+        self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
+    ) -> list[tuple[Leaf, ...]]:
+        """Opens any collective; what every rank brought, one row a rank.
+
+        Raises on all ranks where the calls differ, or a rank cannot take part. A difference in
+        leaves is none where `fits` takes every column of them.
+        """
+        if self.alone:
+            if call.problem is not None:
+                raise UsageError(*call.problem)
+            return [call.leaves]
+        self.check_turn(f"{call.name} {call.detail}".rstrip())
+        text = call.to_text()
+        digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8)
+        if all(torch.equal(other, mine) for other in self._all_gather(mine)):
+            if call.problem is not None:
+                raise UsageError(*call.problem)
+            return [call.leaves] * self.topology.size
+        calls = [Call.from_text(other) for other in self._exchange(text)]
+        if len({other.name for other in calls}) == 1:
+            for rank, other in enumerate(calls):
+                if other.problem is not None:
+                    raise _usage_error(rank, other.problem)
+        rows = [other.leaves for other in calls]
+        alike = len({(other.name, other.detail, other.structure) for other in calls}) == 1
+        if alike and fits is not None and all(fits(c) for c in zip(*rows, strict=True)):
+            return rows
+        raise _differ(calls)
+
+    def check_turn(self, doing: str) -> None:
+        """Raises UsageError inside of `main_first`: what all ranks do together never ends there."""
+        if self.in_turn:
+            raise UsageError(
+                f"{doing} inside of `with world.main_first()`",
+                "all ranks do it together, and they run this block one after the other",
+                "move it behind the block",
+            )
+
+    def _check_blocked(self, name: str) -> None:
+        if self.blocked is not None:
+            raise UsageError(
+                f"world.{name} in the body of an evaluation loop",
+                self.blocked,
+                "sum up inside the loop and call the collective once, after it",
+            )
+
+    def _exchange(self, text: str) -> list[str]:
+        if self.alone:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = self._all_gather(padded)
+        return [
+            bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths, strict=True)
+        ]
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def _gather_tensor(self, tensor: Tensor, lengths: list[tuple[int, ...]]) -> Tensor:
+        rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+        if self.alone:
+            return tensor if tensor.dim() else rows
+        lengths = lengths[: self.part.count] + [(0,)] * (len(lengths) - self.part.count)
+        rows = rows if self.counts else rows[:0]
+        counts = [length[0] if length else 1 for length in lengths]
+        width = rows.shape[1:].numel() * rows.element_size()
+        data = to_bytes(rows)
+        padded = data.new_zeros(max(counts) * width)
+        padded[: len(data)] = data
+        parts = self._all_gather(padded)
+        joined = torch.cat([part[: n * width] for part, n in zip(parts, counts, strict=True)])
+        return from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
+
+    def _broadcast_tensor(self, own: Tensor | None, form: dict[str, Any], source: int) -> Tensor:
+        dtype = getattr(torch, form["dtype"])
+        shape = torch.Size(form["shape"])
+        # The source may hold it on the CPU while the others, who hold nothing, use their device.
+        if own is None:
+            size = shape.numel() * dtype.itemsize
+            carrier = torch.empty(size, dtype=torch.uint8, device=self.device)
+        else:
+            carrier = to_bytes(own).to(self.device, copy=True)
+        dist.broadcast(carrier, source)
+        received = from_bytes(carrier, dtype, shape)
+        return received if own is None else received.to(own.device)
+
+
+def _usage_error(rank: int, problem: Sequence[str]) -> UsageError:
+    was_set, found, do = problem
+    return UsageError(was_set, f"rank {rank}: {found}", do)
+
+
+def _differ(calls: Sequence[Call]) -> RanksDifferError:
+    names = list(dict.fromkeys(call.name for call in calls))
+    structures = len({call.structure for call in calls}) > 1 and len(names) == 1
+    return RanksDifferError(
+        f"world.{names[0]}" if len(names) == 1 else f"collectives: {' and '.join(names)}",
+        "; ".join(
+            f"rank {rank}: {call}{f' in {call.structure}' if structures else ''}"
+            for rank, call in enumerate(calls)
+        ),
+        "call the same collective with the same structure, shapes and types on every rank",
+    )
+
+
+INT64_MAX = 2**63 - 1
+
+_CARRIERS = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+}
+_DTYPES = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    *_CARRIERS,
+}
+
+Problem = tuple[str, str, str]
+"""The parts of a `UsageError`."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What one rank brought at one place of a nest."""
+
+    kind: str
+    """`tensor`, `int`, `float`, `text`, or the name of a type that cannot be sent."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one real number, which travels as text."""
+        if self.kind == "tensor":
+            return not self.shape and "complex" not in self.dtype
+        return self.kind in {"int", "float"}
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is in floating point."""
+        return self.kind == "float" or "float" in self.dtype
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "tensor" else f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call of a collective, as the ranks tell it to each other."""
+
+    name: str
+    detail: str = ""
+    structure: str = ""
+    leaves: tuple[Leaf, ...] = ()
+    problem: Problem | None = None
+    """Why this rank cannot take part; all ranks raise it."""
+
+    def to_text(self) -> str:
+        """For `from_text`."""
+        leaves = [[x.kind, x.dtype, x.shape] for x in self.leaves]
+        return json.dumps([self.name, self.detail, self.structure, leaves, self.problem])
+
+    @classmethod
+    def from_text(cls, text: str) -> Call:
+        """What `to_text` has written."""
+        name, detail, structure, leaves, problem = json.loads(text)
+        rows = tuple(Leaf(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves)
+        return cls(name, detail, structure, rows, problem and tuple(problem))
+
+    def __str__(self) -> str:
+        brought = f"of {', '.join(map(str, self.leaves)) or 'nothing'}" if self.structure else ""
+        return " ".join(part for part in (self.name, self.detail, brought) if part)
+
+
+def call_on(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Call:
+    """The call of collective `name` on a flattened nest."""
+    problems = (problem_with(name, leaf) for leaf in leaves)
+    problem = next((p for p in problems if p is not None), None)
+    return Call(name, "", str(spec), tuple(_describe(leaf) for leaf in leaves), problem)
+
+
+def neutral(leaf: Tensor, name: str) -> Tensor:
+    """What changes nothing in the reduction `name`, like `leaf` in shape and dtype."""
+    if name != "max" or leaf.dtype == torch.bool:
+        return torch.zeros_like(leaf)
+    if not leaf.is_floating_point():
+        return torch.full_like(leaf, torch.iinfo(leaf.dtype).min)
+    # Some dtypes of 8 bits have no infinity.
+    return torch.full_like(leaf, -torch.inf if leaf.itemsize > 1 else torch.finfo(leaf.dtype).min)
+
+
+def same_or_numbers(column: Sequence[Leaf]) -> bool:
+    """Whether a reduction can make one value of what the ranks brought at one place."""
+    return len(set(column)) == 1 or all(leaf.is_number for leaf in column)
+
+
+def same_but_first_dimension(column: Sequence[Leaf]) -> bool:
+    """Whether what the ranks brought at one place can be joined."""
+    return len({(x.kind, x.dtype, len(x.shape), x.shape[1:]) for x in column}) == 1
+
+
+def problem_with(name: str, leaf: Any) -> Problem | None:
+    """Why the collective cannot take the leaf, or None."""
+    if isinstance(leaf, Tensor):
+        return _problem_with_tensor(name, leaf)
+    if isinstance(leaf, bool | int | float):
+        if isinstance(leaf, float) or abs(leaf) <= INT64_MAX or name == "broadcast":
+            return None
+        return (
+            f"a collective on an integer of {leaf.bit_length()} bits",
+            "it does not fit into 64 bits",
+            "reduce it as a float, or as two integers",
+        )
+    if (isinstance(leaf, str) and name in {"gather", "broadcast"}) or (
+        leaf is None and name == "broadcast"
+    ):
+        return None
+    return (
+        f"a collective on a {type(leaf).__name__}",
+        "collectives take tensors, numbers, text (gather and broadcast) and nests of them",
+        "convert it first, for example with torch.as_tensor",
+    )
+
+
+def _problem_with_tensor(name: str, tensor: Tensor) -> Problem | None:
+    was_set = f"world.{name} of a tensor of {tensor.dtype}"
+    if tensor.dtype not in _DTYPES:
+        return was_set, "no backend can carry this dtype", "convert it first"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
+    if name == "max" and tensor.is_complex():
+        return was_set, "complex numbers have no order", "take the maximum of its .abs()"
+    return None
+
+
+def _describe(leaf: Any) -> Leaf:
+    if isinstance(leaf, Tensor):
+        return Leaf("tensor", str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+    if isinstance(leaf, bool | int):
+        return Leaf("int")
+    for kind, name in ((float, "float"), (str, "text")):
+        if isinstance(leaf, kind):
+            return Leaf(name)
+    return Leaf(type(leaf).__name__)
+
+
+def countable(leaf: Any) -> Any:
+    """Booleans as integers: their sum is a count, not a logical or."""
+    if isinstance(leaf, Tensor) and leaf.dtype is torch.bool:
+        return leaf.to(torch.int64)
+    return int(leaf) if isinstance(leaf, bool) else leaf
+
+
+def real(leaf: Any) -> Any:
+    """Integers and booleans in floating point; what cannot be reduced is left as it is."""
+    if problem_with("mean", leaf) is not None:
+        return leaf
+    if isinstance(leaf, Tensor):
+        inexact = leaf.is_floating_point() or leaf.is_complex()
+        return leaf if inexact else leaf.to(torch.get_default_dtype())
+    return float(leaf)
+
+
+def divided(leaf: Any, count: int) -> Any:
+    """`leaf / count`, for a leaf made by `real`, in its own dtype."""
+    if isinstance(leaf, Tensor) and leaf.dtype in _CARRIERS:
+        return (leaf.to(_CARRIERS[leaf.dtype]) / count).to(leaf.dtype)
+    return leaf / count
+
+
+def number_like(leaf: Any, number: bool | int | float, column: Sequence[Leaf]) -> Any:
+    """A reduced number in the form that this rank brought it in.
+
+    Args:
+        leaf: what this rank brought: a number, or a 0-dimensional tensor.
+        number: the result.
+        column: what all ranks brought; an integer tensor among floats gives a float tensor.
+    """
+    if not isinstance(leaf, Tensor):
+        return number
+    dtype = leaf.dtype
+    if not dtype.is_floating_point and any(x.is_real for x in column):
+        dtype = torch.get_default_dtype()
+    return torch.tensor(number, dtype=dtype, device=leaf.device)
+
+
+def problem_with_result(
+    name: str, number: bool | int | float, column: Sequence[Leaf]
+) -> Problem | None:
+    """Why the reduced number does not fit what some rank brought, or None; alike on all ranks."""
+    if type(number) is not int:
+        return None
+    for leaf in column:
+        if leaf.kind != "tensor" or leaf.is_real or leaf.dtype == "bool":
+            continue
+        limits = torch.iinfo(getattr(torch, leaf.dtype))
+        if not limits.min <= number <= limits.max:
+            return (
+                f"world.{name} of 0-dimensional {leaf.dtype} tensors",
+                f"the result, {number}, does not fit into {leaf.dtype}",
+                "convert them to a wider dtype, or to plain numbers",
+            )
+    return None
+
+
+def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """The reduction of a tensor of any sendable dtype; integers wrap as in torch's addition."""
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if own.dtype is not torch.uint64:
+        carrier = own.to(_CARRIERS.get(own.dtype, own.dtype), copy=True)
+        dist.all_reduce(carrier, operation)
+        return carrier.to(own.dtype)
+    # Modulo 2**64 sums are the same, signed or not; for the order the highest bit is turned over.
+    highest = 0 if operation == dist.ReduceOp.SUM else -(2**63)
+    carrier = own.view(torch.int64) ^ highest
+    dist.all_reduce(carrier, operation)
+    return (carrier ^ highest).view(torch.uint64)
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's data, `(bytes,)` in uint8; may share its memory."""
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return own.reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor of which `to_bytes` made `data`."""
+    return data.view(dtype).reshape(tuple(shape))
+
+
+def pack(value: Any) -> tuple[str, list[Any]]:
+    """What a broadcast tells before the tensors: a JSON text for `unpack`; and the tensors.
+
+    The text holds a problem instead where the value cannot be sent.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    problem = call_on("broadcast", leaves, spec).problem
+    try:
+        structure = pytree.treespec_dumps(spec)
+        survives = pytree.treespec_loads(structure) == spec
+    except Exception:  # whatever a node's own serialisation raises
+        survives = False
+    if problem is None and not survives:
+        problem = (
+            "world.broadcast of a nest",
+            f"its structure cannot be sent: {spec}",
+            "send plain dictionaries with text as keys, lists and tuples",
+        )
+    if problem is not None:
+        return json.dumps({"error": problem}), []
+    forms = [
+        {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+        if isinstance(x, Tensor)
+        else x
+        for x in leaves
+    ]
+    text = json.dumps({"leaves": forms, "structure": structure})
+    return text, [x for x in leaves if isinstance(x, Tensor)]

@@ -1,0 +1,284 @@
+"""The addresses of this machine, and the sockets that listen on one of them.
+
+What needs torch or psutil imports it when it is called: the launcher is here before torch is, and
+most runs need no psutil.
+
+Which network interface the ranks talk over, and why.
+
+Gloo takes the address that the host name resolves to. Many systems map the host name to 127.0.1.1
+in /etc/hosts; on several machines the ranks then tell each other a loopback address and cannot
+connect. Gloo can be told otherwise through GLOO_SOCKET_IFNAME alone, which is why this one file
+sets an environment variable, for the moment in which a process group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from lockstep.distributed.topology import Topology
+from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+LOOPBACK = "127.0.0.1"
+ANY_OUTSIDE_ADDRESS = "203.0.113.1"
+"""Of the block set aside for documentation (RFC 5737): on the way to it lies the default route."""
+
+
+def local_addresses() -> dict[str, list[str]]:
+    """Interface name -> its IP addresses, IPv4 first; link-local IPv6 ones are left out."""
+    import psutil
+
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        own = [e.address for e in entries if e.family == socket.AF_INET]
+        own += [
+            e.address
+            for e in entries
+            if e.family == socket.AF_INET6 and not e.address.startswith("fe80")
+        ]
+        if own:
+            found[name] = own
+    return found
+
+
+def listing(addresses: Mapping[str, Sequence[str]]) -> str:
+    """Interfaces and their addresses, as `local_addresses` gives them, in words."""
+    return ", ".join(f"{name} ({', '.join(own)})" for name, own in addresses.items())
+
+
+def address_reaching(host: str | None) -> str | None:
+    """The own address from which packets to `host` would leave; nothing is sent."""
+    if host is None:
+        return None
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def resolve(host: str) -> list[str]:
+    """What a host name or address resolves to, IPv4 first; empty when it does not."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
+
+
+def is_loopback_address(address: str) -> bool:
+    """Whether an IP address is reachable from its own machine only.
+
+    Raises:
+        ValueError: it is no IP address.
+    """
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def means_loopback(host: str | None) -> bool:
+    """Whether a host name or address can only mean the machine it is used on."""
+    try:
+        return host == "localhost" or is_loopback_address(host or "")
+    except ValueError:
+        return False
+
+
+def owner_of(port: int) -> str:
+    """The process of this machine that listens on a port, in words, as far as we may know it."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid}: {command[:200]}"
+    except psutil.Error:
+        pass
+    return "another program"
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at an address (port 0: a free one).
+
+    Raises:
+        OSError: it cannot be bound (EADDRINUSE: the port is taken).
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """A store at one address; torch's own listens on all interfaces, whatever host it is given.
+
+    Args:
+        address: of this machine.
+        port: 0: a free one.
+        timeout: how long the store waits for an answer.
+
+    Raises:
+        OSError: the port cannot be bound (EADDRINUSE: it is taken).
+    """
+    from torch.distributed import TCPStore
+
+    with listening_socket(address, port) as listener:
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+
+
+Addresses = Mapping[str, Sequence[str]]
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def find_interface(environ: Mapping[str, str], topology: Topology) -> tuple[str | None, str]:
+    """`choose_interface` for this machine."""
+    return choose_interface(
+        environ,
+        local_addresses(),
+        topology.one_node,
+        address_reaching(topology.master_addr),
+        hostname_address(),
+    )
+
+
+def choose_interface(
+    environ: Mapping[str, str],
+    addresses: Addresses,
+    one_node: bool,
+    address_reaching_master: str | None,
+    hostname_address: str | None,
+) -> tuple[str | None, str]:
+    """The interface for Gloo and the reason; None leaves it to Gloo, which follows the host name.
+
+    Args:
+        environ: for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which win.
+        addresses: interface name -> its IP addresses.
+        one_node: all ranks are on this machine.
+        address_reaching_master: the own address from which packets to the master leave.
+        hostname_address: what the own host name resolves to; None: nothing.
+
+    Raises:
+        SettingError: a named interface does not exist here, or none can be chosen.
+    """
+    named = _named(environ, addresses)
+    # Several names, with commas between them, are none of `addresses`; they are left to Gloo.
+    here = one_node and (named is None or all(map(means_loopback, addresses.get(named[0], ["-"]))))
+    if named is not None and not here:
+        return named
+    if here:
+        loopback = _owner(addresses, is_loopback_address)
+        return loopback, "all ranks are on this machine: nothing is reachable from outside"
+    if hostname_address is not None and not is_loopback_address(hostname_address):
+        return None, f"the host name resolves to {hostname_address}, which other machines can reach"
+    trap = (
+        "the host name does not resolve"
+        if hostname_address is None
+        else f"the host name resolves to {hostname_address}, which only this machine can reach"
+    )
+    reaching = _owner(addresses, lambda address: address == address_reaching_master)
+    if reaching is not None and not is_loopback_address(addresses[reaching][0]):
+        return reaching, f"{trap}; {reaching} ({address_reaching_master}) reaches the master"
+    outward = [name for name, own in addresses.items() if own and not is_loopback_address(own[0])]
+    if len(outward) == 1:
+        return outward[0], f"{trap}; {outward[0]} is the only interface to the outside"
+    raise SettingError(
+        "a run on several machines",
+        f"{trap}, and it is not clear which of these interfaces to use: {listing(addresses)}",
+        f"set {_GLOO} (and {_NCCL} for GPUs) to one of them",
+    )
+
+
+@contextmanager
+def gloo_interface(name: str | None) -> Iterator[None]:
+    """Makes process groups created inside the block talk over this interface (None: no change)."""
+    before = os.environ.get(_GLOO)
+    if name is None or before:
+        yield
+        return
+    os.environ[_GLOO] = name
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO]
+
+
+def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:
+    """Makes groups created inside the block talk over the interface of the run's first one.
+
+    Gloo itself would take the address of the host name.
+    """
+    name = None if backend == "mpi" else find_interface(os.environ, topology)[0]
+    return gloo_interface(name)
+
+
+def hostname_address() -> str | None:
+    """What the own host name resolves to; None when it does not."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return None
+
+
+def _named(environ: Mapping[str, str], addresses: Addresses) -> tuple[str, str] | None:
+    if environ.get(_GLOO):
+        names = environ[_GLOO].split(",")
+        if not set(names) <= set(addresses):
+            raise _no_such_interface(_GLOO, environ[_GLOO], addresses)
+        return environ[_GLOO], f"{_GLOO} is set"
+    if not environ.get(_NCCL):
+        return None
+    matching = [name for name in addresses if nccl_matches(environ[_NCCL], name)]
+    if not matching:
+        raise _no_such_interface(_NCCL, environ[_NCCL], addresses)
+    if len(matching) > 1:
+        return None
+    return matching[0], f"{_NCCL} is set to {environ[_NCCL]}"
+
+
+def nccl_matches(pattern: str, name: str) -> bool:
+    """NCCL's reading of NCCL_SOCKET_IFNAME: prefixes; `=` before them: names; `^`: all but these.
+
+    Source: NCCL documentation, "Environment Variables", NCCL_SOCKET_IFNAME.
+    """
+    exclude = pattern.startswith("^")
+    rest = pattern.removeprefix("^")
+    exact = rest.startswith("=")
+    items = rest.removeprefix("=").split(",")
+    hit = name in items if exact else any(name.startswith(item) for item in items if item)
+    return hit != exclude
+
+
+def _owner(addresses: Addresses, wanted: Callable[[str], bool]) -> str | None:
+    return next((name for name, own in addresses.items() if any(map(wanted, own))), None)
+
+
+def _no_such_interface(variable: str, value: str, addresses: Addresses) -> SettingError:
+    return SettingError(
+        f"{variable}={value}",
+        f"no such interface on {socket.gethostname()}, which has {listing(addresses)}",
+        "set it to one of these, or unset it to have one chosen",
+    )

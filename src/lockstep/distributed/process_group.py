@@ -1,0 +1,488 @@
+"""Joining and leaving a run: from settings and environment to a process group.
+
+The process group: which backend, over which interface, opened and closed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import Store
+from torch.distributed.constants import default_pg_timeout
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.device import choose_device
+from lockstep.distributed.environment import detect, port
+from lockstep.distributed.manifest import collect, wait_until
+from lockstep.distributed.network import find_interface, gloo_interface, means_loopback
+from lockstep.distributed.topology import Topology
+from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
+from lockstep.settings import Choice, Settings
+from lockstep.step import Step
+
+if TYPE_CHECKING:
+    from lockstep.distributed.rendezvous import Joined
+
+
+# Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
+_MAIN_FIRST = timedelta(days=7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One process's part in a run, from `join_run` to `leave`."""
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    """Empty where there is no process group: on one process."""
+    collectives: Collectives
+    step: Step
+    settings: Settings
+    joined: Joined | None
+    """The store that the ranks met at; None on one process."""
+    examples: list[Callable[[], Any]] = field(default_factory=list)
+    """Each gives a batch of a loader that is being prepared, for strategies that measure."""
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    """What the strategy has opened beside the group of all ranks; closed with it."""
+    at_end: list[Callable[[bool], None]] = field(default_factory=list)
+    """Called by `leave`, while the group is open, with whether this process has failed."""
+    loaders: list[Any] = field(default_factory=list)
+    """All prepared ones."""
+    prepared: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    """The modules that `World.prepare` gave out."""
+
+
+def run_of(module: nn.Module) -> Run | None:
+    """The run that a module was prepared in, as long as it goes on."""
+    run = _current
+    known = run is not None and any(prepared() is module for prepared in run.prepared)
+    return run if known else None
+
+
+def blocked() -> str | None:
+    """Why a collective of the present run would hang just now, or None."""
+    return None if _current is None else _current.collectives.blocked
+
+
+_BY_SCRIPT = "the script"
+
+_current: Run | None = None
+_joins = 0
+
+
+def join_run(
+    settings: Settings,
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> tuple[Run, list[Choice]]:
+    """Brings the processes together and opens the process group.
+
+    Args:
+        settings: what the user set.
+        environ: read once, here.
+        rank: given in the script instead of by a launcher; then `world_size` is given too.
+        world_size: likewise.
+
+    Raises:
+        JoinError: the ranks did not come together within `settings.timeout_s`.
+        RanksDifferError: they run other code, arguments, versions or settings.
+        SettingError: something that was set cannot be honoured.
+        UsageError: this process is in a run already.
+    """
+    global _current
+    if _current is not None or dist.is_initialized():
+        raise UsageError(
+            "lockstep.init",
+            "this process is in a run already"
+            if _current is not None
+            else "torch.distributed.init_process_group was called before it",
+            "call lockstep.init once, and nothing else that opens a process group; "
+            "world.close() leaves the run",
+        )
+    topology = _topology(environ, settings.init_method, rank, world_size)
+    set_rank(topology.rank if topology.size > 1 else None)
+    joined = None
+    try:
+        if topology.size > 1:
+            joined = _meet(topology, settings, environ)
+            topology = _with_neighbours(topology, joined)
+        run, choices = _open(topology, settings, environ, joined)
+    except BaseException:
+        if joined is not None:
+            joined.close(patience=0)
+        set_rank(None)
+        raise
+    _current = run
+    return run, choices
+
+
+def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
+    from lockstep.distributed.rendezvous import join  # one process meets nobody
+
+    global _joins
+    _joins += 1  # a store that outlives this run must not show it the records of the last
+    launch = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return join(
+        topology,
+        settings.init_method,
+        record=collect(topology, _compared(settings, environ)),
+        timeout=settings.timeout_s,
+        attempt=".".join((*launch, str(_joins))),
+    )
+
+
+def _open(
+    topology: Topology, settings: Settings, environ: Mapping[str, str], joined: Joined | None
+) -> tuple[Run, list[Choice]]:
+    """Chooses the device and opens the process group."""
+    device, reason = choose_device(
+        settings.device,
+        topology,
+        environ,
+        may_share=settings.backend == "gloo",
+        on_this_machine=partial(_on_this_machine, topology, joined, settings.timeout_s),
+    )
+    choices = [Choice("device", str(device), reason)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
+        choices.append(Choice("threads", str(torch.get_num_threads()), f"a process; {by}"))
+    backend = ""
+    if joined is not None or settings.backend is not None:
+        chosen, reason = choose_backend(settings.backend, device)
+    if joined is not None:
+        backend = chosen
+        limit = settings.collective_timeout_s
+        network = open_group(
+            topology,
+            backend,
+            device,
+            joined.store,
+            timeout=None if limit is None else timedelta(seconds=limit),
+        )
+        choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
+        choices.append(Choice("network", *network))
+    run = Run(
+        topology=topology,
+        device=device,
+        backend=backend,
+        collectives=Collectives(topology, device),
+        step=Step(),
+        settings=settings,
+        joined=joined,
+    )
+    return run, choices
+
+
+def _on_this_machine(
+    topology: Topology, joined: Joined | None, timeout: float, text: str
+) -> list[str]:
+    """This process's text, and those that the others of this machine tell in the same place.
+
+    One that tells nothing in time counts as one that tells the same.
+    """
+    if joined is None:
+        return [text]
+    store, hosts = joined.store, [record["host"] for record in joined.records]
+    keys = [f"here/{r}" for r, host in enumerate(hosts) if host == hosts[topology.rank]]
+    store.set(f"here/{topology.rank}", text)
+    come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
+    return [store.get(key).decode() for key in keys] if come else [text, text]
+
+
+def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
+    """Where the script gave the rank, the local rank is known once the ranks have met."""
+    if topology.source != _BY_SCRIPT:
+        return topology
+    hosts = [record["host"] for record in joined.records]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
+    return replace(
+        topology,
+        local_rank=here.index(topology.rank),
+        local_size=len(here),
+        node_rank=list(dict.fromkeys(hosts)).index(hosts[topology.rank]),
+    )
+
+
+def leave(run: Run, *, failed: bool) -> None:
+    """Closes what `join_run` opened.
+
+    Args:
+        run: to leave.
+        failed: this process ends with an error, so the others cannot be counted on.
+    """
+    global _current
+    if _current is not run:
+        return
+    _current = None
+    with ExitStack() as stack:  # all of it, whatever raises
+        stack.callback(set_rank, None)
+        stack.callback(_leave_group, run, failed)
+        for finish in reversed(run.at_end):
+            stack.callback(finish, failed)
+
+
+def _leave_group(run: Run, failed: bool) -> None:
+    run.groups.clear()
+    if run.joined is not None:
+        # NCCL waits for outstanding work of ranks that may never do theirs.
+        if not (failed and run.device.type == "cuda"):
+            close_group()
+        if failed:
+            run.joined.close(patience=0)
+        else:
+            run.joined.close()
+
+
+def close_at_exit(close: Callable[..., None]) -> None:
+    """Leaves the run when Python ends.
+
+    Python would end with 0 whatever is raised here; an error of ours gives it its own exit code.
+
+    Args:
+        close: is given `failed`.
+    """
+    try:
+        close(failed=hasattr(sys, "last_type"))  # set by an uncaught exception
+    except LockstepError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(error.exit_code)
+
+
+@contextmanager
+def main_first(run: Run, turn: str) -> Iterator[None]:
+    """Rank 0 runs the block, then the others; they wait at the store, where no timeout is short.
+
+    Raises:
+        UsageError: on the other ranks, where rank 0's block raised.
+    """
+    if run.joined is None:
+        yield
+        return
+    key = f"main_first/{turn}"
+    if run.topology.is_main:
+        try:
+            with _turn(run.collectives):
+                yield
+        except BaseException:
+            run.joined.store.set(key, "failed")
+            raise
+        run.joined.store.set(key, "done")
+        return
+    run.joined.store.wait([key], _MAIN_FIRST)
+    if run.joined.store.get(key) == b"failed":
+        raise UsageError(
+            "with world.main_first()",
+            "rank 0 raised in its block",
+            "look at rank 0's error",
+        )
+    with _turn(run.collectives):
+        yield
+
+
+@contextmanager
+def _turn(collectives: Collectives) -> Iterator[None]:
+    collectives.in_turn = True
+    try:
+        yield
+    finally:
+        collectives.in_turn = False
+
+
+def _topology(
+    environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
+) -> Topology:
+    found = detect(environ, sys.argv[1:]) or Topology()
+    if (rank is None) != (world_size is None):
+        raise SettingError(
+            f"rank={rank}, world_size={world_size}",
+            "only one of them was given",
+            "give both, or neither under a launcher",
+        )
+    if rank is None or world_size is None:
+        return found
+    if found.size > 1 and (found.rank, found.size) != (rank, world_size):
+        raise SettingError(
+            f"rank={rank}, world_size={world_size} in the script",
+            f"{found.source} says rank {found.rank} of {found.size}",
+            "leave them out under a launcher",
+        )
+    if found.size > 1:
+        return found
+    # Without a launcher nothing says which processes share this machine. With an address of
+    # loopback they all do; with any other, each is taken to be alone on its machine.
+    local = means_loopback(_master_host(init_method, environ))
+    return Topology(
+        rank=rank,
+        size=world_size,
+        local_rank=rank if local else 0,
+        local_size=world_size if local else 1,
+        node_rank=0 if local else rank,
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=port(environ),
+        source=_BY_SCRIPT,
+    )
+
+
+def _master_host(init_method: str | None, environ: Mapping[str, str]) -> str | None:
+    if init_method is not None and init_method.startswith("tcp://"):
+        return urlsplit(init_method).hostname
+    return environ.get("MASTER_ADDR")
+
+
+def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, object]:
+    """The settings that must be equal on all ranks."""
+    return {
+        "strategy": getattr(settings.strategy, "name", settings.strategy),
+        "seed": settings.seed,
+        "precision": settings.precision,
+        "backend": settings.backend,
+        "shares": settings.shares,
+        "micro_batch": settings.micro_batch,
+        "sync_batchnorm": settings.sync_batchnorm,
+        "ledger": settings.ledger is not None,
+        "threads": environ.get("OMP_NUM_THREADS"),
+    }
+
+
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+_NAMES = ("nccl", "gloo", "mpi")
+
+
+def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
+    """The backend in torch's notation, and the reason.
+
+    Args:
+        backend: `nccl`, `gloo`, `mpi`, or None to choose by the device.
+        device: the one this rank computes on.
+
+    Raises:
+        SettingError: the backend is unknown, not built into this torch, or cannot serve the device.
+    """
+    cuda = device.type == "cuda"
+    if backend is None:
+        if not cuda:
+            return "gloo", f"the device is {device}"
+        if dist.is_nccl_available():
+            return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
+        return "gloo", "this torch was built without nccl"
+    if backend not in (*_NAMES, CUDA_BACKENDS):
+        near = difflib.get_close_matches(backend.lower(), _NAMES, n=1)
+        raise SettingError(
+            f"backend={backend!r}",
+            f"the backends are {', '.join(_NAMES)}",
+            f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
+        )
+    if backend in ("nccl", CUDA_BACKENDS):
+        return _nccl(cuda, device)
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise SettingError(
+            "backend='mpi'",
+            f"torch {torch.__version__} was built without MPI",
+            f"use {'nccl' if cuda else 'gloo'} (mpirun can still start the run), or a torch built "
+            "from source against MPI",
+        )
+    return backend, "it was asked for"
+
+
+def open_group(
+    topology: Topology,
+    backend: str,
+    device: torch.device,
+    store: Store,
+    *,
+    timeout: timedelta | None,
+) -> tuple[str, str]:
+    """Opens torch's default process group.
+
+    Args:
+        topology: who this process is.
+        backend: from `choose_backend`.
+        device: the one this rank computes on.
+        store: where the ranks have met.
+        timeout: how long a collective may take; None: torch's default for the backend.
+
+    Returns:
+        The network interface of the CPU side and the reason for it.
+
+    Raises:
+        SettingError: an interface that was named does not exist, or none can be chosen, or MPI
+            numbers the ranks differently.
+    """
+    # Its functions take the default group as the default of an argument. Imported after the group
+    # was opened (DDP does that), they would keep it, with its threads, alive until the process
+    # ends; see `ExactDDP.release` for what such a thread can do then.
+    import_module("torch.distributed.nn.functional")
+    if backend == "mpi":
+        dist.init_process_group("mpi", timeout=timeout)
+        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):
+            found = f"MPI says rank {dist.get_rank()} of {dist.get_world_size()}"
+            dist.destroy_process_group()
+            raise SettingError(
+                f"rank {topology.rank} of {topology.size} (from {topology.source})",
+                found,
+                "start the run with the mpirun that this torch was built against",
+            )
+        return "MPI's own", "the backend is mpi"
+    store.set_timeout(timeout or default_pg_timeout)  # the join's is too short for what follows
+    interface, reason = find_interface(os.environ, topology)
+    with gloo_interface(interface):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.size,
+            timeout=timeout,
+            # NCCL then connects now, not in the first collective, and knows the device.
+            device_id=device if "nccl" in backend else None,
+        )
+    return interface or "by host name", reason
+
+
+def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where what is sent must lie: NCCL takes CUDA tensors, every other backend the CPU's."""
+    if device.type == "cpu":
+        return device
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return device if backends.get(device.type) == "nccl" else torch.device("cpu")
+
+
+def close_group() -> None:
+    """Closes the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _nccl(cuda: bool, device: torch.device) -> tuple[str, str]:
+    if not cuda:
+        raise SettingError(
+            "backend='nccl'", f"the device is {device}; NCCL moves data of GPUs only", "use 'gloo'"
+        )
+    if not dist.is_nccl_available():
+        raise SettingError(
+            "backend='nccl'",
+            f"torch {torch.__version__} was built without NCCL",
+            "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL",
+        )
+    return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"

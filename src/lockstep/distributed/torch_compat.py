@@ -1,0 +1,140 @@
+"""Every private name of torch's that Lockstep uses, and nothing else; tests tell when they change.
+
+Read in torch 2.11 to 2.14. The launcher uses this module too, so torch is imported where it is
+needed, not at the top.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    BatchNorm: TypeAlias = _BatchNorm
+    NormBase: TypeAlias = _NormBase
+    DropoutNd: TypeAlias = _DropoutNd
+    pytree = _pytree
+
+_NAMES = {
+    "BatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
+    "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
+    "NormBase": ("torch.nn.modules.batchnorm", "_NormBase"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "pytree": ("torch.utils", "_pytree"),
+}
+"""Classes and modules that torch has no public name for: where they are, and what they are called.
+The base classes of its BatchNorm, norm and dropout layers, its pytree, and its dispatch mode."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _NAMES[name]
+    globals()[name] = value = getattr(import_module(module), attribute)
+    return value
+
+
+RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+"""Functions of `torch._C._distributed_c10d`: the Flight Recorder of Gloo and others, that of NCCL.
+Each has a second form with `_json` after its name, without frames and much cheaper."""
+
+
+def flight_record(*, lines: bool) -> str:
+    """What torch's Flight Recorder holds, as a JSON list of its records, one a recorder.
+
+    Without `lines` 2000 calls take 50 ms. With `lines` each call has its stack, 0.2 s, in a process
+    that has loaded torch's compiler (all that have used DDP have); elsewhere torch would load it
+    now, in 2 s and with the interpreter's lock held, so the calls stay without.
+    """
+    compiler = sys.modules.get("torch._dynamo")
+    lines = lines and not getattr(getattr(compiler, "__spec__", None), "_initializing", True)
+    texts = [text for name in RECORDERS if (text := _dump(name, lines)) is not None]
+    return f"[{', '.join(texts)}]"
+
+
+def _dump(name: str, lines: bool) -> str | None:
+    import torch._C._distributed_c10d as c10d
+
+    found: Callable[..., bytes] | None = getattr(c10d, name if lines else f"{name}_json", None)
+    if found is None:
+        return None
+    written = found()
+    if not lines:
+        return written.decode(errors="replace")
+    return json.dumps(pickle.loads(written), default=str)  # made by torch, in this process
+
+
+def take_gpu() -> None:
+    """In a thread of ours, before the recorders are asked: its GPU is that of this rank.
+
+    They ask CUDA whether a call has ended. A thread that has chosen no GPU would open the first
+    one for that, where every rank of the machine would then hold some hundred MiB more.
+    """
+    cuda, c10d = map(sys.modules.get, ("torch.cuda", "torch.distributed.distributed_c10d"))
+    if cuda is None or c10d is None or not cuda.is_initialized():
+        return
+    bound = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    index = int(os.environ.get("LOCAL_RANK", 0)) if bound is None else bound.index
+    if index < cuda.device_count():
+        cuda.set_device(index)
+
+
+def process_groups() -> list[dict[str, Any]]:
+    """This rank's process groups: their names, descriptions and the ranks in them."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return []
+    return [
+        {
+            "name": str(name),
+            "description": str(getattr(group, "group_desc", "")),
+            "ranks": sorted(c10d._world.pg_group_ranks.get(group, {})),
+        }
+        for group, name in list(c10d._world.pg_names.items())
+    ]
+
+
+def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
+    """A command that runs on the processors near a GPU: torchrun's --numa-binding.
+
+    Args:
+        line: the command.
+        gpu: index of the GPU.
+        mode: a value of the flag, see `torch.numa.binding.AffinityMode`.
+
+    Raises:
+        SettingError: there is no such GPU, no numactl, or the kernel does not tell what is near.
+    """
+    from torch.numa import binding
+
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    logger = logging.getLogger(binding.__name__)
+    before, logger.disabled = logger.disabled, True  # it would print the traceback
+    wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
+    newer = "device_index" in inspect.signature(wrap).parameters  # since torch 2.14
+    try:
+        return tuple(
+            wrap(line, numa_options=options, **{"device_index" if newer else "gpu_index": gpu})
+        )
+    except Exception as error:  # of CUDA, of the file system, of torch's own checks
+        raise SettingError(
+            f"--numa-binding {mode}",
+            f"local rank {gpu} cannot be bound: {error}",
+            "leave the flag out; it needs one GPU a process, and the command numactl",
+        ) from None
+    finally:
+        logger.disabled = before

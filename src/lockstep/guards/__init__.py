@@ -1,0 +1,1 @@
+"""The checks that are always on: one file each."""

@@ -1,0 +1,101 @@
+"""Can this loss be trained on? Asked before every backward pass, without stalling a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.step import Step
+
+
+class LossGuard:
+    """Checks losses; on CUDA a NaN is reported one step late, because reading it would wait."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._pending: tuple[Tensor, torch.cuda.Event, int] | None = None
+
+    def __call__(self, loss: Any) -> None:
+        """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"world.backward of a {type(loss).__name__}",
+                "a loss is a tensor of one element",
+                "pass the loss itself, not .item() of it or a tuple",
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"world.backward of a loss of shape {tuple(loss.shape)}",
+                "exact weighting needs one number: the mean over this rank's samples",
+                "take its .mean(), or leave reduction='none' out of the loss function",
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "world.backward of a loss without gradient",
+                "it does not depend on any parameter that is trained, or was computed under "
+                "torch.no_grad()",
+                "compute it from the output of the prepared model, with gradients enabled",
+            )
+        # The mean over no samples, or over none that count, is NaN and is weighted with 0.
+        if self._step.current.scale == 0.0:
+            return
+        if loss.is_cuda:
+            self._look_back(loss)
+            return
+        value = loss.item()
+        if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
+            self._complain(self._step.number + 1)
+
+    def after_backward(self, loss: Tensor, gradients: Iterable[Tensor]) -> None:
+        """Raises UsageError where a loss of weight 0 has made gradients NaN."""
+        if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in gradients):
+            return
+        present = self._step.current
+        if not present.local:
+            raise UsageError(
+                "world.backward(loss) on a rank without samples",
+                f"it has none of the {present.count} samples of this batch: the mean over nothing "
+                "is NaN, and so are the gradients of parameters that it is multiplied with",
+                "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
+                "leave short batches out with drop_last=True",
+            )
+        raise UsageError(
+            "world.backward(loss) of a micro-batch whose weight is 0",
+            "the loss is NaN, a division by that 0, and so are its gradients",
+            "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+        )
+
+    def settle(self) -> None:
+        """Waits for the last loss; raises UsageError where it was NaN."""
+        if self._pending is not None:
+            flag, copied, number = self._pending
+            self._pending = None
+            copied.synchronize()
+            if flag.item():
+                self._complain(number)
+
+    def _look_back(self, loss: Tensor) -> None:
+        if self._pending is not None:
+            flag, copied, number = self._pending
+            if not copied.query():  # type: ignore[no-untyped-call]
+                return  # still on its way: look at it another time rather than wait
+            if flag.item():
+                self._complain(number)
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # On a model spread over several GPUs the loss is not on the present device.
+        copied.record(torch.cuda.current_stream(loss.device))
+        self._pending = (flag, copied, self._step.number + 1)
+
+    def _complain(self, number: int) -> None:
+        raise UsageError(
+            "world.backward(loss)",
+            f"the loss of step {number} is NaN on this rank",
+            "look at the batch of this step, lower the learning rate, or clip the gradients "
+            "(world.clip_grad_norm)",
+        )

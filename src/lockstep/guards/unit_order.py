@@ -1,0 +1,122 @@
+"""Do all ranks use the same of a sharded model?
+
+Units gather their parameters, and average their gradients, in the order in which they run. A rank
+that runs other units than the rest, or has gradients for other parameters, gets what others send
+at that time; where the sizes are equal nobody notices. So it is compared in every step: one small
+all-reduce on the host, looked at when the next step or forward pass begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import RanksDifferError, some, warn
+
+_LARGEST = 2**62 - 1
+_AT_CLOSE = timedelta(seconds=5)
+"""How long the last comparison is waited for; another rank may have failed."""
+
+
+class UnitOrderGuard:
+    """Compares what the ranks use.
+
+    Args:
+        units: their names; that of the whole model is empty.
+    """
+
+    def __init__(self, units: Sequence[str]) -> None:
+        self._units = list(units)
+        self._passes = [0] * len(self._units)
+        self._order = 0
+        """A sum of which came after which, equal on ranks where all came in the same order."""
+        self.loads = 0
+        """States that were loaded into the model; each rank takes its own shards of them."""
+        self._under_way: tuple[dist.Work, Tensor, list[str]] | None = None
+
+    def counter(self, unit: int) -> Callable[[], None]:
+        """What is to be called after each forward pass of a unit."""
+
+        def passed() -> None:
+            self._passes[unit] += 1
+            self._order = hash((self._order, unit)) & _LARGEST
+
+        return passed
+
+    def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Begins to compare, after a backward pass that has averaged gradients.
+
+        Raises:
+            RanksDifferError: on all ranks, where the comparison before found a difference.
+        """
+        self.finish()
+        used = [p.grad is not None for p in parameters.values()]
+        mine = torch.tensor([*self._passes, self._order, self.loads, *used])
+        extremes = torch.cat([mine, -mine])
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True)
+        self._under_way = cast(dist.Work, work), extremes, list(parameters)
+
+    def finish(self, *patience: timedelta) -> None:
+        """Ends the comparison that is under way.
+
+        Args:
+            *patience: how long to wait for it; left out: as long as for any collective.
+
+        Raises:
+            RanksDifferError: on all ranks, where it found a difference.
+            RuntimeError: the other ranks did not come.
+        """
+        if self._under_way is None:
+            return
+        (work, extremes, parameters), self._under_way = self._under_way, None
+        work.wait(*patience)
+        largest, smallest = extremes.chunk(2)
+        differ = (largest != -smallest).tolist()
+        if any(differ):
+            raise self._difference(differ, parameters)
+
+    def release(self) -> None:
+        """Warns where the last step was wrong, which no later one has said."""
+        with suppress(RuntimeError):  # another rank has gone
+            try:
+                self.finish(_AT_CLOSE)
+            except RanksDifferError as error:
+                warn(error.was_set, error.found, error.do, code="LS301")
+
+    def _difference(self, differ: Sequence[bool], parameters: Sequence[str]) -> RanksDifferError:
+        count = len(self._units)
+        if differ[count + 1]:
+            return RanksDifferError(
+                "load_state_dict of a sharded model",
+                "some ranks called it and others did not, so shards of other weights are mixed",
+                "call it on all ranks, never under `if world.is_main:`",
+                code="LS304",
+            )
+        if any(differ[: count + 1]):
+            units = [name or "the rest" for name, d in zip(self._units, differ, strict=False) if d]
+            ran = (
+                f"{some(units)} ran more often on some ranks than on others"
+                if units
+                else "its units ran in another order on some ranks than on others"
+            )
+            return RanksDifferError(
+                "forward passes of a sharded model",
+                f"{ran}, and ranks gathered parameters of one unit in the place of another's",
+                "let all ranks run the same: choose blocks= so that a unit holds all that only "
+                "some ranks run (the experts of a layer), with find_unused_parameters=True",
+                code="LS301",
+            )
+        names = [n for n, d in zip(parameters, differ[count + 2 :], strict=True) if d]
+        return RanksDifferError(
+            "gradients of a sharded model",
+            f"{some(names)} had one on some ranks only, and were averaged with those of others",
+            "use the same parameters on all ranks, or pass "
+            "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
+            code="LS301",
+        )

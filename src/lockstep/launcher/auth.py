@@ -1,0 +1,406 @@
+"""The gate: lets the launchers and ranks of one run reach its store, and nobody else.
+
+A TCPStore asks nobody who they are and lets them write what torch reads back with pickle. On
+several machines it therefore listens on loopback alone, and the gate listens in its place on the
+one address that the other machines use. On every other machine a *forwarder* listens on loopback
+and carries each connection through the gate, so that torch's clients need to know nothing of it.
+
+    rank or launcher --loopback--> forwarder ====network====> gate --loopback--> store
+
+A connection to the gate begins with a challenge and a response in both directions (HMAC-SHA256 of
+two nonces under the run's token; RFC 2104, and the mutual scheme of ISO/IEC 9798-4), so the token
+never crosses the network and cannot be replayed:
+
+    gate      MAGIC, nonce g (32 bytes)
+    visitor   nonce v (32), purpose (1), HMAC(token, "visitor" g v purpose)
+    gate      1 and HMAC(token, "gate" g v purpose), or 0 and zeros
+
+What follows is neither encrypted nor signed: whoever can alter packets on the way between two
+machines of the run can alter the run. And loopback is open to all users of its machine.
+
+The secret that the launchers of one run share; it proves that they belong together.
+
+It is taken from LOCKSTEP_TOKEN. Where that is not set, it is the content of a file in the user's
+home folder, made by the first launcher that needs it and readable by the user alone: machines that
+share the home folder then need nothing else. (Erlang's `.erlang.cookie` works like this.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.distributed.network import LOOPBACK
+from lockstep.errors import SettingError
+
+T = TypeVar("T")
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
+
+STORE, LINK = b"S", b"L"
+"""The purposes of a connection: to the store, or to talk with the other launchers (`links`)."""
+_MAGIC = b"lockstep gate 1\n"
+_NONCE = _PROOF = 32
+_HANDSHAKE_S = 5.0
+_CONNECT_S = 3.0
+_CHUNK = 1 << 16
+_MAX_STRANGERS = 256
+"""Connections that may be at the challenge at one time."""
+
+
+class Hindrance(Exception):
+    """Why one attempt to pass a gate failed; one of the texts below."""
+
+
+REFUSED = "the machine answers, but nothing listens on that port"
+NO_ANSWER = "no answer"
+CUT = "the connection was accepted and then cut"
+NOT_A_GATE = "something listens there, but it is not `lockstep run`"
+TOKEN_DIFFERS = "its token differs from this machine's"
+
+
+class Thread:
+    """The launcher's thread in which connections are carried."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="lockstep-gate", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the thread and returns its result; signals may interrupt the waiting."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """Has `call` called in the thread, unless that has ended; does not wait."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    def close(self) -> None:
+        """Ends every connection, then the thread."""
+        if self._loop.is_closed():
+            return
+        with suppress(RuntimeError):
+            self.wait(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Gate:
+    """Listens for the other machines; made and used in the event loop's thread."""
+
+    def __init__(
+        self, token: Token, store_port: int, attend: Attend, say: Callable[[str], None]
+    ) -> None:
+        self._token, self._store_port, self._attend, self._say = token, store_port, attend, say
+        self._turned_away: set[str] = set()
+        self._strangers = 0
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Opens the gate on a socket that listens; returns at once."""
+        self._server = await asyncio.start_server(self._meet, sock=listener)
+
+    async def close(self) -> None:
+        """Lets nobody in any more."""
+        self._server.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if self._strangers < _MAX_STRANGERS:
+                await self._let_in(reader, writer, str(writer.get_extra_info("peername")[0]))
+        except asyncio.CancelledError:
+            writer.transport.abort()  # the launcher ends; asyncio would log it as an error
+        except Hindrance:
+            pass  # the store has just been closed
+        finally:
+            writer.close()
+
+    async def _let_in(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+    ) -> None:
+        self._strangers += 1
+        try:
+            purpose = await asyncio.wait_for(_challenge(reader, writer, self._token), _HANDSHAKE_S)
+        except (OSError, EOFError):
+            self._turn_away(peer, "it does not speak Lockstep's protocol")
+            return
+        finally:
+            self._strangers -= 1
+        if purpose == STORE:
+            await join((reader, writer), await _connect(LOOPBACK, self._store_port))
+        elif purpose == LINK:
+            await self._attend(reader, writer, peer)
+        else:
+            self._turn_away(
+                peer,
+                f"its token differs from this machine's, of {self._token.source}; set {VARIABLE} "
+                "to the same text on all machines, or copy the token file",
+            )
+
+    def _turn_away(self, peer: str, why: str) -> None:
+        if peer not in self._turned_away:
+            self._turned_away.add(peer)
+            self._say(f"a connection from {peer} was turned away: {why}")
+
+
+async def _challenge(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token
+) -> bytes:
+    """The gate's side; returns the purpose, empty when the visitor does not have the token."""
+    ours = secrets.token_bytes(_NONCE)
+    writer.write(_MAGIC + ours)
+    theirs = await reader.readexactly(_NONCE)
+    purpose = await reader.readexactly(1)
+    proof = await reader.readexactly(_PROOF)
+    if not hmac.compare_digest(proof, _mac(token, b"visitor", ours, theirs, purpose)):
+        writer.write(bytes(1 + _PROOF))
+        await writer.drain()
+        return b""
+    writer.write(b"\1" + _mac(token, b"gate", ours, theirs, purpose))
+    return purpose
+
+
+def _mac(token: Token, side: bytes, ours: bytes, theirs: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(token.key, side + ours + theirs + purpose, "sha256")
+
+
+async def knock(address: str, port: int, token: Token, purpose: bytes) -> Streams:
+    """Passes the gate behind an address.
+
+    Raises:
+        Hindrance: there is no gate, or it does not let us in.
+    """
+    reader, writer = await _connect(address, port)
+    try:
+        await asyncio.wait_for(_respond(reader, writer, token, purpose), _HANDSHAKE_S)
+    except BaseException as error:
+        writer.transport.abort()
+        if isinstance(error, TimeoutError):
+            raise Hindrance(NOT_A_GATE) from None
+        if isinstance(error, OSError | EOFError):
+            raise Hindrance(CUT) from None
+        raise
+    return reader, writer
+
+
+async def _respond(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, purpose: bytes
+) -> None:
+    if await reader.readexactly(len(_MAGIC)) != _MAGIC:
+        raise Hindrance(NOT_A_GATE)
+    theirs = await reader.readexactly(_NONCE)
+    ours = secrets.token_bytes(_NONCE)
+    writer.write(ours + purpose + _mac(token, b"visitor", theirs, ours, purpose))
+    answer = await reader.readexactly(1 + _PROOF)
+    # A gate that let us in without having the token would be somebody else's.
+    expected = b"\1" + _mac(token, b"gate", theirs, ours, purpose)
+    if not hmac.compare_digest(answer, expected):
+        raise Hindrance(TOKEN_DIFFERS)
+
+
+class Forwarder:
+    """Carries connections of this machine through the gate of another one."""
+
+    def __init__(self, address: str, port: int, token: Token) -> None:
+        self._gate = (address, port, token)
+        self._open: set[asyncio.StreamWriter] = set()
+        self._closed = False
+
+    async def listen(self) -> int:
+        """Listens on a free port of loopback and returns it."""
+        self._server = await asyncio.start_server(self._carry, LOOPBACK, 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Takes no more connections."""
+        self._server.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            if not self._closed:
+                await join((reader, writer), await knock(*self._gate, STORE))
+        except (OSError, Hindrance):
+            pass  # the client learns it from the end of its connection
+        except asyncio.CancelledError:
+            writer.transport.abort()  # as for the gate
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    def cut(self) -> None:
+        """Ends all connections: the gate is out of reach, and clients should not wait for it."""
+        self._closed = True
+        for writer in list(self._open):
+            writer.transport.abort()
+
+
+async def join(near: Streams, far: Streams) -> None:
+    """Carries bytes between two connections until one of them ends, then ends the other."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                writer.write(data)
+                await writer.drain()
+
+    # Clients of a store never close one direction alone.
+    both = [
+        asyncio.create_task(carry(near[0], far[1])),
+        asyncio.create_task(carry(far[0], near[1])),
+    ]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # the launcher ends; what is not yet sent goes nowhere
+        near[1].transport.abort()
+        far[1].transport.abort()
+        raise
+    finally:
+        for task in both:
+            task.cancel()
+        near[1].close()
+        far[1].close()
+
+
+async def _connect(address: str, port: int) -> Streams:
+    try:
+        return await asyncio.wait_for(asyncio.open_connection(address, port), _CONNECT_S)
+    except ConnectionRefusedError:
+        raise Hindrance(REFUSED) from None
+    except OSError:
+        raise Hindrance(NO_ANSWER) from None
+
+
+VARIABLE = "LOCKSTEP_TOKEN"
+OPEN = "none"
+"""The value of LOCKSTEP_TOKEN that lets everybody in."""
+_SHORTEST = 16
+_VISIBLE_WITHIN_S = 5.0
+"""After it was made on another machine, a file of a network file system may be seen this late."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """What launchers prove to each other that they have; it is never sent or printed."""
+
+    key: bytes = field(repr=False)
+    source: str
+    """Where it comes from, in words."""
+    open: bool = False
+    """The user has asked to let everybody in."""
+
+
+def find_token(environ: Mapping[str, str]) -> Token:
+    """The token of this user's runs; makes one where there is none.
+
+    Raises:
+        SettingError: LOCKSTEP_TOKEN is too short, or the file can be read by others or not at all.
+    """
+    given = environ.get(VARIABLE, "").strip()
+    if given == OPEN:
+        return Token(_key(OPEN), f"{VARIABLE}={OPEN}", open=True)
+    if given:
+        if len(given) < _SHORTEST:
+            raise SettingError(
+                f"{VARIABLE} (of {len(given)} characters)",
+                f"a token of fewer than {_SHORTEST} characters can be guessed",
+                "make one with `openssl rand -hex 16` and set it on all machines",
+            )
+        return Token(_key(given), VARIABLE)
+    path = token_file(environ)
+    try:
+        return Token(_key(_read_or_make(path)), str(path))
+    except OSError as error:
+        raise SettingError(
+            f"a run on several machines, without {VARIABLE}",
+            f"the token cannot be kept in {path}: {error.strerror or error}",
+            f"set {VARIABLE} to the same text on all machines, made with `openssl rand -hex 16`",
+        ) from None
+
+
+def token_file(environ: Mapping[str, str]) -> Path:
+    """Where the token is kept: below XDG_CONFIG_HOME, else below ~/.config."""
+    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config"
+    return Path(base) / "lockstep" / "token"
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(b"lockstep token\n" + text.encode()).digest()
+
+
+def _read_or_make(path: Path) -> str:
+    if not path.exists():
+        _make(path)
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while True:
+        try:
+            return _read(path)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _make(path: Path) -> None:
+    """Writes a new token, unless another launcher was first; the file is never half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    with path.open() as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise SettingError(
+                f"the token of {path}",
+                f"other users may read or change the file (its mode is {mode:04o})",
+                f"remove it, or run `chmod 600 {path}`, on all machines",
+            )
+        text = file.read().strip()
+    if len(text) < _SHORTEST:
+        raise SettingError(
+            f"the token of {path}",
+            f"the file holds fewer than {_SHORTEST} characters",
+            "remove it; the next run makes a new one",
+        )
+    return text

@@ -1,0 +1,464 @@
+"""What to start, as values: a request becomes a plan; nothing is started or read here.
+
+Torchrun's flags and its `PET_` variables: which there are, and what cannot be honoured.
+
+They are read by torchrun's own parser. What torchrun answers with a traceback, or notices when the
+run is under way, is refused here before anything is started.
+
+Environment variables for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from lockstep.errors import SettingError
+from lockstep.launcher.machine import Machine
+from lockstep.launcher.output import choose_streams
+
+_RENDEZVOUS = {"standalone", "node_rank", "master_addr", "master_port"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of `lockstep.init` given on the command line; None: left to the script."""
+
+    strategy: str | None = None
+    precision: str | None = None
+    shares: str | None = None
+    micro_batch: int | str | None = None
+    """Samples per device and micro-batch, or `auto`."""
+    backend: str | None = None
+    device: str | None = None
+    timeout: float | None = None
+    """Seconds to wait for all ranks to join."""
+    seed: int | None = None
+    ledger: str | None = None
+    """Folder for the sample ledger."""
+
+
+@dataclass(frozen=True)
+class HangRules:
+    """When a run counts as hanging, and what happens then."""
+
+    on_hang: str = "stop"
+    """`stop`: a run that cannot go on is ended; `report`: it is told and left alone."""
+    after: float = 5.0
+    """Seconds without a step before the ranks are looked at closely."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What `lockstep run` was asked to start."""
+
+    script: str
+    """Path of the script, or the module's name with `module`."""
+    arguments: tuple[str, ...] = ()
+    """The script's own arguments, passed on as they are."""
+    nproc: str | None = None
+    """Processes on this machine: a number, `auto`, `gpu`, `cpu`; None: torchrun's default."""
+    module: bool = False
+    settings: Settings = Settings()
+    torchrun: tuple[str, ...] = ()
+    """Other flags of torchrun and their values, as given."""
+    warm: bool = True
+    """Whether ranks are copies of a process that has imported torch."""
+    hang: HangRules = HangRules()
+    local_rank_argument: str | None = None
+    """`local_rank` or `local-rank`: the script is given that argument; `none`: it is not; None: it
+    is where its source asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be started on this machine."""
+
+    nproc: int
+    one_node: bool
+    environment: Mapping[str, str]
+    """Variables that every process gets in addition to the launcher's own."""
+    notes: tuple[str, ...]
+    """The choices made automatically, each with its reason."""
+    flags: tuple[str, ...]
+    """For torch's elastic launcher."""
+    script: tuple[str, ...]
+    """The script or module, and its own arguments."""
+    own_processes: bool = False
+    """The one process started here starts the ranks itself; it is not told that it is one."""
+    local_rank_flag: str | None = None
+    """The argument in which the script wants its local rank."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What would follow `torchrun`."""
+        return (*self.flags, *self.script)
+
+    def describe(self) -> str:
+        """The plan as text, for `--dry-run`."""
+        where = "on this machine" if self.one_node else "on this machine, one of several"
+        lines = [f"{_count(self.nproc, 'process', 'processes')} {where}"]
+        lines += [f"  {note}" for note in self.notes]
+        if self.environment:
+            lines.append("variables for every process:")
+            lines += [f"  {name}={value}" for name, value in sorted(self.environment.items())]
+        command = self._plainly()
+        lines += [f"the same with {command.partition(' ')[0]}:", f"  {command}"]
+        return "\n".join(lines)
+
+    def _plainly(self) -> str:
+        name, *arguments = self.script
+        if self.own_processes:
+            module = ["-m"] if "--module" in self.flags else []
+            return shlex.join(["python", *module, *self.script])
+        if self.local_rank_flag:
+            arguments.insert(0, f"{self.local_rank_flag}=${{local_rank}}")  # torchrun fills it in
+        return shlex.join(["torchrun", *self.flags, name, *arguments])
+
+
+def settings_environment(settings: Settings) -> dict[str, str]:
+    """The variables that carry the given settings to `lockstep.init` in every process."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {f"LOCKSTEP_{k.upper()}": str(v) for k, v in values.items() if v is not None}
+
+
+def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
+    """Processes to start on one machine.
+
+    Args:
+        asked: a number, `gpu` (one a GPU), `cpu` (one a core) or `auto` (GPUs if any, else cores).
+        cores: cores this process may use.
+        gpus: visible accelerators.
+
+    Raises:
+        SettingError: not one of these, below 1, or `gpu` where there is none.
+    """
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return cores
+    if asked == "auto":
+        return gpus
+    if asked == "gpu":
+        if gpus == 0:
+            raise SettingError(
+                "--nproc gpu", "no GPU is visible", "give a number, or --nproc cpu (one a core)"
+            )
+        return gpus
+    try:
+        number = int(asked)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise SettingError(
+            f"--nproc {asked}", "not a number of processes", "give 1 or more, auto, gpu or cpu"
+        )
+    return number
+
+
+def threads_per_process(cores: int, nproc: int) -> int:
+    """Threads each of `nproc` processes may run so that together they fill `cores`; at least 1."""
+    return max(1, cores // nproc)
+
+
+def split_arguments(
+    argv: Sequence[str], takes_value: Mapping[str, bool]
+) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Cuts a command line into the flags before the script, and the script with its arguments.
+
+    Args:
+        argv: what follows `lockstep run`.
+        takes_value: every flag that may stand before the script, and whether a value follows it.
+
+    Returns:
+        Each flag's name with its words as they stood (`["--nproc", "2"]` or `["--nproc=2"]`);
+        the script and its arguments.
+
+    Raises:
+        SettingError: an unknown flag, with the nearest known one; a flag without its value.
+    """
+    flags: list[tuple[str, list[str]]] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        flag = rest.pop(0)
+        if flag == "--":
+            break
+        name, joined = _known_name(flag, takes_value)
+        if joined or not takes_value[name]:
+            flags.append((name, [flag]))
+        elif rest:
+            flags.append((name, [flag, rest.pop(0)]))
+        else:
+            raise SettingError(flag, "no value follows it", f"write {flag} VALUE")
+    return flags, rest
+
+
+def names_given(torchrun: Sequence[str]) -> set[str]:
+    """The names of the flags among torchrun's flags and their values, such as `rdzv_backend`.
+
+    They are spelt as in the namespace of torchrun's parser, whichever way they were written. What
+    `PET_` variables say is not among them.
+    """
+    flags = {text.partition("=")[0] for text in torchrun if text.startswith("--")}
+    return {flag.removeprefix("--").replace("-", "_") for flag in flags}
+
+
+def _known_name(flag: str, takes_value: Mapping[str, bool]) -> tuple[str, bool]:
+    """The flag's name, and whether its value is joined to it (`--nnodes=2`, `-r3`)."""
+    name, equals, _ = flag.partition("=")
+    if flag in takes_value:
+        return flag, False
+    if equals and takes_value.get(name):
+        return name, True
+    if equals and name in takes_value:
+        raise SettingError(flag, f"{name} takes no value", f"write {name} alone")
+    if not flag.startswith("--") and takes_value.get(flag[:2]):
+        return flag[:2], True
+    near = difflib.get_close_matches(name, takes_value, n=1)
+    raise SettingError(
+        name,
+        "neither Lockstep nor torchrun has this flag",
+        (f"did you mean {near[0]}? Or " if near else "")
+        + "put it after the script, if it is the script's own",
+    )
+
+
+def plan(
+    spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], nproc: int, *, one_node: bool
+) -> Plan:
+    """What `spec` means on `machine`.
+
+    Args:
+        spec: the request.
+        machine: cores, GPUs and loopback of this machine.
+        environ: the launcher's environment; what the user has set there is left alone.
+        nproc: processes on this machine.
+        one_node: whether the run is on this machine alone.
+    """
+    notes = []
+    environment = settings_environment(spec.settings)
+    if "OMP_NUM_THREADS" not in environ:
+        threads = threads_per_process(machine.cores, nproc)
+        environment["OMP_NUM_THREADS"] = str(threads)
+        notes.append(
+            f"{_count(threads, 'thread')} a process (OMP_NUM_THREADS: "
+            f"{_count(machine.cores, 'core')} for {_count(nproc, 'process', 'processes')})"
+        )
+    if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
+        environment["GLOO_SOCKET_IFNAME"] = machine.loopback
+        notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
+    return Plan(
+        nproc=nproc,
+        one_node=one_node,
+        environment=environment,
+        notes=tuple(notes),
+        flags=(
+            *(["--standalone"] if one_node and not _rendezvous_given(spec, environ) else []),
+            *spec.torchrun,
+            f"--nproc-per-node={nproc}",
+            *(["--module"] if spec.module else []),
+        ),
+        script=(spec.script, *spec.arguments),
+    )
+
+
+def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+    """Whether the user says how the nodes meet, by flag or by torchrun's `PET_` variables."""
+    given = names_given(spec.torchrun)
+    given |= {name.removeprefix("PET_").lower() for name in environ if name.startswith("PET_")}
+    return any(name in _RENDEZVOUS or name.startswith("rdzv_") for name in given)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def torchrun_flags() -> dict[str, bool]:
+    """Every flag of torchrun, read from its own parser, and whether a value follows it."""
+    from torch.distributed.run import get_args_parser
+
+    return {
+        name: action.nargs != 0
+        for action in get_args_parser()._actions
+        for name in action.option_strings
+        if name not in ("-h", "--help")
+    }
+
+
+def is_asked(flag: str, given: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether a flag without a value is set, on the command line or by its `PET_` variable.
+
+    Args:
+        flag: as torchrun spells it, with dashes.
+        given: torchrun's flags and their values.
+        environ: the launcher's environment.
+    """
+    (name,) = names_given([flag])
+    if name in names_given(given):
+        return True
+    value = environ.get(f"PET_{name.upper()}", "0")
+    return value.strip().isdigit() and int(value) != 0  # another value is refused by `parse_flags`
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Torchrun's flags, read by its own parser.
+
+    Args:
+        arguments: the flags, the script and what follows it.
+
+    Raises:
+        SettingError: the parser refuses them.
+    """
+    from torch.distributed.run import get_args_parser
+
+    try:
+        parser = get_args_parser()
+    except ValueError:  # it reads these variables by int()
+        names = [name for name in os.environ if name.startswith("PET_")]
+        raise SettingError(
+            "torchrun's variables " + ", ".join(f"{n}={os.environ[n]}" for n in sorted(names)),
+            "one that stands for a flag without a value is neither 0 nor 1",
+            "set it to 1, or unset it",
+        ) from None
+    parser.exit_on_error = False
+    try:
+        return parser.parse_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise SettingError(
+            f"{error.argument_name}", error.message, "torchrun --help says what it takes"
+        ) from None
+
+
+def check_flags(flags: argparse.Namespace, nproc: int) -> None:
+    """Refuses what cannot be honoured.
+
+    Args:
+        flags: as `parse_flags` gives them.
+        nproc: ranks on this machine.
+
+    Raises:
+        SettingError: a value with which nothing can be started, or which Lockstep does not honour.
+    """
+    for check in (_check_program, _check_counts, _check_rendezvous, _check_names, _check_folder):
+        check(flags)
+    choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
+    _check_devices(flags, nproc)
+
+
+def max_nodes(asked: str) -> int:
+    """The most machines that a value of `--nnodes` stands for.
+
+    Raises:
+        SettingError: it stands for no number of machines.
+    """
+    parts = asked.split(":")
+    numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
+    if len(parts) > 2 or not 0 < numbers[0] <= numbers[-1]:
+        raise SettingError(
+            f"--nnodes {asked}", "not a number of machines", "write a number, or MIN:MAX"
+        )
+    return numbers[-1]
+
+
+def _check_program(flags: argparse.Namespace) -> None:
+    if flags.module and flags.run_path:
+        raise SettingError("-m with --run-path", "a module has no path", "leave one of them out")
+    if flags.module and flags.no_python:
+        raise SettingError("-m with --no-python", "a module needs Python", "leave one of them out")
+    if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        raise SettingError(
+            "TORCHELASTIC_ENABLE_FILE_TIMER=1",
+            "Lockstep does not serve the timers of torch.distributed.elastic.timer",
+            "unset it; --on-hang and --hang-after say what happens to a run that hangs",
+        )
+    if flags.logs_specs is not None:
+        raise SettingError(
+            f"--logs-specs {flags.logs_specs}",
+            "the ranks' streams are read by Lockstep, which keeps a file for each",
+            "leave the flag out; --log-dir, --redirects and --tee say where the streams go",
+        )
+
+
+def _check_counts(flags: argparse.Namespace) -> None:
+    shutdown = getattr(flags, "shutdown_timeout", None)
+    for flag, value, right, least in (
+        ("--max-restarts", flags.max_restarts, flags.max_restarts >= 0, "0 or more"),
+        ("--monitor-interval", flags.monitor_interval, flags.monitor_interval > 0, "above 0"),
+        ("--shutdown-timeout", shutdown, shutdown is None or shutdown >= 0, "0 or more"),
+    ):
+        if not right:
+            raise SettingError(f"{flag} {value}", "out of range", f"give a number {least}")
+
+
+def _check_rendezvous(flags: argparse.Namespace) -> None:
+    max_nodes(flags.nnodes)
+    for part in flags.rdzv_conf.strip().split(",") if flags.rdzv_conf.strip() else ():
+        key, _, value = part.partition("=")
+        if not key.strip() or not value.strip():
+            raise SettingError(
+                f"--rdzv-conf {flags.rdzv_conf}",
+                f"{part.strip() or 'an empty part'} has no value or no name",
+                "write KEY=VALUE, with commas between several",
+            )
+
+
+def _check_names(flags: argparse.Namespace) -> None:
+    from torch.distributed.elastic.events.handlers import get_logging_handler
+
+    names = getattr(flags, "signals_to_handle", "")
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise SettingError(
+                f"--signals-to-handle {names}",
+                f"{name} is no signal that can be passed on",
+                "write names such as SIGTERM,SIGINT,SIGUSR1",
+            )
+    try:
+        get_logging_handler(flags.event_log_handler)
+    except KeyError:
+        raise SettingError(
+            f"--event-log-handler {flags.event_log_handler}",
+            "no handler of this name is registered with torch",
+            "give null, console, or one that your installation registers",
+        ) from None
+
+
+def _check_folder(flags: argparse.Namespace) -> None:
+    folder = flags.log_dir
+    if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+        raise SettingError(
+            f"--log-dir {folder}",
+            "it is no folder, and Lockstep keeps the ranks' logs and evidence in one",
+            "name a folder, or leave the flag out: they then go to the temporary folder",
+        )
+
+
+def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not getattr(flags, "virtual_local_rank", False) or visible is None:
+        return
+    if len(visible.split(",")) < nproc:
+        raise SettingError(
+            f"--virtual-local-rank with {nproc} processes",
+            f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",
+            "start no more processes than devices, or make more devices visible",
+        )
+
+
+@contextmanager
+def variables(added: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for what is imported and started within; then all are as before."""
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value

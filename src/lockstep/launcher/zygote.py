@@ -1,0 +1,484 @@
+"""The zygote: a process that has imported torch once and forks the ranks.
+
+It is forked from the launcher before any thread exists, or is an interpreter of its own where the
+launcher is a program of the user's (`FreshZygote`). It keeps one thread itself, and does nothing
+but fork, reap and signal (`forking`): a fork from it is safe, and eight ranks start about as fast
+as one. As the ranks' parent it alone signals them, so a number that the system has given to another
+process meanwhile is never hit.
+
+When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
+rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see prctl(2)).
+
+Inside of the zygote: it forks the ranks, reaps them and signals them.
+
+Forking a process that has imported torch takes 10 ms or more, one rank after the other; so the
+ranks of the first start are made before they are asked for, while the launcher still imports what
+it needs itself. They wait for their request, and are ranks from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from lockstep.launcher.auth import VARIABLE as TOKEN
+
+
+class Started(NamedTuple):
+    """A rank runs."""
+
+    rank: int
+    pid: int
+
+
+class Ended(NamedTuple):
+    """A rank has ended and was reaped."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit code, or minus the number of the signal that ended it."""
+
+
+class Refused(NamedTuple):
+    """The system makes no process for a rank."""
+
+    rank: int
+    reason: str
+
+
+Event = Started | Ended | Refused
+_EVENTS: dict[str, type[Event]] = {"started": Started, "ended": Ended, "refused": Refused}
+
+
+class Zygote:
+    """The launcher's end of the zygote.
+
+    Args:
+        work: run in every rank, with the rank's variables in `os.environ`; it must not return.
+        ahead: how many ranks are made before they are asked for, where that is known.
+
+    Raises:
+        OSError: no process could be made.
+    """
+
+    def __init__(self, work: Work, ahead: int = 0) -> None:
+        ours, theirs = control_sockets()
+        handlers = {number: signal.getsignal(number) for number in HANDED_DOWN}
+        # Else what is buffered here would be written again by every copy.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # the copies then share these pages: no collection touches them
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            try:
+                Server(theirs, work, handlers, ahead).serve()
+            finally:
+                os._exit(1)
+        gc.unfreeze()
+        theirs.close()
+        self._socket = ours
+        self._open = True
+
+    def start(
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        streams: Iterable[int],
+        *,
+        own_session: bool,
+        command: Sequence[str] = (),
+    ) -> None:
+        """Asks for a rank; `Started` follows.
+
+        Args:
+            rank: its number on this machine.
+            environment: variables in addition to the launcher's.
+            streams: descriptors that become its standard input, output and error.
+            own_session: False: it stays in the terminal's session, and its keys reach it alone.
+            command: executed in place of `work`.
+        """
+        request = {
+            "start": rank,
+            "environment": dict(environment),
+            "own_session": own_session,
+            "command": list(command),
+        }
+        data = json.dumps(request).encode()
+        if len(data) <= MESSAGE_BYTES:
+            socket.send_fds(self._socket, [data], list(streams))
+            return
+        with tempfile.TemporaryFile() as file:  # a command with the names of all its images
+            file.write(data)
+            file.flush()
+            socket.send_fds(self._socket, [b"{}"], [*streams, file.fileno()])
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Sends a signal to the process groups of those ranks that still run."""
+        with contextlib.suppress(OSError):  # it has gone, and the ranks with it
+            self._socket.send(json.dumps({"signal": number, "ranks": list(ranks)}).encode())
+
+    def events(self, timeout: float = 0.0) -> list[Event]:
+        """What has happened since the last call; waits up to `timeout` seconds for the first.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
+        """
+        found: list[Event] = []
+        while self._open and select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
+            try:
+                data = self._socket.recv(MESSAGE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._open = False
+                break
+            kind, *values = json.loads(data)
+            found.append(_EVENTS[kind](*values))
+        if not self._open and not found:
+            raise ChildProcessError("the process that starts the ranks is gone")
+        return found
+
+    def close(self) -> None:
+        """Ends the zygote, and with it every rank that still runs; waits for it."""
+        self._open = False
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._wait()
+
+    def _wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
+class FreshZygote(Zygote):
+    """A zygote in a new interpreter, which has nothing of the launcher's memory.
+
+    Args:
+        line: the program; the number of its control socket's descriptor follows as its last
+            argument, and it is to call `forking.serve` with that.
+        environment: all its variables.
+        files: other descriptors that it inherits.
+
+    Raises:
+        OSError: no process could be made.
+    """
+
+    def __init__(
+        self, line: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
+    ) -> None:
+        ours, theirs = control_sockets()
+        with theirs:
+            control = theirs.fileno()
+            self._process = subprocess.Popen(
+                [*line, str(control)],
+                env=environment,
+                pass_fds=(control, *files),
+                process_group=0,  # the terminal's keys are the launcher's
+            )
+        self.pid = self._process.pid
+        self._socket = ours
+        self._open = True
+
+    def _wait(self) -> None:
+        self._process.wait()
+
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
+MESSAGE_BYTES = 1 << 17
+HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""What a Python program may answer with a checkpoint. It needs the workers of its DataLoader for
+that, so these are not for its whole group; what it leaves of that is killed when it has ended."""
+
+Work = Callable[[], NoReturn]
+"""What a rank does; its environment, streams and session are its own by then."""
+
+_Message = tuple[bytes, list[int]]
+"""What came, and the descriptors that came with it; nothing: the other end is closed."""
+
+
+class _Spare(NamedTuple):
+    """A process that waits to become a rank."""
+
+    pid: int
+    channel: socket.socket
+
+
+def serve(control: int, work: Work) -> NoReturn:
+    """The life of a `FreshZygote`.
+
+    Args:
+        control: descriptor of its socket.
+        work: run in every rank, see `Zygote`.
+    """
+    handlers = {number: signal.getsignal(number) for number in HANDED_DOWN}
+    os.set_inheritable(control, False)
+    Server(socket.socket(fileno=control), work, handlers).serve()
+    os._exit(1)
+
+
+class Server:
+    """The zygote's own end.
+
+    Args:
+        control: the other end of the launcher's.
+        work: run in every rank.
+        handlers: of signals, for the ranks.
+        ahead: how many ranks are made before they are asked for.
+    """
+
+    def __init__(
+        self,
+        control: socket.socket,
+        work: Work,
+        handlers: Mapping[signal.Signals, Any],
+        ahead: int = 0,
+    ) -> None:
+        self.control = control
+        self.work = work
+        self.handlers = handlers
+        self.ahead = ahead
+        self.spares: deque[_Spare] = deque()
+        self.running: dict[int, int] = {}
+        """Rank by process id."""
+        self.foreign: set[int] = set()
+        """Those of them that are no Python program."""
+        # Read descriptors and signals in one place: the handler does nothing but wake the select.
+        self.wake, waker = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(waker, False)
+        self.waker = waker
+
+    def serve(self) -> None:
+        """Does what the launcher asks for until it closes its end, and ends all ranks then."""
+        # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
+        for number in HANDED_DOWN:
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGTSTP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        os.setpgid(0, 0)
+        watched: list[Any] = [self.control, self.wake]
+        while True:
+            readable = select.select(watched, [], [], 0 if self.ahead else None)[0]
+            if self.ahead and not readable:
+                self.ahead -= 1
+                self._make_spare()
+            if self.wake in readable:
+                self._reap()
+            if self.control in readable and not self._obey():
+                break
+        self._end_all()
+        os._exit(0)
+
+    def _obey(self) -> bool:
+        message = _receive(self.control)
+        data, streams = message
+        if not data:
+            return False
+        request = json.loads(data)
+        if "start" in request:
+            self._start(request, message)
+            for stream in streams:
+                os.close(stream)
+        else:
+            self._signal(request["signal"], set(request["ranks"]))
+        return True
+
+    def _start(self, request: dict[str, Any], message: _Message) -> None:
+        try:
+            pid = self._pass_on(message) or self._fork(lambda: message)
+        except OSError as error:  # no more processes, or no more memory
+            self._say("refused", request["start"], error.strerror)
+            return
+        self.running[pid] = request["start"]
+        if request["command"] and request["command"][0] != sys.executable:
+            self.foreign.add(pid)
+        # Also here: a signal to the group may be asked for before the child has run at all.
+        if not request["own_session"]:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+        self._say("started", request["start"], pid)
+
+    def _pass_on(self, message: _Message) -> int | None:
+        """Lets a process that was made before become the rank; its id."""
+        self.ahead = 0
+        while self.spares and len(message[0]) <= MESSAGE_BYTES:
+            spare = self.spares.popleft()
+            with spare.channel, contextlib.suppress(BrokenPipeError):  # it has ended
+                socket.send_fds(spare.channel, [message[0]], message[1])
+                return spare.pid
+        return None
+
+    def _make_spare(self) -> None:
+        ours, theirs = control_sockets()
+
+        def wait() -> _Message:
+            ours.close()
+            with theirs:
+                return _receive(theirs)
+
+        try:
+            self.spares.append(_Spare(self._fork(wait), ours))
+        except OSError:  # whether it is possible when it is asked for is seen then
+            self.ahead = 0
+            ours.close()
+        theirs.close()
+
+    def _fork(self, asked: Callable[[], _Message]) -> int:
+        """Makes a copy of this process, which becomes the rank that it is asked to be; its id."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._part(parent)
+                data, streams = asked()
+                if data:
+                    request = json.loads(data)
+                    self._become(request, streams)
+                    if request["command"]:
+                        _execute(request["command"])
+                    self.work()
+            finally:
+                os._exit(1)
+        return pid
+
+    def _part(self, parent: int) -> None:
+        """In the copy: what it has from the zygote is given back."""
+        signal.set_wakeup_fd(-1)
+        _die_with_parent(parent)
+        for descriptor in (self.wake, self.waker):
+            os.close(descriptor)
+        self.control.close()
+        for spare in self.spares:
+            spare.channel.close()
+
+    def _become(self, request: dict[str, Any], streams: list[int]) -> None:
+        """Makes the copy the rank that is asked for."""
+        if request["own_session"]:
+            os.setsid()
+        else:
+            os.setpgid(0, 0)
+            _take_terminal(streams[0])
+        for number, handler in self.handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in (signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)  # dup2 makes them inheritable
+            os.close(stream)
+        os.environ.update(request["environment"])
+        os.environ.pop(TOKEN, None)  # the launchers' alone
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
+        while self.running or self.spares:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self.running.pop(pid, None)
+            if rank is not None:
+                # What the rank has left in its group: loader workers of a rank that was killed.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                self._say("ended", rank, pid, os.waitstatus_to_exitcode(status))
+
+    def _signal(self, number: int, ranks: set[int]) -> None:
+        for pid, rank in self.running.items():
+            if rank in ranks:
+                if number in _REQUESTS and pid not in self.foreign:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                else:
+                    _signal_group(pid, number)
+                if number in HANDED_DOWN:
+                    # A stopped process takes no other signal.
+                    _signal_group(pid, signal.SIGCONT)
+
+    def _end_all(self) -> None:
+        self._signal(signal.SIGTERM, set(self.running.values()))
+        limit = time.monotonic() + _GRACE_S
+        while self.running and time.monotonic() < limit:
+            select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
+            self._reap()
+        self._signal(signal.SIGKILL, set(self.running.values()))
+        for spare in self.spares:
+            spare.channel.close()
+        for pid in (*self.running, *(spare.pid for spare in self.spares)):
+            with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
+                os.waitpid(pid, 0)
+
+    def _say(self, *message: object) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
+            self.control.send(json.dumps(message).encode())
+
+
+def _execute(line: list[str]) -> NoReturn:
+    try:
+        os.execvp(line[0], line)
+    except OSError as error:
+        os.write(2, f"{line[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as shells do
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # Not yet the leader of a group of its own, or all of the group has ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _take_terminal(stream: int) -> None:
+    """Makes this group the one that the terminal's keys reach, where `stream` is a terminal."""
+    if os.isatty(stream):
+        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(stream, os.getpgrp())
+        signal.signal(signal.SIGTTOU, before)
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(1)
+
+
+def _receive(channel: socket.socket) -> _Message:
+    try:
+        data, streams, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 4)
+    except ConnectionResetError:
+        return b"", []
+    if len(streams) == 4:  # the last is a file with a message that is too long to be sent
+        with open(streams.pop(), "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return data, streams
+
+
+def control_sockets() -> tuple[socket.socket, socket.socket]:
+    """The launcher's end and the zygote's; each message arrives whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

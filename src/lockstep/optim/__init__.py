@@ -1,0 +1,1 @@
+"""Optimizers, learning rates and activation checkpointing; each stands on its own."""

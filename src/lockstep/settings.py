@@ -1,0 +1,142 @@
+"""A decision and its reason; rank 0 prints them once, in one block.
+
+The settings of a run: from the script, or from the command line where the script is silent.
+
+`lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. What the script says wins by
+being the only one to speak: where both speak and differ, that is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from lockstep.errors import SettingError
+
+
+class Choice(NamedTuple):
+    """Something that the run decided or was told, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def sized(size: int) -> str:
+    """`42.7 MiB`, or `13.2 KiB` below a tenth of one."""
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
+
+
+JOIN_TIMEOUT_S = 30.0
+INSTEAD = "LOCKSTEP_VERIFY"
+"""Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
+AUTO = "auto"
+"""What is measured instead of given: shares, micro_batch."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user set; None where nothing was said."""
+
+    strategy: Any = None
+    """A name, or an options object of `lockstep.strategies`."""
+    seed: int = 0
+    precision: str = "fp32"
+    backend: str | None = None
+    device: str | None = None
+    init_method: str | None = None
+    shares: Any = None
+    """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
+    micro_batch: int | str | None = None
+    """Samples, `"auto"`, or None: the whole part."""
+    timeout_s: float = JOIN_TIMEOUT_S
+    """Seconds that ranks wait for each other in `init`."""
+    collective_timeout_s: float | None = None
+    """Seconds that a collective may take; None: torch's default for the backend."""
+    sync_batchnorm: bool = True
+    ledger: str | None = None
+    """Folder where every rank writes down which samples it trains; None: nowhere."""
+    pieces: int = 1
+    """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
+
+
+def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Merges the arguments of `init` (None: left open) with the LOCKSTEP_* variables.
+
+    What `lockstep verify` sets goes before both.
+
+    Raises:
+        SettingError: a value that does not parse, or two that contradict each other.
+    """
+    readers: dict[str, Callable[[str], Any]] = {
+        "strategy": str,
+        "seed": int,
+        "precision": str,
+        "backend": str,
+        "device": str,
+        "init_method": str,
+        "shares": str,
+        "micro_batch": _whole_number_or_auto,
+        "timeout": float,
+        "ledger": str,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, read in readers.items():
+        variable = f"LOCKSTEP_{name.upper()}"
+        if not environ.get(variable):
+            continue
+        outside = _parse(variable, environ[variable], read)
+        if name in values and _written(values[name]) != _written(outside):
+            raise SettingError(
+                f"{name}={values[name]!r} in the script and {variable}={outside} outside it",
+                "they contradict each other",
+                "set it in one place",
+            )
+        values.setdefault(name, outside)
+    if environ.get(INSTEAD):
+        values |= json.loads(environ[INSTEAD])
+    for name in ("timeout", "collective_timeout"):
+        if name in values:
+            values[f"{name}_s"] = _seconds(name, values.pop(name))
+    if not isinstance(values.get("seed", 0), int) or values.get("seed", 0) < 0:
+        raise SettingError(
+            f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
+        )
+    return Settings(**values)
+
+
+def _parse(variable: str, text: str, read: Callable[[str], T]) -> T:
+    try:
+        return read(text)
+    except ValueError:
+        raise SettingError(
+            f"{variable}={text}",
+            f"it is not a valid {read.__name__.strip('_').replace('_', ' ')}",
+            "correct or unset it",
+        ) from None
+
+
+def _whole_number_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def _written(value: Any) -> str:
+    """How a value is written on the command line, for comparing."""
+    if isinstance(value, list | tuple):
+        return ":".join(str(part) for part in value)
+    if isinstance(value, timedelta):
+        return str(value.total_seconds())
+    return str(getattr(value, "name", value) if not isinstance(value, int) else float(value))
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+        raise SettingError(
+            f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
+        )
+    return float(seconds)

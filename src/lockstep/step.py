@@ -1,0 +1,220 @@
+"""The present optimizer step, as the parts that take turns in it see it.
+
+The loader says which micro-batch it hands out, `World.backward` and the prepared optimizers say
+what they did with it. There is one `Step` a run; it is plain state, and all decisions are made by
+those who read it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one rank computes at a time."""
+
+    count: int = 0
+    """Samples of the whole global batch, over all ranks and micro-batches."""
+    local: int = 0
+    """Samples of this rank's part of this micro-batch; 0 is possible."""
+    first: bool = True
+    last: bool = True
+    """Whether this micro-batch opens and closes its global batch."""
+    pieces: int = 1
+    """Micro-batches of the global batch."""
+    scale: float = 1.0
+    """What the loss is multiplied by, so that the average over ranks of the accumulated gradients
+    is the gradient of the mean over the global batch."""
+    plain: bool = True
+    """The scale is 1 on every rank and there is one micro-batch: `loss.backward()` is right too."""
+
+
+class BatchEvent(NamedTuple):
+    """A micro-batch that a loader hands out to be trained on, on this rank."""
+
+    loader: Any
+    epoch: int
+    position: int
+    """Which global batch of the epoch it is part of, from 0."""
+    samples: npt.NDArray[np.int64]
+    """The indices of its samples in the dataset."""
+    micro_batch: MicroBatch
+    batch: Any
+    """What the training loop gets."""
+    counts: bool
+    """Whether this rank's part is counted: under a pipeline other ranks get the same one."""
+
+
+class Callback(Protocol):
+    """Looks on at a training, on its rank, and changes nothing."""
+
+    def prepared(self, module: nn.Module) -> None:
+        """`World.prepare` has wrapped a module."""
+
+    def handed_out(self, handed: BatchEvent) -> None:
+        """A training loop is about to get a micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """`World.backward` was given a loss; here it is weighted, so that the mean over ranks of
+        its sums over the micro-batches is the loss of the global batch.
+        """
+
+    def stepped(self, number: int) -> None:
+        """The first of the optimizers has stepped for the global batch of this number, from 0."""
+
+
+class Pass:
+    """One running iteration of a training loader."""
+
+    def __init__(self) -> None:
+        self.micro_batch = MicroBatch()
+        self.number = 0
+        """Global batches begun."""
+        self.backwards = 0
+        """Calls of `World.backward` for the present micro-batch."""
+        self.accumulated = False
+        """Whether the present global batch has gradients of micro-batches before this one."""
+        self.stepped = False
+        """Whether an optimizer has stepped for the present global batch."""
+        self.trained = False
+        """Whether one has stepped at all: a pass with gradients may be an evaluation."""
+
+
+standing: list[Callback] = []
+"""Those of every run of this process; a run takes them over when it is joined."""
+
+
+class Step:
+    """The state of the present optimizer step."""
+
+    def __init__(self) -> None:
+        self.seen = self.latest = MicroBatch()
+        """The micro-batch last handed out by any loader, evaluation included; for averages. When a
+        pass is over, `seen` is again what it was before, `latest` is not."""
+        self.number = 0
+        """Global batches finished by an optimizer step since the start of the training."""
+        self.devices = 1
+        """Of this process, which divide each of its micro-batches."""
+        self.samples = 0
+        """Samples, over all ranks, that this process has seen trained on."""
+        self.clear_gradients: list[Callable[[], None]] = []
+        """Of the prepared optimizers."""
+        self.batch_begins: list[Callable[[], None]] = []
+        """Called before the first micro-batch of a global batch."""
+        self.watchers: list[Callback] = [*standing]
+        self._outside = self.running = Pass()
+        """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
+        self._passes: list[Pass] = []
+        self._since: float | None = None
+        self._until = 0.0
+
+    @property
+    def inside(self) -> bool:
+        """A prepared loader is being trained on."""
+        return bool(self._passes)
+
+    @property
+    def current(self) -> MicroBatch:
+        """The micro-batch that a training loop works on."""
+        return self.running.micro_batch
+
+    @property
+    def batch(self) -> tuple[Pass, int]:
+        """Tells the present global batch from all others."""
+        return self.running, self.running.number
+
+    def begin(self, running: Pass, micro_batch: MicroBatch) -> None:
+        """A pass hands out a micro-batch to train on.
+
+        Raises:
+            UsageError: another loader is being trained on, and its parts weigh differently.
+        """
+        for other in self._passes:
+            if other is not running and not _weigh_alike(other.micro_batch, micro_batch):
+                raise UsageError(
+                    "training on two prepared loaders at a time",
+                    "this rank's parts of their global batches weigh differently, so one "
+                    "world.backward cannot be exact for both",
+                    "evaluate under torch.no_grad(); to train on two datasets use one loader over "
+                    "both, or equal shares, batch sizes that divide and drop_last=True",
+                )
+        if running in self._passes:
+            self._passes.remove(running)
+        self._passes.append(running)
+        self.running = running
+        if self._since is None:
+            self._since = time.perf_counter()
+        if micro_batch.first:
+            running.number += 1
+            running.stepped = running.accumulated = False
+            for begins in self.batch_begins:
+                begins()
+        elif running.backwards:
+            running.accumulated = True
+        running.micro_batch = self.seen = micro_batch
+        running.backwards = 0
+
+    def end(self, running: Pass) -> None:
+        """The pass is over; gradients of a global batch broken off in its middle are dropped."""
+        if running not in self._passes:
+            return
+        self._passes.remove(running)
+        self.running = self._passes[-1] if self._passes else self._outside
+        if not running.micro_batch.last and (running.accumulated or running.backwards):
+            for clear in self.clear_gradients:
+                clear()
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The loss of the present micro-batch, as much as it counts in that of the global batch."""
+        scale = self.running.micro_batch.scale
+        weighted = loss if scale == 1.0 else loss * scale
+        for watcher in self.watchers:
+            watcher.backward(weighted)
+        return weighted
+
+    def mark_stepped(self) -> None:
+        """A prepared optimizer has stepped; several of them make one step together."""
+        running = self.running
+        if not running.stepped or running is self._outside:
+            for watcher in self.watchers:
+                watcher.stepped(self.number)
+            self.number += 1
+            self.samples += running.micro_batch.count
+            self._until = time.perf_counter()
+        running.stepped = running.trained = True
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Steps that are taken inside do not count: they are put back, and nobody watches."""
+        before = self.number, self.samples, self._since, self._until
+        watchers, self.watchers = self.watchers, []
+        try:
+            yield
+        finally:
+            self.number, self.samples, self._since, self._until = before
+            self.watchers = watchers
+
+    @property
+    def seconds(self) -> float:
+        """From the first micro-batch handed out to the last optimizer step."""
+        return 0.0 if self._since is None else max(0.0, self._until - self._since)
+
+
+def _weigh_alike(one: MicroBatch, other: MicroBatch) -> bool:
+    return (one.scale, one.first, one.last, one.plain) == (
+        other.scale,
+        other.first,
+        other.last,
+        other.plain,
+    )

@@ -1,0 +1,1 @@
+"""`dp`: one process that computes on several devices."""

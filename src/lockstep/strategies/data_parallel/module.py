@@ -1,0 +1,676 @@
+"""One process, several devices: a module whose replicas compute parts of each batch.
+
+The parameters are on the first device. Each forward pass cuts the inputs, copies the module to the
+other devices, runs the replicas, and joins their outputs; autograd brings the gradients back. This
+is `torch.nn.DataParallel`, with parts that may differ in size, exact for all of them.
+
+A batch cut for the replicas of a module, and their outputs joined.
+
+What the replicas of a module do otherwise than one device, found by looking at a forward pass.
+
+A module that keeps statistics of its samples, or a term of the loss, keeps those of each replica's
+samples in each replica, and those of the first one stay. A list beside the tensors of a batch is
+not cut. Neither is an error, as both may be meant; both give other numbers in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import gather
+
+from lockstep.data.batch_plan import parse_shares, split_batch
+from lockstep.data.pytree import joined, map_tensors, tensors
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import DataError, SettingError, UsageError, some, warn
+from lockstep.settings import AUTO
+from lockstep.strategies.base import PLAIN
+from lockstep.strategies.data_parallel import batchnorm
+from lockstep.strategies.data_parallel.batchnorm import ReplicaBatchNorm
+from lockstep.strategies.data_parallel.replicas import attributes, copies, take_back
+from lockstep.strategies.data_parallel.threads import run_together
+
+Device = int | str | torch.device
+
+
+class DataParallel(nn.DataParallel[nn.Module]):
+    """`torch.nn.DataParallel` with shares, and with the results of one device.
+
+    Inputs: tensors, in lists, tuples, dictionaries and dataclasses too, are cut along `dim`, where
+    all have one size; those without that dimension, those of size 1 there, and everything that is
+    no tensor go to every replica. Replicas without samples do not run.
+
+    Outputs: tensors are joined along `dim` on `output_device`, in containers of the first replica's
+    types. A floating-point tensor without dimensions, such a number, or a tensor of shape (1,) made
+    of several samples, is taken for a mean over the replica's samples, as a loss computed inside of
+    the module; it becomes the mean over the batch: the replicas' values weighted by their samples.
+    (torch returns a vector, the mean of which is another one where parts differ.) A parameter or
+    buffer of the module is returned as it is. Anything else must be the same on all replicas.
+
+    What forward passes leave in the first replica that runs, such as buffers and attributes, stays
+    in the module. What they leave in the others is lost; a warning says so where it differs.
+
+    Args:
+        module: on the first device before it is called; its BatchNorm layers are changed in place
+            (`ReplicaBatchNorm`) where there are several devices and `sync_batchnorm` is left True.
+        device_ids: GPUs, the first of which holds the parameters; None: all that are visible.
+        output_device: where the outputs are joined; None: on the first device.
+        dim: of the samples.
+        replicas: so many on the device that the module is on, which share its parameters; for
+            trying it out without GPUs. None without GPUs: 1.
+        shares: how a batch is divided, one whole number a device; None: equally.
+        sync_batchnorm: BatchNorm takes its statistics over the samples of all replicas. False:
+            each has its own, and the first one's running statistics stay.
+
+    Raises:
+        SettingError: settings that do not fit each other or the machine.
+        UsageError: there are several replicas, and a part of the module is a DataParallel.
+        DataError: at forward, for inputs that cannot be cut alike or outputs that are not alike.
+        UsageError: at forward, for a module that is elsewhere, that cannot be copied, or outputs
+            that cannot be joined.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        shares: str | Sequence[int] | None = None,
+        sync_batchnorm: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own constructor wants GPUs
+        fixed, self.count = _devices(device_ids, replicas)
+        self.device_ids = [device.index for device in fixed]
+        self._fixed = fixed
+        self._output = _output(output_device)
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
+        self.dim = dim
+        self.shares = _parse_shares(shares, self.count)
+        self.module = module
+        self._differences = Differences()
+        self.averaged = False
+        """The last forward pass returned a mean with a gradient, joined of several replicas'."""
+        self.synchronised: list[str] = []
+        """Names of the BatchNorm layers that take their statistics over all replicas."""
+        self.left: list[str] = []
+        """Names of those that do not because they have a forward of their own."""
+        inner = [found for found in module.named_modules() if isinstance(found[1], nn.DataParallel)]
+        if inner and self.count > 1:
+            raise UsageError(
+                f"{type(self).__name__} over {self.count} replicas",
+                f"{inner[0][0] or 'the module'} is a {type(inner[0][1]).__name__} already, which "
+                "would divide each part of a batch once more",
+                "wrap the whole model once",
+            )
+        if sync_batchnorm and self.count > 1:
+            self.synchronised, self.left = batchnorm.convert(module)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each replica runs."""
+        return self._devices(_held(self.module), ())
+
+    def _devices(self, held: Sequence[Tensor], batch: Any) -> list[torch.device]:
+        if self._fixed:
+            return self._fixed
+        tensor = next(chain(held, tensors(batch)), None)
+        return [torch.device("cpu") if tensor is None else tensor.device] * self.count
+
+    def set_shares(self, shares: str | Sequence[int] | None) -> None:
+        """Divides batches otherwise from the next forward pass on.
+
+        Raises:
+            SettingError: not one whole number a device.
+        """
+        self.shares = _parse_shares(shares, self.count)
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` samples each replica computes."""
+        parts = split_batch(count, self.shares)[0]
+        return [int(end - begin) for begin, end in parts]
+
+    # The copies are new in each pass: each would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass over all replicas."""
+        batch = inputs, kwargs
+        held = _held(self.module)
+        devices = self._devices(held, batch)
+        self._check_home(held, devices[0])
+        count = samples(batch, self.dim, self.count)
+        sizes = self.sizes(count) if count else [0] * self.count
+        running = [n for n, size in enumerate(sizes) if size] or [0]
+        others = copies(self.module, held, devices[0], [devices[n] for n in running if n])
+        modules = [self.module, *others] if running[0] == 0 else others
+        ends = list(accumulate(sizes))
+        calls = []
+        for module, n in zip(modules, running, strict=True):
+            begin = ends[n] - sizes[n]
+            args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
+            where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
+            told = where if count and self.count > 1 else ""
+            calls.append(_Call(module, args, named, devices[n], told))
+        before = attributes(modules[0]) if running[0] else {}
+        with self._differences.looked_for(modules, batch, count):
+            outputs = self._run(calls)
+        if running[0]:
+            take_back(self.module, modules[0], before, devices[0])
+        self.averaged = False
+        to = devices[0] if self._output is None else self._output
+        if len(outputs) == 1:
+            return map_tensors(outputs[0], lambda tensor: tensor.to(to))
+        parts = [sizes[n] for n in running]
+        own = partial(_are_own, modules, {} if running[0] else {0: _places(held)})
+        output = joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
+        self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
+        return output
+
+    def _run(self, calls: Sequence[_Call]) -> list[Any]:
+        """In this thread where that gives the same; threads do not carry all modes of torch."""
+        devices = [call.device for call in calls]
+        several = len(calls) > 1
+        meet = any(isinstance(m, ReplicaBatchNorm) and m.meets for m in self.module.modules())
+        if several and (meet or len(set(devices)) > 1):
+            return run_together(calls, devices)
+        return [call() for call in calls]
+
+    def _check_home(self, held: Sequence[Tensor], home: torch.device) -> None:
+        for tensor in held:
+            if tensor.device != home:
+                where = ", ".join(map(str, dict.fromkeys(self.devices)))
+                raise UsageError(
+                    f"{type(self).__name__} over {where}",
+                    f"the module has tensors on {tensor.device}; all belong on the first device",
+                    f"call module.to('{home}') first",
+                )
+
+
+class BalancedDataParallel(DataParallel):
+    """DataParallel in which the first device, where outputs and loss are kept, computes less.
+
+    A drop-in for the class of that name in Link-Li's Balanced-DataParallel (on GitHub). See
+    `DataParallel` for what is not said here.
+
+    Args:
+        gpu0_bsz: samples of each forward pass on the first device; the others share the rest
+            evenly. 0 leaves it the parameters and the outputs alone. With accumulation this is of
+            a micro-batch. A last batch that has no more is computed there as a whole.
+        module: see `DataParallel`.
+        device_ids: see `DataParallel`.
+        output_device: see `DataParallel`.
+        dim: see `DataParallel`.
+        replicas: see `DataParallel`.
+        sync_batchnorm: see `DataParallel`.
+
+    Raises:
+        SettingError: `gpu0_bsz` is no such number, or 0 with one device; or, at forward, the first
+            batches that are trained on have fewer samples, two of one size.
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        sync_batchnorm: bool = True,
+    ) -> None:
+        whole = hasattr(gpu0_bsz, "__index__") and not isinstance(gpu0_bsz, bool)  # NumPy's too
+        if not whole or gpu0_bsz < 0:
+            shown = type(gpu0_bsz).__name__ if isinstance(gpu0_bsz, nn.Module) else repr(gpu0_bsz)
+            raise SettingError(
+                f"gpu0_bsz={shown}",
+                "the first device computes a whole number of samples, at least 0",
+                "give the samples of one forward pass on the first device",
+            )
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            replicas=replicas,
+            sync_batchnorm=sync_batchnorm,
+        )
+        if gpu0_bsz == 0 and self.count == 1:
+            raise SettingError(
+                "gpu0_bsz=0 with one device",
+                "no device is left to compute anything",
+                "give more device_ids, or a gpu0_bsz above 0",
+            )
+        self.gpu0_bsz: int | None = int(gpu0_bsz)
+        self._short: int | None = 0
+
+    def set_shares(self, shares: str | Sequence[int] | None) -> None:
+        """Divides batches by shares instead of `gpu0_bsz` from the next forward pass on."""
+        super().set_shares(shares)
+        self.gpu0_bsz = None
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` samples each replica computes."""
+        if self.gpu0_bsz is None or self.count == 1:
+            return super().sizes(count)
+        if self.training and torch.is_grad_enabled() and self._short is not None:
+            self._check_batch(self.gpu0_bsz, count)
+        first = min(self.gpu0_bsz, count)
+        if first == count:
+            return [count] + [0] * (self.count - 1)
+        rest = split_batch(count - first, (1,) * (self.count - 1))[0]
+        return [first, *(int(end - begin) for begin, end in rest)]
+
+    def _check_batch(self, gpu0_bsz: int, count: int) -> None:
+        # One that is short may be the last of an epoch, after a resume, or what `"auto"` tries.
+        if count == self._short:
+            raise SettingError(
+                f"gpu0_bsz={gpu0_bsz}",
+                f"the batches that are trained on have {count} samples",
+                "give fewer than a batch has; with accumulation, than a micro-batch has",
+            )
+        self._short = count if count < gpu0_bsz else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one replica has to do."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    where: str
+    """For errors; empty: it is clear."""
+
+    def __call__(self) -> Any:
+        cuda = self.device.type == "cuda"
+        try:
+            with torch.cuda.device(self.device) if cuda else nullcontext():
+                return self.module(*self.inputs, **self.kwargs)
+        except Exception as error:
+            if self.where:
+                error.add_note(f"lockstep: {self.where}")
+            raise
+
+
+def _devices(
+    device_ids: Sequence[int | torch.device] | None, replicas: int | None
+) -> tuple[list[torch.device], int]:
+    """The GPUs, where they are known, and how many replicas there are."""
+    if replicas is not None:
+        if device_ids is not None:
+            raise SettingError(
+                f"device_ids={list(device_ids)}, replicas={replicas}",
+                "replicas are several on one device, device_ids are several devices",
+                "give one of them",
+            )
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise SettingError(
+                f"replicas={replicas!r}", "a module has at least one", "give a whole number above 0"
+            )
+        return [], replicas
+    visible = torch.cuda.device_count()
+    if device_ids is None:
+        device_ids = range(visible)
+    elif isinstance(device_ids, int | str | torch.device):
+        raise SettingError(
+            f"device_ids={device_ids!r}", "they are several GPUs", "give a list of their numbers"
+        )
+    devices = [_device(device) for device in device_ids]
+    # torch keeps the number in one byte, so that 900 becomes a negative one.
+    wrong = [d for d in devices if d.type != "cuda" or d.index not in range(visible)]
+    if wrong or len(set(devices)) < len(devices):
+        raise SettingError(
+            f"device_ids={list(device_ids)}",
+            f"they name GPUs, each once, and {visible} are visible here",
+            "give numbers below that; replicas=N computes on one device, with or without GPUs",
+        )
+    return devices, max(1, len(devices))
+
+
+def _output(device: int | torch.device | None) -> torch.device | None:
+    if device is None:
+        return None
+    found = torch.device("cpu") if device == -1 else _device(device)  # -1: as for torch's gather
+    if found.type == "cuda" and (found.index or 0) not in range(torch.cuda.device_count()):
+        raise SettingError(
+            f"output_device={device!r}",
+            f"{torch.cuda.device_count()} GPUs are visible here",
+            "give a number below that, or leave it out: the first of device_ids",
+        )
+    return found
+
+
+def _device(device: Device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    number = count
+    if isinstance(shares, str) and shares == AUTO:
+        raise SettingError(
+            "shares='auto' of a module",
+            "they are measured in a run, in the first global batch that is trained on",
+            "give it to lockstep.init('dp', shares='auto') and prepare the bare module",
+        )
+    if isinstance(shares, str):
+        number = len(shares.split(":"))
+    elif isinstance(shares, list | tuple):
+        number = len(shares)
+    if number != count:
+        raise SettingError(
+            f"shares={shares!r}",
+            f"{number} share{'s' * (number != 1)} for {count} device{'s' * (count != 1)}",
+            "give one whole number a device, for example shares='2:3:3'",
+        )
+    return parse_shares(shares, count)
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _places(held: Sequence[Tensor]) -> dict[int, int]:
+    return {id(tensor): place for place, tensor in enumerate(held)}
+
+
+def _are_own(
+    modules: Sequence[nn.Module], known: dict[int, dict[int, int]], leaves: Sequence[Tensor]
+) -> bool:
+    """Whether tensors are the same parameter or buffer of all modules, each of its own.
+
+    Args:
+        modules: copies of one.
+        known: the places of what each holds, by its id; filled where it is needed.
+        leaves: one a module.
+    """
+    places = set()
+    for n, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
+        if n not in known:
+            known[n] = _places(_held(module))
+        places.add(known[n].get(id(leaf)))
+        if len(places) > 1 or None in places:
+            return False
+    return True
+
+
+def samples(batch: Any, dim: int, replicas: int) -> int:
+    """How many samples a batch has: the size along `dim` of the tensors that are cut.
+
+    0 where there are none to cut. Size 1 beside larger ones is for every sample.
+
+    Raises:
+        DataError: there are several replicas, and sizes that differ or a container of samples that
+            is no tensor.
+    """
+    found: set[int] = set()
+
+    def refuse(leaf: Any) -> Any:
+        if replicas > 1 and not isinstance(leaf, nn.Module):
+            kind = f" of layout {leaf.layout}" if isinstance(leaf, Tensor) else ""
+            raise DataError(
+                f"a {type(leaf).__name__}{kind} as input of a module on {replicas} devices",
+                "it holds samples, but is not a tensor that can be cut",
+                "pass tensors, and pack them inside of the module's forward",
+            )
+        return leaf
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+            refuse(tensor)
+        elif _has(tensor, dim):
+            found.add(tensor.shape[dim])
+        return tensor
+
+    map_tensors(batch, look, refuse)
+    counts = sorted(found - {1} or found)
+    if len(counts) > 1 and replicas > 1:
+        raise DataError(
+            f"inputs of a module on {replicas} devices, cut along dimension {dim}",
+            f"their sizes there are {', '.join(map(str, counts))}",
+            "give all the same size, or size 1 where it is for every sample",
+        )
+    return counts[0] if counts else 0
+
+
+def listed(batch: Any, count: int) -> list[str]:
+    """Lists and arrays without tensors that have one entry a sample, each in words."""
+    if isinstance(batch, np.ndarray):
+        return [f"an array of shape {batch.shape}"] if batch.shape[:1] == (count,) else []
+    if isinstance(batch, Mapping):
+        return [words for value in batch.values() for words in listed(value, count)]
+    if not isinstance(batch, list | tuple):
+        return []
+    if len(batch) == count and all(isinstance(value, str | bytes | int | float) for value in batch):
+        return [f"a {type(batch).__name__} of {count}"]
+    return [words for value in batch for words in listed(value, count)]
+
+
+def _has(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def part_of(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: torch.device) -> Any:
+    """The batch of one replica, on its device: of `count` samples those from begin to end."""
+    begin, end = bounds
+
+    def cut(tensor: Tensor) -> Tensor:
+        if end - begin < count and _has(tensor, dim) and tensor.shape[dim] == count:
+            cut_at = torch.narrow_copy if tensor.is_sparse else torch.narrow
+            tensor = cut_at(tensor, dim, begin, end - begin)
+        # To the CPU the next reader would not wait for a copy that does not block.
+        return tensor.to(device, non_blocking=device.type == "cuda")
+
+    return map_tensors(batch, cut)
+
+
+def join(
+    leaves: list[Any],
+    *,
+    sizes: Sequence[int],
+    dim: int,
+    device: torch.device,
+    is_own: Callable[[Sequence[Tensor]], bool],
+) -> Any:
+    """What the replicas returned in one place of their outputs, as one; see `DataParallel`.
+
+    Args:
+        leaves: one a replica.
+        sizes: how many samples each replica has computed.
+        dim: of the samples.
+        device: of the result.
+        is_own: whether tensors are one parameter or buffer of the module, one a replica.
+
+    Raises:
+        UsageError: it differs between the replicas and is neither tensor nor mean.
+    """
+    first = leaves[0]
+    mean = all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if is_own(leaves):
+            return first.to(device)
+        mean = _is_mean(leaves, sizes)
+        if not mean and any(_has(leaf, dim) for leaf in leaves):
+            return _cat(leaves, dim, device)
+        leaves = [leaf.to(device) for leaf in leaves]
+    if mean:
+        count = sum(sizes)
+        return sum(size / count * leaf for size, leaf in zip(sizes, leaves, strict=True))
+    if all(_equal(leaf, leaves[0]) for leaf in leaves):
+        return leaves[0]
+    shown = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
+    raise UsageError(
+        f"a {type(first).__name__}{shown} returned by a module on {len(leaves)} devices",
+        "it differs between the replicas, and nothing says how to make one of it",
+        f"return tensors with one row a sample (along dimension {dim}), or floating-point means",
+    )
+
+
+def _is_mean(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Each one number, but not one a sample: `loss.mean()`, or `loss.mean().unsqueeze(0)`."""
+    shapes = {tuple(leaf.shape) for leaf in leaves}
+    number = shapes == {()} or (shapes == {(1,)} and max(sizes) > 1)
+    return number and (leaves[0].is_floating_point() or leaves[0].is_complex())
+
+
+def _cat(leaves: list[Tensor], dim: int, device: torch.device) -> Tensor:
+    beside = set()
+    for leaf in leaves:
+        shape = list(leaf.shape)
+        del shape[dim : dim + 1 or None]
+        if leaf.shape != (0,):  # which torch joins with everything
+            beside.add((leaf.dim(), *shape))
+    if len(beside) > 1:
+        shown = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise UsageError(
+            f"tensors returned by a module on {len(leaves)} devices, joined along dimension {dim}",
+            f"they have other shapes beside it: {shown}",
+            "return the same shape whatever the samples are: squeeze named dimensions alone, as a "
+            "part may be one sample, and pad to a length that does not depend on the part",
+        )
+    if device.type == "cuda" and all(leaf.is_cuda for leaf in leaves):
+        # torch's own writes the parts to their places, without a second copy on the device.
+        made: Tensor = gather(leaves, device, dim=dim)
+        return made
+    return torch.cat([leaf.to(device) for leaf in leaves], dim)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (TypeError, ValueError, RuntimeError):  # such as an array, which compares item by item
+        return False
+
+
+_SHOWN = 4
+_CODE = "LS310"
+
+
+class Differences:
+    """Looks at the first forward pass of several replicas, and at the first with gradients."""
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._trained = False
+
+    @contextmanager
+    def looked_for(self, modules: Sequence[nn.Module], batch: Any, count: int) -> Iterator[None]:
+        """Warns of what the pass shows that runs meanwhile.
+
+        Args:
+            modules: the replicas that run.
+            batch: what the whole pass was called with.
+            count: its samples.
+        """
+        trained = torch.is_grad_enabled() and not self._trained
+        if len(modules) < 2 or (self._seen and not trained):
+            yield
+            return
+        if not self._seen:
+            self._seen = True
+            _warn_of_lists(len(modules), batch, count)
+        before = _containers(modules[0]) if trained else {}
+        yield
+        if trained:
+            self._trained = True
+            _warn_of_state(modules, before)
+
+
+def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
+    found = listed(batch, count)
+    if found:
+        warn(
+            f"inputs of a module on {replicas} replicas",
+            f"{found[0]}, beside tensors of {count} samples: tensors are cut, and this goes to "
+            "every replica as a whole",
+            "give what belongs to the samples as tensors; nothing, where it does not",
+            code=_CODE,
+        )
+
+
+def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, _Terms]) -> None:
+    first, *others = [_kept(module) for module in modules]
+    names = [n for n, value in first.items() if not all(_same(value, o.get(n)) for o in others)]
+    # A list or dictionary that was there before is one for all replicas.
+    now = _containers(modules[0])
+    names += [n for n, old in before.items() if n in now and now[n].came_to(old)]
+    if names:
+        shown = some(names, _SHOWN)
+        warn(
+            f"a module on {len(modules)} replicas that keeps {shown}",
+            "each replica makes its own of its samples, and the first one's stays; a list grows "
+            "by an entry a replica, and a dictionary keeps the last one's",
+            "return what the loss needs from forward, so that it is joined",
+            code=_CODE,
+        )
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """Buffers, and numbers with a gradient in attributes, lists and dictionaries, by name."""
+    found: dict[str, Any] = {}
+    for name, part in _parts(module):
+        found |= {name + key: buffer for key, buffer in part._buffers.items()}
+        found |= {name + key: value for key, value in vars(part).items() if is_term(value)}
+    for name, container in _containers(module).items():
+        found |= {f"{name}.{key}": term for key, term in container.terms.items()}
+    return found
+
+
+class _Terms(NamedTuple):
+    """Of a loss, in a list or dictionary."""
+
+    container: Any
+    terms: dict[Any, Tensor]
+
+    def came_to(self, old: _Terms) -> bool:
+        """Whether the same container had others before."""
+        ids = [list(map(id, each.terms.values())) for each in (self, old)]
+        return self.container is old.container and ids[0] != ids[1]
+
+
+def _containers(module: nn.Module) -> dict[str, _Terms]:
+    found = {}
+    for name, part in _parts(module):
+        for key, value in vars(part).items():
+            if key not in PLAIN and isinstance(value, list | dict):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                found[name + key] = _Terms(value, {k: v for k, v in items if is_term(v)})
+    return found
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_modules():
+        if not isinstance(part, BatchNorm):  # which has a choice of its own, `sync_batchnorm`
+            yield f"{name}." if name else "", part
+
+
+def is_term(value: Any) -> bool:
+    """Whether this is one number with a gradient, as a loss is."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # Others cannot be compared, and no statistics are kept in them: a graph, packed weights.
+    packed = one.is_quantized or (one.is_floating_point() and one.itemsize == 1)
+    if one.layout is not torch.strided or packed:
+        return True
+    return torch.allclose(one.detach(), other.detach().to(one.device), equal_nan=True)

@@ -1,0 +1,248 @@
+"""One process that computes on several devices: `torch.nn.DataParallel`, exact.
+
+It needs no launcher, and it is the slower way: all replicas share one Python, the parameters are
+copied in every step, and the first device holds outputs, loss and optimizer. `replicas` says what
+is computed where, `meeting` how the replicas run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.seeding import mix_seed
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import SettingError, UsageError, warn
+from lockstep.settings import AUTO, Choice
+from lockstep.step import BatchEvent
+from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.data_parallel.module import DataParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class DP(Strategy):
+    """Options of DataParallel. The devices' shares are those of the run: `--shares 2:3:3`."""
+
+    name: ClassVar[str] = "dp"
+    settles: ClassVar[bool] = True
+
+    device_ids: Sequence[int] | None = None
+    """GPUs, the first of which is the run's device; None: all that are visible."""
+    output_device: int | None = None
+    """GPU that the outputs are joined on; None: the first."""
+    dim: int = 0
+    """Of the samples."""
+    replicas: int | None = None
+    """So many on the run's device instead, sharing its parameters; for trying it out."""
+
+    def check(self, run: Run) -> None:
+        """Raises SettingError: several processes, or devices or shares that do not fit."""
+        if run.topology.size > 1:
+            raise SettingError(
+                "strategy='dp'",
+                f"world size {run.topology.size}: dp is one process for all its devices",
+                "use strategy='ddp', or start one process",
+            )
+        run.step.devices = self.devices(run)  # where devices and shares are checked
+        run.step.watchers.append(_WeightedMeans())
+        home = self._device_ids(run)
+        if home and home[0] != run.device.index:
+            raise SettingError(
+                f"DP(device_ids={list(home)})",
+                f"the first of them holds the parameters, and batches arrive on {run.device}",
+                f"begin with {run.device.index}, or set device='cuda:{home[0]}'",
+            )
+
+    def shares(self, run: Run) -> tuple[int, ...]:
+        """The loader sees one part; the devices divide it."""
+        return (1,)
+
+    def devices(self, run: Run) -> int:
+        """Devices that compute a global batch."""
+        return self._wrapped(nn.Identity(), run).count
+
+    def micro_batch(self, run: Run, largest: int | str | None) -> int | str | None:
+        """The most samples of a micro-batch of which no device gets more than `largest`.
+
+        A device's part of m samples is at most ceil(m * its share / all shares).
+
+        Raises:
+            SettingError: the shares are not known yet.
+        """
+        if not isinstance(largest, int) or largest < 1:
+            return largest
+        if _measured(run) and self.devices(run) > 1:
+            raise SettingError(
+                f"micro_batch={largest} and shares='auto' under strategy 'dp'",
+                "how many samples that is over all devices depends on shares not yet known",
+                "set micro_batch='auto' too, or give the shares",
+            )
+        shares = self._wrapped(nn.Identity(), run).shares
+        return largest * sum(shares) // max(shares)
+
+    def computes_on(self, run: Run) -> Sequence[int]:
+        """All of them."""
+        return range(self.devices(run))
+
+    @contextmanager
+    def alone(self, module: nn.Module, device: int | None = None) -> Iterator[nn.Module]:
+        """The module, which gives one device all of its batch; None: each its share."""
+        if not isinstance(module, DataParallel) or device is None:
+            yield module
+            return
+        before = module.shares
+        module.set_shares([int(n == device) for n in range(module.count)])
+        try:
+            yield module
+        finally:
+            module.set_shares(before)
+
+    def divide(self, modules: Sequence[nn.Module], shares: tuple[int, ...]) -> tuple[int, ...]:
+        """The modules do it, by the shares of the devices; the loader's part is the whole."""
+        for module in modules:
+            set_shares(module, shares)
+        return (1,)
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The module in `DataParallel`.
+
+        Raises:
+            UsageError: it is in a DataParallel already.
+        """
+        if isinstance(module, nn.DataParallel):
+            raise UsageError(
+                f"world.prepare of a {type(module).__name__} under strategy 'dp'",
+                "the strategy wraps the module itself",
+                "prepare the bare module and set shares, or use strategy='single'",
+            )
+        wrapped = self._wrapped(module.to(run.device), run)
+        _part_random_streams(wrapped, run)
+        return Wrapped(wrapped, self._choices(wrapped, run))
+
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Nothing can differ."""
+
+    def after_step(self, module: nn.Module) -> None:
+        """Nothing can differ."""
+
+    def release(self, module: nn.Module) -> None:
+        """Nothing is held."""
+
+    def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
+        device_ids = self._device_ids(run)
+        on_cpu = device_ids is None and self.replicas is None
+        return DataParallel(
+            module,
+            device_ids,
+            self.output_device,
+            self.dim,
+            replicas=1 if on_cpu else self.replicas,
+            shares=None if _measured(run) else run.settings.shares,
+            sync_batchnorm=run.settings.sync_batchnorm,
+        )
+
+    def _device_ids(self, run: Run) -> Sequence[int] | None:
+        if self.device_ids is not None or self.replicas is not None or run.device.type == "cpu":
+            return self.device_ids
+        first = run.device.index
+        return [first, *(n for n in range(torch.cuda.device_count()) if n != first)]
+
+    def _choices(self, wrapped: DataParallel, run: Run) -> list[Choice]:
+        if self.replicas is not None:
+            reason = f"on {run.device}, as set: they share the parameters"
+        elif wrapped.device_ids:
+            reason = f"on GPUs {', '.join(map(str, wrapped.device_ids))}; outputs and loss on one"
+        else:
+            reason = "no GPU; strategy=lockstep.strategies.DP(replicas=2) computes on two replicas"
+        choices = [Choice("replicas", str(wrapped.count), reason)]
+        if len(set(wrapped.shares)) > 1:
+            shown = ":".join(map(str, wrapped.shares))
+            choices.append(Choice("shares", shown, "of every micro-batch, over the devices"))
+        has = sum(isinstance(m, BatchNorm) for m in wrapped.module.modules())
+        if wrapped.count == 1 or not has:
+            return choices
+        if not run.settings.sync_batchnorm:
+            reason = "sync_batchnorm=False; the first device's statistics stay"
+            return [*choices, Choice("batchnorm", "per device", reason)]
+        if wrapped.synchronised:
+            value = f"{len(wrapped.synchronised)} synchronised"
+            reason = "statistics of the samples of all devices, as on one"
+            choices.append(Choice("batchnorm", value, reason))
+        if wrapped.left:
+            reason = "they have a forward of their own"
+            choices.append(Choice("batchnorm", f"{len(wrapped.left)} per device", reason))
+        return choices
+
+
+class _WeightedMeans:
+    """Warns of losses that the devices took means of, from a loader whose samples have weights."""
+
+    def __init__(self) -> None:
+        self._modules: list[DataParallel] = []
+        self._weighted = self._warned = False
+
+    def prepared(self, module: nn.Module) -> None:
+        self._modules += [module] if isinstance(module, DataParallel) else []
+
+    def handed_out(self, handed: BatchEvent) -> None:
+        self._weighted = handed.loader.weight is not None
+
+    def backward(self, loss: Tensor) -> None:
+        if not self._weighted or self._warned:
+            return
+        for module in self._modules:
+            if module.averaged:
+                self._warned = True
+                warn(
+                    f"a mean computed inside of a model on {module.count} devices, and a loader "
+                    "with weight=",
+                    "a device's mean counts by its samples: what they weigh is known of the whole "
+                    "batch alone",
+                    "return the loss of each sample and what it weighs, and divide their sums "
+                    "outside; nothing, where it is a mean over samples",
+                    code="LS310",
+                )
+                return
+
+    def stepped(self, number: int) -> None:
+        pass
+
+
+def set_shares(module: nn.Module, shares: str | Sequence[int] | None) -> None:
+    """Divides the batches of a prepared module otherwise from its next forward pass on.
+
+    Args:
+        module: what `world.prepare` returned under strategy `dp`, or any `DataParallel`.
+        shares: one whole number a device, `"2:3:3"` or `(2, 3, 3)`; None: equal ones.
+
+    Raises:
+        SettingError: the wrong number of shares, none above zero, or not whole numbers.
+        UsageError: a module of another kind.
+    """
+    if not isinstance(module, DataParallel):
+        raise UsageError(
+            f"set_shares of a {type(module).__name__}",
+            "it is not divided over several devices of this process",
+            "give what world.prepare returned under strategy='dp'",
+        )
+    module.set_shares(shares)
+
+
+def _measured(run: Run) -> bool:
+    shares = run.settings.shares
+    return isinstance(shares, str) and shares == AUTO
+
+
+def _part_random_streams(wrapped: DataParallel, run: Run) -> None:
+    """Gives each GPU random numbers of its own; torch seeds all alike, so masks would repeat."""
+    for n, device in enumerate(wrapped.devices):
+        if n and device.type == "cuda" and device != wrapped.devices[0]:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(mix_seed(run.settings.seed, n, 0xD9))

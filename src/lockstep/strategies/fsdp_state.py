@@ -1,0 +1,519 @@
+"""What is held beside a module that is sharded with torch's `fully_shard`.
+
+What reaches into torch's private parts is at the end of the file; what is expected there is tested
+in tests/strategies/test_fsdp.py.
+
+What a script cannot do with the parameters of a sharded model, said where it is tried.
+
+The objects that were parameters before are of no use, gradients come to the shards around autograd,
+and torch keeps the values of a shard apart from the object. All of it would go wrong in silence.
+
+What leaves a sharded unit in a forward pass, and how torch comes to know of it.
+
+Torch hangs what a unit needs for its backward pass, its parameters gathered and its gradients
+averaged, on the tensors that it returns in lists, tuples and dicts. Those that leave it otherwise,
+in an object (a distribution) or in an attribute of one of its modules (`self.aux_loss`), it is
+shown here. A gradient that comes to the unit around them would be computed from memory that is
+free already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import pytree
+from lockstep.errors import UsageError, some
+from lockstep.guards.replicas import check_equal, due
+from lockstep.guards.unit_order import UnitOrderGuard
+from lockstep.strategies.base import PLAIN, may_set
+from lockstep.strategies.ddp import MovingBuffers
+
+_ATTRIBUTE = "_lockstep_sharded"
+
+
+class Sharded:
+    """A sharded module in the course of the global batch.
+
+    Args:
+        root: the module, after `fully_shard`.
+        units: the names of all modules that `fully_shard` was applied to, and the modules; the
+            root, whose name is empty, is the last.
+        use: counts the passes of these units.
+        mesh: of the ranks.
+        run: whose steps it follows.
+        keep_whole: gathered parameters stay until the last micro-batch is through.
+        accumulate_shards: gradients are averaged in every micro-batch.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[str, nn.Module],
+        use: UnitOrderGuard,
+        mesh: DeviceMesh,
+        run: Run,
+        *,
+        keep_whole: bool,
+        accumulate_shards: bool,
+    ) -> None:
+        self.root = cast(FSDPModule, root)
+        self.run = run
+        self._module = root
+        self._mesh = mesh
+        self._units = [cast(FSDPModule, unit) for unit in units.values()]
+        self._use = use
+        self._keep_whole = keep_whole
+        self._accumulate_shards = accumulate_shards
+        self._whole = dict(_whole_parameters(units))
+        _make_root(self.root)
+        self._shards = Shards(root)
+        self.moving_buffers = MovingBuffers(root)
+        self._batch: object = None
+        """The global batch that the last pass belonged to."""
+        self._last = True
+        """Whether torch is set to average the gradients."""
+        self._kept = False
+        """Whether units stay gathered, for a backward pass through a backward pass."""
+        self._failed = self._released = False
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
+        root.register_forward_hook(self._after_forward, always_call=True)
+        vars(root)[_ATTRIBUTE] = self
+        root.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+        vars(root)["_apply"] = self._moved  # what .to(...) and its like call
+        vars(root)["__deepcopy__"] = _no_copy
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """What forward passes compute with; the gradients of micro-batches add up there."""
+        return list(self._whole.values())
+
+    def follow(self) -> None:
+        """Sets torch to what the present micro-batch needs."""
+        step = self.run.step
+        if self._batch != step.batch:
+            self._batch = step.batch
+            if not self._last:  # the batch before was left in its middle
+                self._drop_gradients()
+        last = step.current.last
+        if last is self._last:
+            return
+        self._last = last
+        self.root.set_is_last_backward(last)
+        if not self._accumulate_shards:
+            self.root.set_requires_gradient_sync(last)
+        if self._keep_whole:
+            self.root.set_reshard_after_backward(last)
+
+    def keep(self) -> None:
+        """Keeps gathered units: a backward pass is differentiated, and will need them again."""
+        if not self._kept:
+            self._kept = True
+            self.root.set_reshard_after_backward(False)
+            self.root.set_reshard_after_forward(False)
+
+    def end_keeping(self) -> None:
+        """Units are let go again; to be called after the backward pass of a loss."""
+        if not self._kept:
+            return
+        self._kept = False
+        self.root.set_reshard_after_backward(self._last or not self._keep_whole)
+        if not self._keep_whole:
+            for unit in self._units[:-1]:
+                unit.set_reshard_after_forward(True, recurse=False)
+        if self._last or not self._keep_whole:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Lets go of all gathered parameters."""
+        for unit in self._units:
+            unit.reshard()
+
+    def before_step(self) -> None:
+        """Lets go of whole parameters; looks whether the gradients are those of the global batch.
+
+        Raises:
+            UsageError: some stayed on this rank, or what the user has changed does not take hold.
+            RanksDifferError: in the step before, the ranks had run different units or used
+                different parameters.
+        """
+        self.end_keeping()
+        self.reshard()
+        left = [name for name, p in self._whole.items() if p.grad is not None]
+        if left:
+            raise UsageError(
+                "a backward pass around the outputs of a sharded model",
+                f"the gradients of {some(left)} stayed on this rank: when the last backward pass "
+                "of the global batch ended, torch did not know that they were there",
+                "compute the loss of every micro-batch from what the model returns, in tensors, "
+                "tuples, lists or dicts",
+            )
+        if due(self.run.step.number + 1):
+            self._shards.guard()
+            self._shards.check()
+        self._use.compare(self._shards.named)
+
+    def after_step(self) -> None:
+        """Shares buffers that move; compares what is the same on several ranks."""
+        number = self.run.step.number
+        looks = due(number)
+        if looks:
+            self.moving_buffers.find()
+        self.moving_buffers.share()
+        if looks:
+            self._compare(f"step {number}")
+
+    def release(self) -> None:
+        """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
+        self._released = True
+        self._use.release()
+        # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
+        let_go(self._units, self._mesh)
+
+    def _compare(self, when: str) -> None:
+        """Buffers are the same on all ranks; shards, where there are several copies, on some."""
+        check_equal({}, dict(self._module.named_buffers()), when)
+        if self._mesh.ndim > 1:
+            shards = {name: cast(DTensor, p).to_local() for name, p in self._shards.named.items()}
+            check_equal(shards, {}, when, self._mesh.get_group(0))
+
+    def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Raises UsageError unless a move or conversion of the model leaves it as it is."""
+        shards = [cast(DTensor, p).to_local() for p in self._shards.named.values()]
+        for tensor in [*shards, *self._module.buffers()]:
+            if change(tensor) is not tensor:
+                raise UsageError(
+                    "a model moved or converted after world.prepare",
+                    f"its shards stay in {tensor.dtype} on {tensor.device}",
+                    "do it before world.prepare, or choose precision= in lockstep.init",
+                    code="LS303",
+                )
+        return self._module
+
+    def _before_load(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Counts the loading of a state; raises UsageError where it has whole tensors."""
+        self._use.loads += 1
+        found = {name: state.get(prefix + name) for name in self._shards.named}
+        whole = [
+            n for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)
+        ]
+        if whole:
+            raise UsageError(
+                "load_state_dict of a sharded model with the state of a whole one",
+                f"{some(whole)} would have to be cut, alike on all ranks",
+                "load it before world.prepare, or from a file with "
+                "lockstep.load_weights(model, path)",
+            )
+
+    def _freeze_shards(self) -> None:
+        """Shards are frozen where the user has frozen what is in their place just now."""
+        now = dict(self._module.named_parameters())
+        for name, shard in self._shards.named.items():
+            if name in now and not isinstance(now[name], DTensor):
+                shard.requires_grad_(now[name].requires_grad)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._whole.values():
+            parameter.grad = None
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._released:
+            raise UsageError(
+                "a forward pass of a sharded model after world.close()",
+                "its parameters are on all ranks, and the process group is closed",
+                "evaluate before closing; world.checkpoint keeps whole weights",
+            )
+        self.run.collectives.check_turn("a forward pass of a sharded model")
+        if self._failed:
+            raise UsageError(
+                "a forward pass of a sharded model after one that raised",
+                f"torch {torch.__version__} cannot take up such a model",
+                "let the error end the run, or use a newer torch",
+            )
+        self._use.finish()
+        if torch.is_grad_enabled():
+            self.follow()
+            if self._keep_whole and not self.run.step.current.first:
+                self._freeze_shards()
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        present = self.run.step.current
+        error = sys.exception() if output is None else None  # torch calls this after one, too
+        if error is not None:
+            if present.count and not present.local:
+                error.add_note(EMPTY_PART.format(count=present.count))
+            # Torch would go on as if the pass still ran, with parameters as old as that.
+            reset = getattr(self.root, "reset_iter_state", None)
+            self._failed = reset is None
+            if reset is not None:
+                reset()
+        elif not torch.is_grad_enabled() and not self._kept:
+            # Torch keeps the root's for a backward pass. A step would make them old.
+            self.reshard()
+
+
+EMPTY_PART = (
+    "lockstep: this rank has none of the {count} samples of this batch and takes part with tensors "
+    "of shape (0, *). Write the forward pass for any number of samples (x.flatten(1), not "
+    "x.view(len(x), -1)), or leave short batches out with drop_last=True."
+)
+
+
+def sharded(module: nn.Module) -> Sharded | None:
+    """What is held beside a module; None where it is not sharded."""
+    held = vars(module).get(_ATTRIBUTE)
+    return held if isinstance(held, Sharded) else None
+
+
+def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that torch puts into the modules while they run, with their names.
+
+    Gathering each unit once makes them; torch keeps the objects and only frees their memory. If
+    they were made in a forward pass under `torch.inference_mode()`, they could never train.
+    """
+    for name, module in units.items():
+        unit = cast(Any, module)
+        unit.unshard()
+        for own, p in module.named_parameters(prefix=name):
+            if not isinstance(p, DTensor):
+                yield own, p
+        unit.reshard()
+
+
+def _no_copy(memo: Any) -> nn.Module:
+    raise UsageError(
+        "a copy of a sharded model",
+        "its parameters are gathered and averaged for this very object",
+        "copy the model first and prepare both: ema = copy.deepcopy(model); "
+        "model, ema = world.prepare(model, ema)",
+    )
+
+
+def _make_root(module: FSDPModule) -> None:
+    """Torch would take the first unit that runs for the root, and refuse the model after it."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def let_go(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
+    """Clears the places where torch keeps process groups for sharded modules.
+
+    A copy of a shard has a copy of the mesh, and torch's cache of operations keeps both.
+    """
+    for unit in units:
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # older: one, or None
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
+                for name in vars(info):
+                    if name.endswith("process_group"):
+                        setattr(info, name, None)
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh and each == mesh:
+            getattr(each, "_pg_registry", {}).clear()
+
+
+class Shards:
+    """The parameters of a module after `fully_shard`, under their names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.named = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+        # Torch keeps the object of a storage, so it is another one if this is not the same.
+        self._storages = {name: p.untyped_storage() for name, p in self.named.items()}
+        self._hooked: set[str] = set()
+        self.guard()
+
+    def guard(self) -> None:
+        """Refuses gradients that autograd brings; to be called again as parameters unfreeze."""
+        for name, shard in self.named.items():
+            if shard.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                shard.register_hook(_refusal(name))  # type: ignore[no-untyped-call]
+
+    def check(self) -> None:
+        """Raises UsageError where the user has changed them in a way that has no effect."""
+        hooked = [n for n, p in self.named.items() if len(p._backward_hooks or ()) > 1]
+        if hooked:
+            raise _no_hooks(hooked)
+        replaced = [
+            n for n, p in self.named.items() if p.untyped_storage() is not self._storages[n]
+        ]
+        if replaced:
+            raise UsageError(
+                "parameter.data = ... of a sharded model",
+                f"it has no effect on {some(replaced)}: the shards are elsewhere",
+                "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
+            )
+
+
+def _refusal(name: str) -> Callable[[Tensor], None]:
+    """A hook of a shard: autograd has nothing to bring there."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise outside_of_forward(f"{name} was a shard there, or made whole from shards")
+
+    return refuse
+
+
+def outside_of_forward(found: str) -> UsageError:
+    """The error of a loss that reaches shards around the forward pass."""
+    return UsageError(
+        "a loss computed from a parameter of a sharded model, outside of its forward pass",
+        f"{found}: such a gradient is neither averaged over the ranks nor weighted",
+        "compute it in the model's forward pass, where parameters are whole, and return it; "
+        "for a penalty on weights there is weight_decay of the optimizer",
+    )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raises UsageError where gradients have hooks, which nothing would call."""
+    hooked = [
+        name
+        for name, p in module.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise _no_hooks(hooked)
+
+
+def _no_hooks(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        "hooks on the gradients of a sharded model's parameters",
+        f"those of {some(names)} are not called: gradients of shards do not come from autograd",
+        "read or change gradients between world.backward and optimizer.step",
+    )
+
+
+class Replaced(nn.Parameter):
+    """A parameter whose place in the model a shard has taken; nothing can be done with it.
+
+    It would pass for one without elements and without gradient: a norm of 0, a penalty of 0.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        """Refuses every operation and attribute."""
+        raise UsageError(
+            "a parameter that was taken from a model before world.prepare",
+            "a shard has taken its place in the model",
+            "take it from the prepared model: model.parameters(), model.head.weight",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "a parameter that was replaced in world.prepare"
+
+
+_SHOWN = "_lockstep_shown"
+_DEPTH = 4
+"""How far objects in objects are followed."""
+
+
+class Outputs:
+    """Two hooks of one unit: before torch's own of the forward pass, and after it.
+
+    Args:
+        unit: a module, before `fully_shard`.
+        others: units inside of it, which have outputs of their own.
+        passed: called after each forward pass.
+        second: called in a backward pass that is differentiated itself.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        others: Sequence[nn.Module],
+        passed: Callable[[], None],
+        second: Callable[[], None],
+    ) -> None:
+        theirs = {id(part) for other in others for part in other.modules()}
+        self._attributes = [
+            vars(part) for part in unit.modules() if id(part) not in theirs and may_set(part)
+        ]
+        self._passed = passed
+        self._second = second
+
+    def before(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The output beside all other tensors that backward passes may begin with.
+
+        Outputs that are views become tensors of their own over the same memory: an operation in
+        place on a view would drop what torch hangs on it, and torch warns of each.
+        """
+        self._passed()
+        if not torch.is_grad_enabled():
+            return output
+        leaves, structure = pytree.tree_flatten(output)
+        leaves = [_no_view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        seen = {id(leaf) for leaf in leaves}
+        loose = [tensor for tensor in self._loose(leaves) if id(tensor) not in seen]
+        for tensor in [*leaves, *loose]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._look)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(leaves, structure), loose
+
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The output alone."""
+        return output[0] if torch.is_grad_enabled() else output
+
+    def _loose(self, leaves: Sequence[Any]) -> Iterator[Tensor]:
+        for leaf in leaves:
+            yield from _tensors(leaf, objects=True)
+        for attributes in self._attributes:
+            for name, value in attributes.items():
+                if name in PLAIN:
+                    continue
+                for tensor in _tensors(value, objects=False):
+                    # It may stay there for more passes than this one.
+                    units = vars(tensor).setdefault(_SHOWN, set())
+                    if id(self) not in units:
+                        units.add(id(self))
+                        yield tensor
+
+    def _look(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._second()
+
+
+def _tensors(value: Any, *, objects: bool, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Results of operations with gradients in containers and, if asked for, in other objects."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value
+        return
+    inside: Any = ()
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif objects and not isinstance(value, nn.Module | type):
+        inside = list(getattr(value, "__dict__", {}).values())
+    if depth:
+        for one in inside:
+            yield from _tensors(one, objects=objects, depth=depth - 1)
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    viewed = tensor.requires_grad and tensor._is_view()
+    return _Same.apply(tensor) if viewed else tensor  # type: ignore[no-untyped-call]
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]

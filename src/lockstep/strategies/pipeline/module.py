@@ -1,0 +1,429 @@
+"""A pipeline driven by the user's own training loop.
+
+Each turn of the loop brings one micro-batch: the model is called with it, and `world.backward` is
+called with its loss. Between two turns a rank knows which inputs and which losses it has, and takes
+from its list of actions (`pipelining.order`) all that can be done with these. The ranks of the last
+stage return the model's real output from the call. The others return NaN of the same shapes, whose
+loss is not used; in evaluation every rank gets the real output.
+
+A global batch under way on a rank of a pipeline: what its training loop has brought so far.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.communication.average import average_gradients
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.seeding import mix_seed
+from lockstep.distributed.torch_compat import pytree
+from lockstep.errors import UsageError
+from lockstep.guards.replicas import check_replicas, due
+from lockstep.optim.precision import Precision
+from lockstep.step import Pass
+from lockstep.strategies.ddp import MovingBuffers
+from lockstep.strategies.pipeline.schedule import Action, Groups, Place, order
+from lockstep.strategies.pipeline.shapes import Arguments, map_shapes, signature
+from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.pipeline.wire import Expected, Wire, marked, with_mark, without_mark
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+
+def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What goes wrong in this method keeps the rank from going on as if it had not."""
+
+    @wraps(method)
+    def run(self: PipelinedModule, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
+            self._failed = type(error).__name__
+            raise
+
+    return run
+
+
+class PipelinedModule(nn.Module):
+    """What the user calls in the place of the model.
+
+    Args:
+        module: the user's, cut already.
+        model: the same, to run its stages.
+        place: of this rank.
+        schedule: `gpipe` or `1f1b`.
+        run: this process's part in the run.
+        groups: for what is sent.
+    """
+
+    wraps_module: ClassVar[bool] = True
+    """Checkpoints hold the names of what is inside."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: StagedModel,
+        place: Place,
+        schedule: str,
+        run: Run,
+        groups: Groups,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.place = place
+        self.run = run
+        self.replica_group = groups.replicas
+        self._moving_buffers = None
+        if groups.replicas is not None:
+            self._moving_buffers = MovingBuffers(module, groups.replicas)
+        self._model = model
+        self._schedule = schedule
+        tag = len(run.prepared)
+        self._activations = [Wire(group, run.device, tag) for group in groups.activations]
+        self._gradients = [Wire(group, run.device, tag) for group in groups.gradients]
+        self._copies: WeakSet[PipelinedModule] = WeakSet([self])
+        self._parameters_there = list(module.parameters())
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        """NaN of each dtype, in the place of what the last stage has."""
+        self._batch: Batch | None = None
+        self._failed = ""
+        """What went wrong in the model on this rank, while the others went on."""
+        self._begun = 0, 0
+        """Passes begun since that many optimizer steps."""
+        run.step.clear_gradients.append(self._leave_off)
+
+    @property
+    def waits_for_loss(self) -> bool:
+        """Whether a forward pass has got no `world.backward` yet."""
+        batch = self._batch
+        return batch is not None and self._goes_on(batch) and len(batch.losses) < len(batch.inputs)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the model's output."""
+        return self.place.last_stage in self.place.stages
+
+    def held(self) -> list[nn.Parameter]:
+        """The parameters on this rank."""
+        return [p for p in self._parameters_there if not p.is_meta]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; while training, NaN of the same shapes but on the last stage.
+
+        Raises:
+            UsageError: the model cannot be cut where it is, or a call that nothing follows.
+        """
+        if not self._activations:
+            raise UsageError(
+                "a forward pass after world.close()",
+                "the model is spread over ranks that have parted",
+                "close at the very end",
+            )
+        if self._failed:
+            raise UsageError(
+                "a call of the model after an exception in it that was caught",
+                f"a {self._failed} on this rank: the others wait for what it did not send",
+                "let the exception end the run; what may fail, check on all ranks before the call",
+            )
+        if not torch.is_grad_enabled():
+            return self._evaluate((args, kwargs))
+        batch = self._present()
+        if len(batch.inputs) != len(batch.losses):
+            raise UsageError(
+                "two forward passes with gradients for one world.backward",
+                "a pipeline carries one forward pass a micro-batch",
+                "join the inputs and call the model once; evaluate under torch.no_grad(); leave no "
+                "turn out for a loss that is NaN: it always is but on the last stage",
+            )
+        if batch.training is not self.training and any(
+            getattr(part, "running_mean", None) is not None for part in self.module.modules()
+        ):
+            raise UsageError(
+                "model.train() or model.eval() within a global batch under strategy='pipeline'",
+                "its backward passes come later: in evaluation mode they would be computed with "
+                "statistics of the normalisation layers that have moved since",
+                "switch between two global batches, or evaluate under torch.no_grad()",
+            )
+        batch.inputs.append((args, kwargs))
+        batch.kinds.append(self._kind((args, kwargs), batch.flags))
+        number = len(batch.inputs) - 1
+        output = None
+        until = batch.actions.index(Action(True, self.place.stages[-1], number)) + 1
+        while batch.next < until:
+            output = self._do(batch)
+        return output if self.is_last else map_shapes(self._stand_in, output)
+
+    def _present(self) -> Batch:
+        """The global batch that the training loop works on."""
+        step, place = self.run.step, self.place
+        if self._batch is not None and not self._goes_on(self._batch):
+            self._abandon(self._batch)
+        if self._batch is not None and len(self._batch.losses) == self._batch.pieces:
+            self._catch_up(self._batch)  # the loop calls the model several times a turn
+        if self._batch is None:
+            pieces = step.current.pieces
+            sizes = place.position, place.positions, place.per_rank, pieces
+            self._batch = Batch(
+                of=step.batch,
+                pieces=pieces,
+                actions=order(self._schedule, *sizes),
+                flags=tuple(p.requires_grad for p in self._parameters_there),
+                training=self.training,
+                seed=self._new_seed(),
+            )
+        return self._batch
+
+    def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
+        """Takes the loss of the last forward pass, and does all that can be done now."""
+        batch = self._batch
+        assert batch is not None  # `waits_for_loss`
+        batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else _none)
+        self._ask_early(batch, len(batch.losses) - 1)
+        while batch.next < len(batch.actions) and batch.has(batch.actions[batch.next]):
+            self._do(batch)
+        if self.run.step.current.last:
+            self._catch_up(batch)
+            if self.replica_group is not None:
+                average_gradients(self.held(), self.replica_group, self.place.replicas)
+
+    def check_finished(self) -> None:
+        """Raises UsageError where a forward pass has got no `world.backward`."""
+        if self._batch is not None and self._goes_on(self._batch):
+            raise UsageError(
+                "optimizer.step() before the backward pass of the pipeline",
+                "loss.backward() reaches no further than the stage of this rank",
+                "call world.backward(loss)",
+            )
+
+    def compare(self, number: int) -> None:
+        """Makes buffers that move equal in all pipelines, and compares these now and then.
+
+        Raises:
+            RanksDifferError: equal stages have parted.
+        """
+        if self._moving_buffers is None:
+            return
+        looks = due(number)
+        if looks:
+            self._moving_buffers.find()
+        self._moving_buffers.share()
+        if looks:
+            check_replicas(self.module, f"step {number}", self.replica_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        """A copy of the weights on this rank (averages of them, say) that can evaluate."""
+        shared = [self.run, self.place, self._activations, self._gradients, self._copies]
+        shared += self.run.groups.values()
+        memo |= {id(thing): thing for thing in shared}
+        made = PipelinedModule.__new__(PipelinedModule)
+        memo[id(self)] = made
+        own = {**vars(self), "_batch": None, "_moving_buffers": None, "replica_group": None}
+        vars(made).update(copy.deepcopy(own, memo))
+        self._copies.add(made)
+        return made
+
+    def release(self) -> None:
+        """Lets go of the process groups."""
+        self._batch = None
+        self.replica_group = self._moving_buffers = None
+        for part in itertools.chain.from_iterable(map(nn.Module.modules, self._copies)):
+            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
+                part.process_group = None
+        self._activations.clear()
+        self._gradients.clear()
+
+    def _do(self, batch: Batch) -> Any:
+        action = batch.actions[batch.next]
+        batch.next += 1
+        return (self._forward if action.forward else self._backward)(batch, action)
+
+    def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Any:
+        """Calls of one kind give activations of one form; None: unknown."""
+        shapes, device = signature(arguments), self.run.device.type
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return shapes and (shapes, self.training, torch.is_grad_enabled(), cast, flags)
+
+    def _new_seed(self) -> int:
+        """Of what the next pass draws; the same on all ranks of the pipeline."""
+        number, (before, begun) = self.run.step.number, self._begun
+        self._begun = number, begun + 1 if number == before else 1
+        return mix_seed(self.run.settings.seed, self.place.replica, *self._begun)
+
+    def _forward(self, batch: Batch, action: Action) -> Any:
+        stage, number = action.stage, action.micro_batch
+        seed, more = mix_seed(batch.seed, number), number + 1 < batch.pieces
+        received, sent, output = self._through(
+            stage, batch.inputs[number], batch.kinds[number], seed, more
+        )
+        batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
+        return output
+
+    @_noticed
+    def _through(
+        self, stage: int, arguments: Arguments, kind: Any, seed: int, more: bool
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        """Runs one stage: what came in, what goes out, and what the model's forward returned.
+
+        `more`: another micro-batch follows for certain.
+        """
+        came = None
+        if stage:
+            source = self.place.rank_of(stage - 1)
+            wire = self._wire(self._activations, stage - 1)
+            came = wire.receive(source, kind and (stage, kind), more=more)
+        passage, output = self._model.run(stage, came, arguments, seed)
+        if passage.sent is not None:
+            to = self.place.rank_of(stage + 1)
+            wire = self._wire(self._activations, stage)
+            wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
+        return came or [], passage.sent or [], output
+
+    @_noticed
+    def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
+        stage, place = action.stage, self.place
+        came, went = batch.kept.pop((stage, action.micro_batch))
+        with self._model.going_back():
+            if stage == place.last_stage:
+                loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], _none
+                if not drop:
+                    loss()
+            elif went:
+                expected = batch.expected.pop(action.micro_batch, None)
+                wire = self._wire(self._gradients, stage)
+                gradients = wire.take(expected or self._expect(wire, stage, went))
+                if not drop:
+                    self._go_back(went, gradients)
+        if stage:
+            back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
+            wire = self._wire(self._gradients, stage - 1)
+            wire.send_known(back, place.rank_of(stage - 1))
+
+    @staticmethod
+    def _go_back(went: list[Tensor], messages: list[Tensor]) -> None:
+        """The backward pass from those outputs for which a gradient has come."""
+        found = [without_mark(m, t) for m, t in zip(messages, went, strict=True)]
+        used = [t for t, gradient in zip(went, found, strict=True) if gradient is not None]
+        if used:
+            torch.autograd.backward(used, [g for g in found if g is not None])
+
+    def _ask_early(self, batch: Batch, number: int) -> None:
+        """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
+        stage, *others = self.place.stages
+        if others or stage == self.place.last_stage:  # several stages come in another order
+            return
+        wire, (_, went) = self._wire(self._gradients, stage), batch.kept[stage, number]
+        if wire.expects_early and went:
+            batch.expected[number] = self._expect(wire, stage, went)
+
+    def _expect(self, wire: Wire, stage: int, went: list[Tensor]) -> list[Expected]:
+        forms = [marked(tensor) for tensor in went]
+        return wire.expect(self.place.rank_of(stage + 1), forms)
+
+    @staticmethod
+    def _wire(wires: list[Wire], cut: int) -> Wire:
+        """That between stage `cut` and the next one."""
+        return wires[cut % len(wires)]
+
+    def _catch_up(self, batch: Batch, drop: bool = False) -> None:
+        """Ends a global batch of which no more comes: does what is left for what has come.
+
+        Something is, where the loop has left out a micro-batch: all ranks have left out the same,
+        and each takes the rest in its order. With `drop` messages go, but nothing is computed.
+        """
+        for action in batch.actions[batch.next :]:
+            if not action.forward and batch.has(action):  # the forward passes are done
+                self._backward(batch, action, drop)
+        for wire in (*self._activations, *self._gradients):
+            wire.wait()
+        self._batch = None
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether it is the one that the training loop works on."""
+        return batch.of == self.run.step.batch
+
+    def _leave_off(self) -> None:
+        """The loop over a loader was left in the middle of a global batch.
+
+        What is left of it waits for the next call of the model: an exception may be why the loop
+        was left, and the other ranks know nothing of it.
+        """
+        for parameter in self.held():
+            parameter.grad = None
+
+    def _abandon(self, batch: Batch) -> None:
+        """Drops a global batch that was broken off, after what other ranks still wait for."""
+        self._catch_up(batch, drop=True)
+        self._leave_off()
+
+    def _evaluate(self, arguments: Arguments) -> Any:
+        """The real output on every rank: the last stage sends it to all of the pipeline."""
+        if self._batch is not None and not self._goes_on(self._batch):
+            self._abandon(self._batch)
+        kind, seed, output = self._kind(arguments), self._new_seed(), None
+        for stage in self.place.stages:
+            _, _, output = self._through(stage, arguments, kind, seed, False)
+        leaves, spec = pytree.tree_flatten(output)
+        own = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.is_last else None
+        source = self.place.rank_of(self.place.last_stage)
+        shared = iter(self._activations[0].share(own, source))
+        # Not for gradients of a global batch under way: a rank may take them in its next turn.
+        for wire in self._activations:
+            wire.wait()
+        if self.is_last:
+            return output
+        filled = [next(shared) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(filled, spec)
+
+    def _stand_in(self, shape: Tensor) -> Tensor:
+        """What a rank without the output returns for it: no memory, and nobody mistakes it."""
+        if not shape.is_meta:
+            return shape
+        if not (shape.is_floating_point() or shape.is_complex()):
+            return torch.zeros((), dtype=shape.dtype, device=self.run.device).expand(shape.shape)
+        if shape.dtype not in self._nothing:
+            nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
+            self._nothing[shape.dtype] = nothing.requires_grad_()
+        return self._nothing[shape.dtype].expand(shape.shape)
+
+
+def _none() -> None:
+    """Where there is no loss, or it was used already."""
+
+
+@dataclass
+class Batch:
+    """A global batch under way."""
+
+    of: tuple[Pass, int]
+    """Tells it from others."""
+    pieces: int
+    """Its micro-batches."""
+    actions: tuple[Action, ...]
+    flags: tuple[bool, ...]
+    """Which of the model's parameters are trained."""
+    training: bool
+    """Whether the model was in training mode at the beginning."""
+    seed: int
+    next: int = 0
+    """The first action that is not done."""
+    inputs: list[Arguments] = field(default_factory=list)
+    kinds: list[Any] = field(default_factory=list)
+    losses: list[Callable[[], None]] = field(default_factory=list)
+    """The backward passes of losses, of the micro-batches that `world.backward` was called for."""
+    kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    """By stage and micro-batch: what came in, and what went out and gets a gradient."""
+    expected: dict[int, list[Expected]] = field(default_factory=dict)
+    """Gradients that were asked for, by micro-batch."""
+
+    def has(self, action: Action) -> bool:
+        """Whether the training loop has brought what it needs."""
+        return action.micro_batch < len(self.inputs if action.forward else self.losses)

@@ -1,0 +1,338 @@
+"""Where a model is cut into stages: pure functions of a module's structure and of costs.
+
+A cut stands before a module that holds parameters or the statistics of a BatchNorm: everything that
+is registered before it belongs to earlier stages, so modules have to be registered in the order in
+which they are called.
+
+What the parts of a model cost, measured on an example, to cut it into stages of equal cost.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.seeding import preserve_rng_state
+from lockstep.distributed.torch_compat import BatchNorm, pytree
+from lockstep.errors import SettingError, UsageError
+from lockstep.optim import activation_checkpointing
+from lockstep.optim.module_filter import repeated_blocks
+from lockstep.strategies.pipeline.shapes import Arguments
+
+_CONTAINERS = nn.Sequential | nn.ModuleList
+
+
+@dataclass(frozen=True)
+class Split:
+    """A module cut into stages."""
+
+    cuts: tuple[str, ...]
+    """The names of the modules that begin the stages after the first."""
+    pieces: dict[str, int]
+    """The stage of every largest submodule with state that no cut goes through, by name."""
+    own: dict[str, int]
+    """The stage of every parameter that belongs to a module which a cut goes through, by name."""
+
+
+def units(module: nn.Module) -> list[str]:
+    """Names of the submodules before which the model can be cut, in order.
+
+    Containers are chains of what they hold. Other modules are opened where they hold the blocks
+    that the model repeats, and blocks themselves stay whole: what is inside of them (a residual
+    connection, say) need not be a chain.
+    """
+    blocks = [name for name, _ in repeated_blocks(module)]
+    return [name for name, unit in _units("", module, blocks) if _has_state(unit)]
+
+
+def split(module: nn.Module, cuts: Sequence[str]) -> Split:
+    """Cuts a module before the named submodules.
+
+    Raises:
+        SettingError: a name that is not there, has no parameters, or is out of order.
+        UsageError: a parameter would belong to two stages.
+    """
+    names = [name for name, _ in module.named_modules()]
+    for name in cuts:
+        if name not in names or not name:
+            near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
+            raise SettingError(
+                f"Pipeline(split=[..., {name!r}])",
+                "the model has no submodule of that name",
+                f"did you mean {near[0]!r}?" if near else "use the names of model.named_modules()",
+            )
+        if not _has_state(module.get_submodule(name)):
+            raise SettingError(
+                f"Pipeline(split=[..., {name!r}])",
+                "this submodule has no parameters, and every stage runs it",
+                "name the next one that has some: what lies between runs in the earlier stage",
+            )
+    places = [names.index(name) for name in cuts]
+    if sorted(set(places)) != places or any(
+        later.startswith(f"{name}.") for name, later in itertools.pairwise(cuts)
+    ):
+        raise SettingError(
+            f"Pipeline(split={list(cuts)})",
+            "the stages are not in the order of the model",
+            f"in the model's order: {sorted(set(cuts), key=names.index)}",
+        )
+    made = _assign(module, names, places, tuple(cuts))
+    _check_shared(module, made)
+    return made
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a list into contiguous parts so that the most expensive one is cheapest.
+
+    Returns:
+        The first index of every part but the first; no part is empty.
+
+    Raises:
+        ValueError: fewer costs than parts.
+    """
+    if len(costs) < parts:
+        raise ValueError(f"{len(costs)} costs for {parts} parts")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[j]: the least possible maximum for the first j costs in as many parts as passes so far.
+    best = sums[:]
+    choices: list[list[int]] = []
+    for part in range(1, parts):
+        new, chosen = [float("inf")] * len(sums), [0] * len(sums)
+        for end in range(part + 1, len(sums)):
+            for begin in range(part, end):
+                worst = max(best[begin], sums[end] - sums[begin])
+                if worst < new[end]:
+                    new[end], chosen[end] = worst, begin
+        best = new
+        choices.append(chosen)
+    end, found = len(costs), []
+    for chosen in reversed(choices):
+        end = chosen[end]
+        found.append(end)
+    return found[::-1]
+
+
+def _units(name: str, module: nn.Module, blocks: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    children = list(module.named_children())
+    prefix = f"{name}." if name else ""
+    opened = isinstance(module, _CONTAINERS) or any(b.startswith(prefix) for b in blocks)
+    if not children or name in blocks or not (opened or not name):
+        yield name, module
+        return
+    for child_name, child in children:
+        yield from _units(f"{prefix}{child_name}", child, blocks)
+
+
+def _assign(module: nn.Module, names: list[str], places: list[int], cuts: tuple[str, ...]) -> Split:
+    stages: dict[str, int] = {}
+    stage = 0
+    for place, name in enumerate(names):
+        stage += place in places
+        stages[name] = stage
+    modules = dict(module.named_modules())
+    last = dict(stages)
+    for name in reversed(names):
+        parent = name.rpartition(".")[0]
+        if name:
+            last[parent] = max(last[parent], last[name])
+    pieces: dict[str, int] = {}
+    own: dict[str, int] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        crossed = stages[name] != last[name]
+        under_crossed = not name or stages[parent] != last[parent]
+        if crossed:
+            prefix = f"{name}." if name else ""
+            direct = modules[name].named_parameters(recurse=False)
+            own |= {f"{prefix}{p}": stages[name] for p, _ in direct}
+        elif under_crossed and _has_state(modules[name]):
+            pieces[name] = stages[name]
+    return Split(cuts, pieces, own)
+
+
+def _check_shared(module: nn.Module, made: Split) -> None:
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        stage = made.own.get(name)
+        if stage is None:
+            stage = next(
+                k for piece, k in made.pieces.items() if not piece or name.startswith(f"{piece}.")
+            )
+        other, there = seen.setdefault(id(parameter), (name, stage))
+        if there != stage:
+            raise UsageError(
+                "a pipeline over a model with shared parameters",
+                f"{other} (stage {there}) and {name} (stage {stage}) are one parameter, which can "
+                "only be on one rank",
+                "give them parameters of their own, or cut the model so that both are in one stage",
+            )
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether it holds what training changes: parameters, or the statistics of a BatchNorm."""
+    return next(module.parameters(), None) is not None or any(
+        isinstance(part, BatchNorm) or getattr(part, "running_mean", None) is not None
+        for part in module.modules()
+    )
+
+
+class Call(NamedTuple):
+    """How a submodule was called, and what it kept for the backward pass."""
+
+    arguments: Arguments
+    autocast: torch.dtype | None
+    kept: int = 0
+    """Bytes."""
+
+
+_TRIALS = 3
+_STATE = 4
+"""Copies of a parameter on a device: itself, its gradient, two moments of Adam."""
+
+
+class Costs(NamedTuple):
+    """One number a unit, with what it is made of in words."""
+
+    numbers: list[float]
+    reason: str
+
+
+def measure(
+    module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
+) -> Costs:
+    """The cost of every unit: its part of the time and of the memory of a training step.
+
+    Memory is that of parameters, gradients, two optimizer moments and of the activations that are
+    kept for the backward pass. Without an example that the model can be called with, it is that of
+    the parameters alone.
+
+    Args:
+        module: on the CPU.
+        units: names of submodules, in order.
+        examples: each gives a batch; the model is called with the batch, its first element, or its
+            entries as keywords.
+    """
+    sizes = [
+        sum(p.numel() * p.element_size() for p in module.get_submodule(name).parameters())
+        for name in units
+    ]
+    training = [m for m in module.modules() if m.training]
+    module.eval()  # running statistics stay as they are, and a SyncBatchNorm waits for nobody
+    try:
+        with preserve_rng_state():
+            calls = _record(module, units, examples)
+            seconds = [_seconds(module.get_submodule(n), calls.get(n)) for n in units if calls]
+    finally:
+        for m in training:
+            m.training = True
+    if not calls:
+        return Costs([float(size) for size in sizes], "of parameters: no example to measure with")
+    kept = [calls[name].kept if name in calls else 0 for name in units]
+    memory = [_STATE * size + held for size, held in zip(sizes, kept, strict=True)]
+    return Costs(
+        [
+            s / max(sum(seconds), 1e-12) + m / max(sum(memory), 1)
+            for s, m in zip(seconds, memory, strict=True)
+        ],
+        "of time and memory, measured on an example",
+    )
+
+
+def _record(
+    module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
+) -> dict[str, Call]:
+    """The arguments of every unit in one forward pass; nothing where no example fits."""
+    for example in examples:
+        device = next(module.parameters()).device
+        batch = pytree.tree_map_only(Tensor, partial(_to, device), example())
+        for arguments in _ways(batch):
+            with suppress(Exception):  # this is not how the model is called
+                return _calls(module, units, arguments)
+    return {}
+
+
+def _calls(module: nn.Module, units: Sequence[str], arguments: Arguments) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    kind = next(module.parameters()).device.type
+
+    def recorder(name: str) -> Callable[..., None]:
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            on = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if on else None
+            calls.setdefault(name, Call((args, kwargs), dtype))
+
+        return record
+
+    parts = [module.get_submodule(name) for name in units]
+    handles = [
+        part.register_forward_pre_hook(recorder(name), with_kwargs=True)
+        for name, part in zip(units, parts, strict=True)
+    ]
+    try:
+        found = activation_checkpointing.measure(module, parts, *arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for place, inside in zip(found.order, found.inside, strict=True):
+        name = units[place]
+        calls[name] = calls[name]._replace(kept=sum(inside.values()))
+    return calls
+
+
+def _ways(batch: Any) -> list[Arguments]:
+    if isinstance(batch, dict):
+        return [((), batch), ((batch,), {})]
+    if isinstance(batch, list | tuple) and batch:
+        return [((batch[0],), {}), (tuple(batch), {}), ((batch,), {})]
+    return [((batch,), {})]
+
+
+def _seconds(unit: nn.Module, call: Call | None) -> float:
+    """Of one forward and backward pass: the least of a few."""
+    if call is None:
+        return 0.0
+    best = float("inf")
+    device = next(unit.parameters()).device
+    for _ in range(_TRIALS):
+        args, kwargs = pytree.tree_map_only(Tensor, _fresh, call.arguments)
+        _settle(device)
+        begin = time.perf_counter()
+        with torch.autocast(device.type, call.autocast, enabled=call.autocast is not None):
+            output = unit(*args, **kwargs)
+        roots = [
+            leaf.sum()
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if roots:
+            trained = [p for p in unit.parameters() if p.requires_grad]
+            torch.autograd.grad(roots, trained, allow_unused=True)
+        _settle(device)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.requires_grad_() if copied.is_floating_point() else copied
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
+
+
+def _settle(device: torch.device) -> None:
+    """What a GPU still computes belongs to what was asked before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,333 @@
+"""A model cut into stages, each on a rank of its own, alone or times data parallel.
+
+Ranks of one pipeline compute one part of the global batch together, micro-batch by micro-batch; the
+number of micro-batches is what keeps the stages busy. Pipelines side by side each compute a part of
+their own, and average the gradients of equal stages once a global batch.
+
+The last stage is on the first ranks, so that rank 0 has the model's output and its loss.
+
+torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand and its
+shapes are fixed at the first step; here the loss is what the training loop computes, and the last
+batch of an epoch may be short. So the point-to-point operations and autograd of torch are used
+directly, under the orders of `pipelining.order`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.distributed.network import further_groups
+from lockstep.distributed.process_group import Run, carrier_device
+from lockstep.distributed.topology import DataParallelRank, Topology
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import RanksDifferError, SettingError, UsageError
+from lockstep.guards.replicas import due
+from lockstep.optim.precision import Precision
+from lockstep.settings import Choice
+from lockstep.strategies.base import Strategy, Wrapped, take_from_first
+from lockstep.strategies.pipeline.module import PipelinedModule
+from lockstep.strategies.pipeline.schedule import Groups, Place
+from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
+from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+
+_SCHEDULES = ("1f1b", "gpipe")
+_MICRO_BATCHES = 4
+"""For each stage, by default: a fifth of the time is then spent waiting at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Strategy):
+    """Options of the pipeline.
+
+    Raises:
+        SettingError: a value out of range, or two that do not go together.
+    """
+
+    name: ClassVar[str] = "pipeline"
+    evaluates_together: ClassVar[bool] = True
+    unfreezes: ClassVar[bool] = True
+    writes_at_backward: ClassVar[bool] = False
+
+    stages: int | None = None
+    """Ranks that one copy of the model is spread over; None: all. It divides the world size."""
+    split: Sequence[str] | None = None
+    """Names of the submodules that begin the stages after the first; None: cut into stages of equal
+    cost, measured on an example from a loader given to the same `prepare`."""
+    schedule: str = "1f1b"
+    """`1f1b` or `gpipe`, which holds the activations of all micro-batches at a time."""
+    interleave: int = 1
+    """Stages on each rank: several send more, and wait less on two or three ranks."""
+    micro_batches: int | None = None
+    """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch` is set."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise SettingError(
+                f"Pipeline(schedule={self.schedule!r})",
+                f"schedules are {', '.join(_SCHEDULES)}",
+                "choose one; interleave=2 makes either an interleaved one",
+            )
+        for name in ("stages", "interleave", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise SettingError(
+                    f"Pipeline({name}={value!r})", "it is a number of at least 1", "give such a one"
+                )
+        if isinstance(self.split, str):
+            raise SettingError(
+                f"Pipeline(split={self.split!r})", "it is one text", "give a list of names"
+            )
+
+    def check(self, run: Run) -> None:
+        """Raises SettingError where sizes do not fit or the precision is fp16."""
+        size, stages = run.topology.size, self._positions(run.topology)
+        if size % stages:
+            raise SettingError(
+                f"Pipeline(stages={stages})",
+                f"the world size {size} is not a multiple of it",
+                f"start {-(-size // stages) * stages} processes, or use other stages",
+            )
+        if stages == 1 < size:
+            raise SettingError(
+                "Pipeline(stages=1)",
+                f"each of {size} processes would hold the whole model",
+                "use strategy='ddp', or at least 2 stages",
+            )
+        cuts = stages * self.interleave - 1
+        if self.split is not None and len(self.split) != cuts and size > 1:
+            raise SettingError(
+                f"Pipeline(split=...) with {len(self.split)} names",
+                f"{stages} ranks with {self.interleave} stage{'s' * (self.interleave > 1)} each "
+                f"begin at {cuts} cut{'s' * (cuts != 1)}",
+                f"name {cuts}",
+            )
+        if run.settings.precision == "fp16":
+            raise SettingError(
+                "strategy='pipeline' with precision='fp16'",
+                "its loss scaler would skip steps on one stage and not on the others",
+                "use precision='bf16', which needs none",
+            )
+
+    def part(self, topology: Topology) -> DataParallelRank:
+        """One part of the batch for each pipeline."""
+        place = self._place(topology)
+        return DataParallelRank(place.replica, place.replicas)
+
+    def pieces(self, run: Run) -> int:
+        """Micro-batches that keep the stages busy."""
+        if self.micro_batches is not None:
+            return self.micro_batches
+        stages = self._positions(run.topology)
+        wanted = 1 if stages == 1 or run.settings.micro_batch else _MICRO_BATCHES * stages
+        return max(wanted, run.settings.pieces)
+
+    def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
+        """The ranks of equal stages."""
+        return self._groups(run).replicas
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The module cut into stages, of which this rank keeps its own.
+
+        Raises:
+            SettingError: `split` does not fit the module, or BatchNorm would get other statistics.
+            UsageError: a module that cannot be cut, or a second one.
+        """
+        place = self._place(run.topology)
+        if place.positions == 1:
+            return Wrapped(module.to(run.device), [Choice("pipeline", "one stage", "one process")])
+        self._check_module(module, run)
+        self._share_statistics(module, run)
+        take_from_first([*module.parameters(), *module.buffers()])
+        found, reason = self._cut(module, run, place)
+        model = StagedModel(module, found, place.stages, run.device)
+        wrapped = PipelinedModule(module, model, place, self.schedule, run, self._groups(run))
+        copies = f", {place.replicas} of them side by side" if place.replicas > 1 else ""
+        choices = [
+            Choice(
+                "pipeline",
+                f"{place.last_stage + 1} stages on {place.positions} ranks",
+                f"{self.schedule}{copies}; rank 0 has the last stage, and so the loss",
+            ),
+            Choice("stages", f"begin at {', '.join(found.cuts)}", reason),
+        ]
+        gone, model.gone = model.gone, []  # nothing may keep the whole model in memory
+        return Wrapped(wrapped, choices, [(old, None) for old in gone])
+
+    def backward(
+        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
+    ) -> None:
+        """The backward passes that this loss allows.
+
+        Raises:
+            UsageError: several models, none, or an option that other stages cannot follow.
+        """
+        waiting = [m for m in modules if isinstance(m, PipelinedModule) and m.waits_for_loss]
+        if len(waiting) > 1:
+            raise UsageError(
+                "one world.backward for several models under strategy='pipeline'",
+                f"{len(waiting)} prepared models were called with gradients",
+                "make one module of them, or use strategy='ddp' or 'fsdp'",
+            )
+        if waiting:
+            refused = [name for name in ("inputs", "create_graph") if options.get(name)]
+            if refused:
+                raise UsageError(
+                    f"world.backward(loss, {refused[0]}=...) under strategy='pipeline'",
+                    "it would hold for the last stage alone, and the others compute all gradients",
+                    "leave it out, or use strategy='ddp' or 'fsdp'",
+                )
+            waiting[0].backward(loss, precision, **options)
+        elif not any(isinstance(m, PipelinedModule) for m in modules):  # one process
+            precision.backward(loss, **options)
+        else:
+            raise UsageError(
+                "world.backward without a forward pass of the prepared model",
+                "the pipeline has nothing to send gradients back for",
+                "call the object that world.prepare returned, once for each world.backward",
+            )
+
+    def keeps_gradients(self, module: nn.Module) -> bool:
+        """They come when the schedule brings them, the last ones with the last loss."""
+        return isinstance(module, PipelinedModule)
+
+    def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+        """Over all stages, each of which is on as many ranks as there are pipelines."""
+        own = super().total_norm(parameters, norm_type)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks == 1:
+            return own
+        device = next((p.device for p in parameters if not p.is_meta), own.device)
+        if norm_type == math.inf:
+            # The largest of NaN and a number is either, by device and order.
+            joined = torch.stack([own.nan_to_num(posinf=math.inf), own.isnan().to(own.dtype)])
+            joined = joined.to(carrier_device(device))
+            dist.all_reduce(joined, dist.ReduceOp.MAX)
+            joined = joined.to(device)
+            return torch.where(joined[1] == 0, joined[0], math.nan)
+        joined = own.double().pow(norm_type).to(carrier_device(device))
+        dist.all_reduce(joined)
+        copies = ranks // (self.stages or ranks)
+        return joined.div(copies).pow(1.0 / norm_type).to(device, own.dtype)
+
+    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Compares learning rates now and then.
+
+        Raises:
+            UsageError: the pipeline has not got its backward pass.
+            RanksDifferError: the stages would be trained at other rates.
+        """
+        if isinstance(module, PipelinedModule):
+            module.check_finished()
+            if due(module.run.step.number + 1):
+                _check_rates(optimizer, module.run)
+
+    def after_step(self, module: nn.Module) -> None:
+        """Compares equal stages now and then."""
+        if isinstance(module, PipelinedModule):
+            module.compare(module.run.step.number)
+
+    def release(self, module: nn.Module) -> None:
+        """Lets go of the process groups."""
+        if isinstance(module, PipelinedModule):
+            module.release()
+
+    def _positions(self, topology: Topology) -> int:
+        return 1 if topology.size == 1 else self.stages or topology.size
+
+    def _place(self, topology: Topology) -> Place:
+        positions = self._positions(topology)
+        return Place.of(topology.rank, topology.size, positions, self.interleave)
+
+    def _groups(self, run: Run) -> Groups:
+        """Opened when first asked for, on all ranks alike."""
+        place = self._place(run.topology)
+        cuts = 1 if self.interleave == 1 else place.last_stage
+        kinds = [f"{what} {cut}" for what in ("activations", "gradients") for cut in range(cuts)]
+        if kinds[0] not in run.groups:
+            for replica in range(place.replicas):
+                for kind in kinds:
+                    _open(run, kind, range(replica, run.topology.size, place.replicas))
+            for first in range(0, run.topology.size, place.replicas):
+                if place.replicas > 1:
+                    _open(run, "replicas", range(first, first + place.replicas))
+        groups = [run.groups[kind] for kind in kinds]
+        return Groups(groups[:cuts], groups[cuts:], run.groups.get("replicas"))
+
+    def _share_statistics(self, module: nn.Module, run: Run) -> None:
+        """Layers that would take statistics of all ranks take those of equal stages."""
+        layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
+        group = self._groups(run).replicas
+        if layers and group is None:
+            for rank in range(run.topology.size):
+                _open(run, "alone", range(rank, rank + 1))
+            group = run.groups["alone"]
+        for layer in layers:
+            if isinstance(layer, nn.SyncBatchNorm):  # torch's knows no CPU, and no shapes
+                convert(layer, group)
+            if layer.process_group is None:
+                layer.process_group = group
+
+    def _check_module(self, module: nn.Module, run: Run) -> None:
+        normalised = any(isinstance(m, BatchNorm) for m in module.modules())
+        if normalised and self.micro_batches is None and run.settings.micro_batch is None:
+            raise SettingError(
+                "strategy='pipeline' for a model with BatchNorm",
+                f"a global batch is cut into {self.pieces(run)} micro-batches by default, and "
+                "BatchNorm takes its statistics from one of them, not from the whole batch",
+                "say how many: lockstep.strategies.Pipeline(micro_batches=...), or micro_batch=; "
+                "one device with as many computes the same",
+            )
+
+    def _cut(self, module: nn.Module, run: Run, place: Place) -> tuple[Split, str]:
+        """Where the module is cut, with the reason; rank 0 measures for all."""
+        if self.split is not None:
+            return split(module, self.split), "as set"
+        names = units(module)
+        if len(names) < place.last_stage + 1:
+            raise UsageError(
+                f"a pipeline of {place.last_stage + 1} stages",
+                f"the model can be cut into {len(names)} parts: {', '.join(names) or 'none'}",
+                "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
+            )
+        text = ""
+        if run.topology.is_main:
+            costs = measure(module, names, run.examples)
+            text = json.dumps(costs)
+        numbers, reason = json.loads(run.collectives.exchange(text)[0])
+        cuts = [names[at] for at in balanced(numbers, place.last_stage + 1)]
+        edges = [0, *(names.index(cut) for cut in cuts), len(names)]
+        parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
+        shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
+        return split(module, cuts), f"{shown} {reason}"
+
+
+def _check_rates(optimizer: Optimizer, run: Run) -> None:
+    """No replica would show that the ranks of a pipeline have parted here."""
+    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = run.collectives.exchange(json.dumps(own))
+    other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
+    if other is not None:
+        raise RanksDifferError(
+            "optimizer.step() with other learning rates on other ranks",
+            f"rank 0 has {rates[0]}, rank {other} has {rates[other]}",
+            "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
+            "loss is NaN but on the last stage",
+        )
+
+
+def _open(run: Run, name: str, ranks: range) -> None:
+    with further_groups(run.topology, run.backend):
+        group = dist.new_group(list(ranks))
+    if run.topology.rank in ranks:
+        run.groups[name] = group

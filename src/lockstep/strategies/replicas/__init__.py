@@ -1,1 +1,0 @@
-"""How `dp` computes on several devices of one process: replicas that meet and are joined."""

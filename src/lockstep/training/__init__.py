@@ -1,0 +1,1 @@
+"""What happens between `world.prepare` and the optimizer's step."""

@@ -1,0 +1,320 @@
+"""Finds what is `"auto"`, once a run: how fast every rank is, and how many samples fit.
+
+It happens in the first global batch that is trained on, right after the backward pass of the piece
+with which that batch was opened (`data.division`), and before any optimizer step. Every rank takes
+the calls that it made of its modules and tries them at other sizes (`trial`). The ranks begin each
+measurement together, because devices that share a machine slow each other down; what they found
+they exchange as text, so all decide from the same numbers. Times are taken again and again, because
+a machine that others use as well is slow at times: what differs less than they vary is the same.
+
+Communication: an exchange of text before and after each time that is taken, which is done 5 to 20
+times for at most three divisions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.shares import (
+    AutotuneRequest,
+    Question,
+    alike,
+    confirmed,
+    enough,
+    largest_that_fits,
+    parts,
+    shares_by_times,
+    step_seconds,
+)
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.settings import AUTO
+from lockstep.strategies.base import Strategy
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.profile_run import Calls, ProfilingRun
+
+_DIVISIONS = 3
+"""Times are taken again with the shares that the times before have led to, at most so often."""
+_SHOWN = 8
+
+
+class Autotune:
+    """What is found, for all loaders of a run.
+
+    Args:
+        run: whose settings say what is open.
+        strategy: of the modules.
+        modules: as they are called; the list may still grow.
+        optimizers: prepared ones; likewise.
+        say: prints a line on rank 0.
+
+    Raises:
+        SettingError: the strategy cannot find what is `"auto"`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: Strategy,
+        modules: list[nn.Module],
+        optimizers: list[PreparedOptimizer],
+        say: Callable[[str], None],
+    ) -> None:
+        self.shares: tuple[int, ...] | None = None
+        self.micro_batch: int | None = None
+        self.tried = False
+        self.watching = False
+        """A piece is being computed in which something is to be found."""
+        self._run = run
+        self._strategy = strategy
+        self._modules = modules
+        self._optimizers = optimizers
+        self._say = say
+        self._question: Question | None = None
+        self._calls = Calls([])
+        self.wish(None, None)
+
+    @property
+    def whole(self) -> bool:
+        """The first piece has to be a whole micro-batch as it is planned.
+
+        BatchNorm looks at it as a whole. Several optimizers, those that want a closure, and a
+        static graph under DDP take no batch in pieces.
+        """
+        return (
+            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
+            or len(self._optimizers) > 1
+            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
+            or getattr(self._strategy, "static_graph", False)
+        )
+
+    def wish(self, shares: Any, micro_batch: Any) -> AutotuneRequest | None:
+        """What a loader leaves open, which was told this itself (None: as the run was told).
+
+        Raises:
+            SettingError: the strategy cannot find it, or has shares for the whole run only.
+        """
+        settings, own = self._run.settings, shares is not None
+        shares = settings.shares if shares is None else shares
+        micro_batch = settings.micro_batch if micro_batch is None else micro_batch
+        open_shares = isinstance(shares, str) and shares == AUTO
+        if not open_shares and own and len(self._strategy.computes_on(self._run)) > 1:
+            raise SettingError(
+                f"world.loader(shares={shares!r})",
+                f"strategy {self._strategy.name!r} divides a batch over the devices of this "
+                "process where the model is called, whatever loader it came from",
+                "give the shares to lockstep.init, or --shares; strategies.data_parallel."
+                "set_shares(model, ...) changes them later",
+            )
+        if not (open_shares or micro_batch == AUTO):
+            return None
+        if not self._strategy.settles:
+            raise SettingError(
+                "shares='auto'" if open_shares else "micro_batch='auto'",
+                f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
+                "give numbers, or use strategy='ddp'",
+            )
+        several = self._strategy.devices(self._run) > 1
+        if micro_batch != AUTO and not several:
+            return None
+        return AutotuneRequest(
+            found=self, shares=open_shares and several, micro_batch=micro_batch == AUTO
+        )
+
+    @contextmanager
+    def watch(self, question: Question) -> Iterator[None]:
+        """While the piece is computed that the question came with.
+
+        Raises:
+            UsageError: an optimizer has stepped, and `settle` was not called.
+        """
+        self._question = question
+        self._calls = calls = Calls(self._modules)
+        self.watching = True
+        try:
+            yield
+            if self._calls is calls and self._run.step.running.stepped:
+                raise UsageError(
+                    "loss.backward() where shares or micro_batch are 'auto'",
+                    "they are found in world.backward",
+                    "call world.backward(loss)",
+                )
+        finally:
+            calls.close()
+            if self._calls is calls:
+                self._stop()
+
+    def settle(self) -> None:
+        """Answers the question; to be called on all ranks after a backward pass of its piece.
+
+        Raises:
+            UsageError: on all ranks, where one could not try its calls.
+            SettingError: the memory of all ranks together does not hold the batch.
+        """
+        question, calls = self._question, self._calls.seen
+        self._stop()
+        if question is None:
+            return
+        trial = ProfilingRun(self._run, self._strategy, calls, question.local)
+        search = _Search(self._run, self._strategy, question, trial)
+        shares = question.shares
+        if question.find_shares:
+            before, after, times = search.shares()
+            shares = self._strategy.divide(self._modules, after)
+            kind = "rank" if self._run.collectives.part.count > 1 else "device"
+            self._say(_shares_in_words(before, after, times, kind))
+        if question.find_micro_batch:
+            self.micro_batch = search.micro_batch(shares)
+            most = max(parts(question.batch_size, shares))
+            self._say(_micro_batch_in_words(self.micro_batch, most))
+            self.tried = True
+        if question.find_shares:
+            self.shares = shares
+
+    def _stop(self) -> None:
+        self._calls.close()
+        self._calls, self._question, self.watching = Calls([]), None, False
+
+
+class _Search:
+    """The search of one rank, in step with the others; it may compute on several devices."""
+
+    def __init__(
+        self, run: Run, strategy: Strategy, question: Question, trial: ProfilingRun
+    ) -> None:
+        self._exchange = run.collectives.exchange
+        self._part = run.collectives.part.index
+        self._own = strategy.computes_on(run)
+        self._devices = strategy.devices(run)
+        self._question = question
+        self._trial = trial
+        self._fitting: dict[int | None, int] = {}
+        self._limits: dict[int | None, int] = {}
+
+    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
+        """The devices' shares as they were and as they should be, and the times that say so."""
+        question = self._question
+        before = shares = question.shares
+        if len(shares) != self._devices:  # the loader knows of this process alone
+            before = shares = (1,) * self._devices
+        # Where the parts may be computed in pieces, memory does not bound them.
+        bound = question.micro_batch is None and not question.find_micro_batch
+        tried: dict[tuple[int, ...], float] = {}
+        telling: list[tuple[float, ...]] = []
+        while shares not in tried and len(tried) < _DIVISIONS:
+            limits = self._everywhere(self._limit, self._own, shares)
+            times = self._times(shares)
+            telling = times if alike(times) or not telling else telling
+            room = limits if bound else [None] * self._devices
+            tried[shares] = step_seconds(times, shares, question.batch_size, room)
+            shares = shares_by_times(times, shares, question.batch_size, room)
+        return before, confirmed(tried, shares), telling
+
+    def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
+        """What a sample takes on each device, at its share, again and again."""
+        rounds = [self._everywhere(self._seconds, self._own, shares)]
+        while not enough(list(zip(*rounds, strict=True))):
+            rounds.append(self._everywhere(self._seconds, self._own, shares))
+        return list(zip(*rounds, strict=True))
+
+    def micro_batch(self, shares: tuple[int, ...]) -> int | None:
+        """The most samples a process computes at a time, by the least memory of all; None: all.
+
+        Args:
+            shares: of the processes.
+        """
+        of_rank = parts(self._question.batch_size, shares)
+        # Several devices of one process are tried together: one of them holds more than the others.
+        together = self._own if len(self._own) == 1 else (None,)
+        limits = self._everywhere(self._limit, together, shares)
+        met = [n for n, part in zip(limits, of_rank, strict=True) if n is not None and n < part]
+        return min(met, default=None)
+
+    def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
+        """Samples that the device, or the process, would compute at a time."""
+        of_all = parts(self._question.batch_size, shares)
+        part = of_all[self._part if device is None else device]
+        return min(part, self._question.micro_batch or part)
+
+    def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
+        """The most samples that fit; None: all that were tried, up to its part, do."""
+        most = self._most(device, shares)
+        known = self._fitting.get(device, self._question.local)
+        if self._question.local and device not in self._limits and most > known:
+            known = largest_that_fits(lambda n: self._trial.fits(n, device), known, most)
+            self._fitting[device] = known
+            if known < most:
+                self._limits[device] = known
+        return self._limits.get(device)
+
+    def _seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
+        most = self._most(device, shares)
+        size = min(most, self._limits.get(device, most))
+        return self._trial.seconds(max(2, size), device)  # BatchNorm alone needs two
+
+    def _everywhere(
+        self,
+        find: Callable[[int | None, tuple[int, ...]], Any],
+        devices: Sequence[int | None],
+        shares: tuple[int, ...],
+    ) -> list[Any]:
+        """What every rank found for its devices, in the order of the ranks.
+
+        They begin together, and what fails on one fails on all.
+        """
+        self._exchange("begin")
+        cause: Exception | None = None
+        value, problem = None, None
+        try:
+            value = [find(device, shares) for device in devices]
+        except Exception as error:
+            cause = error
+            plain = f"{error.was_set}: {error.found}" if isinstance(error, LockstepError) else error
+            problem = f"{type(error).__name__}: {plain}"
+        answers = [json.loads(text) for text in self._exchange(json.dumps([value, problem]))]
+        problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
+        if problems:
+            raise UsageError(
+                "shares='auto'" if self._question.find_shares else "micro_batch='auto'",
+                f"the model could not be tried at other sizes; {problems[0]}",
+                "give numbers instead, such as shares='2:3' and micro_batch=16",
+            ) from cause
+        return [each for found, _ in answers for each in found]
+
+
+def _shares_in_words(
+    before: Sequence[int], after: Sequence[int], times: Sequence[Sequence[float]], kind: str
+) -> str:
+    took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times[:_SHOWN])]
+    text = f"a sample took {', '.join(took)}{', ...' * (len(times) > _SHOWN)}"
+    if alike(times):
+        text += f": no difference, as the times of one {kind} differ as much"
+    elif tuple(before) == tuple(after):
+        text += "; others do not make a step faster by 8 %"
+    change = "stay" if tuple(before) == tuple(after) else f"-> {_colons(after)}"
+    return f"shares auto: {_colons(before)} {change}; {text}"
+
+
+def _micro_batch_in_words(found: int | None, part: int) -> str:
+    if found is None:
+        return f"micro_batch auto: {part}, the whole part of a rank fits"
+    return f"micro_batch auto: {found} samples at a time, of a part of {part}"
+
+
+def _colons(shares: Sequence[int]) -> str:
+    return ":".join(str(share) for share in shares)
+
+
+def _time(seconds: float) -> str:
+    """A time in the unit in which it is a number that can be read."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 0.1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,374 @@
+"""Optimizers and schedulers that step once per global batch.
+
+The training loop runs once per micro-batch. On all but the last of a global batch, `step()` and
+`zero_grad()` do nothing, so the same loop is right with and without accumulation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import RanksDifferError, UsageError, warn
+from lockstep.optim.precision import Precision
+from lockstep.step import Pass, Step
+
+# Their CPU implementations over lists of tensors give the same bits as those over single tensors,
+# with a fraction of the calls (tests/optim/test_accumulation.py). The fused ones do not.
+_SAME_BITS_FOREACH = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+)
+# Few tensors: the lists cost what they save. Large ones: each operation goes over memory that the
+# one before has pushed out of the cache, and lists as long as the model are held in between.
+_FOREACH_TENSORS = 8
+_FOREACH_MEAN_SIZE = 2**14
+
+
+class PreparedOptimizer(Optimizer):
+    """The user's optimizer, stepping once per global batch.
+
+    It shares the inner optimizer's groups and state. `before` and `after` are called around every
+    real step, `before` after each call of a closure; `whole` makes of the loss that a closure
+    returns that of the global batch.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        step: Step,
+        precision: Precision,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        whole: Callable[[Any], Any] = lambda loss: loss,
+    ) -> None:
+        # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
+        self.inner = inner
+        self.skipped = False
+        """Whether the loss scaler left the last step out because a gradient was infinite."""
+        self._step = step
+        self._precision = precision
+        self._before = before
+        self._after = after
+        self._whole = whole
+        self._asked: tuple[Pass, int] | None = None
+        """The global batch in which `step()` was last called."""
+        self._taken: tuple[Pass, int] | None = None
+        """That in which a step was last taken."""
+        self._rates: list[Any] = []
+        self.places: list[list[int]] | None = None
+        """Where the parameters of each group stand among all, of which other ranks have some."""
+        self.counts: list[int] = []
+        """How many each group has over all ranks, where `places` are set."""
+        self.scheduled = False
+        """A scheduler that drives it is prepared, or it was warned of one that is not."""
+        self._last_rates: tuple[Pass, list[Any]] | None = None
+        self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
+        self._dropped: tuple[Pass, int] | None = None
+        """The global batch in which a clearing was last put off."""
+        step.clear_gradients.append(inner.zero_grad)
+        step.batch_begins.append(self._clear_dropped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared{self.inner!r}"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps where the present micro-batch closes its global batch; else returns None.
+
+        Raises:
+            UsageError: `loss.backward()` was called where the loss needs exact weighting.
+        """
+        running = self._step.running
+        present = running.micro_batch
+        if closure is None:
+            self._check_backward()
+        elif not (present.first and present.last):
+            raise UsageError(
+                "optimizer.step(closure) with micro-batches",
+                "the closure would be evaluated on a part of the global batch",
+                "leave micro_batch out, or use an optimizer without closures",
+            )
+        if not present.first:
+            self._check_rates()
+        self._asked = batch = running, running.number
+        if not present.last:
+            _check_own_scaler()
+            self._rates = self._learning_rates()
+            return None
+        if not self.scheduled and ("step" in vars(self.inner) or "step" in vars(self)):
+            self._check_schedule(running)
+        if closure is None:
+            self._before()
+        checked = closure if closure is None else self._checked(closure)
+        result, self.skipped = self._precision.step(self.inner, checked)
+        self._taken = batch
+        self._step.mark_stepped()
+        self._after()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, but for those that a global batch has begun to accumulate.
+
+        They have begun once `step()` was called for an earlier micro-batch (or for this one, where
+        the clearing comes after it), and are done when it was taken.
+        """
+        present = self._step.current
+        if not (present.first and present.last):
+            batch = self._step.batch
+            if self._asked == batch and self._taken != batch:
+                self._dropped = batch
+                return
+        if set_to_none and self._plain_zero_grad:
+            # What torch's own does, without the profiling around it, which takes ten times as long.
+            for group in self.inner.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            self.inner.zero_grad(set_to_none)
+
+    def _clear_dropped(self) -> None:
+        """Before a global batch: the one before was to be cleared, and its step was left out."""
+        if self._dropped not in (None, self._taken):
+            self.inner.zero_grad()
+        self._dropped = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the strategy was built for the parameters that were there at `prepare`."""
+        raise UsageError(
+            "optimizer.add_param_group after world.prepare",
+            "gradients of parameters that came later would not be averaged over the ranks",
+            "add all parameters first (frozen ones may be in it), then call world.prepare",
+            code="LS303",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state: that of plain torch.
+
+        Under a pipeline it numbers the parameters as on one device, and has the entries of those
+        that are on this rank.
+        """
+        state = self.inner.state_dict()
+        if self.places is None:
+            return state
+        numbers = [place for places in self.places for place in places]
+        starts = accumulate(self.counts, initial=0)
+        groups = [
+            {**group, "params": list(range(start, start + count))}
+            for group, start, count in zip(state["param_groups"], starts, self.counts, strict=False)
+        ]
+        entries = {numbers[local]: entry for local, entry in state["state"].items()}
+        return {**state, "state": entries, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner optimizer what `state_dict` gave, here or on one device."""
+        if self.places is not None:
+            numbers = [place for places in self.places for place in places]
+            starts = accumulate(map(len, self.places), initial=0)
+            groups = [
+                {**group, "params": list(range(start, start + len(places)))}
+                for group, start, places in zip(
+                    state_dict["param_groups"], starts, self.places, strict=False
+                )
+            ]
+            entries = {
+                local: state_dict["state"][number]
+                for local, number in enumerate(numbers)
+                if number in state_dict["state"]
+            }
+            state_dict = {**state_dict, "state": entries, "param_groups": groups}
+        self.inner.load_state_dict(state_dict)
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks have parameters that this one has not."""
+        return self.places is not None
+
+    def check_kept(self) -> None:
+        """Raises UsageError where gradients were cleared in the middle of a global batch."""
+        if self._asked == self._step.batch and not any(
+            parameter.grad is not None
+            for group in self.inner.param_groups
+            for parameter in group["params"]
+        ):
+            raise UsageError(
+                "gradients cleared between the micro-batches of a global batch",
+                "those of the micro-batches before are lost",
+                "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
+            )
+
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, checked for how it calls backward before anything is updated."""
+
+        def checked() -> Any:
+            loss = closure()
+            self._check_backward()
+            self._before()
+            return self._whole(loss)
+
+        return checked
+
+    def _check_backward(self) -> None:
+        running = self._step.running
+        present = running.micro_batch
+        if running.backwards or (present.plain and self._precision.scaler is None):
+            return
+        reason = (
+            f"the precision is {self._precision.name}, whose loss is scaled"
+            if present.plain
+            else f"this rank's part is {present.local} of {present.count} samples, "
+            "so its mean counts as much as others only when weighted"
+        )
+        raise UsageError(
+            "loss.backward() before optimizer.step()",
+            reason,
+            "call world.backward(loss), which weighs the loss exactly",
+            code=None if present.plain else "LS206",
+        )
+
+    def _learning_rates(self) -> list[Any]:
+        return [group["lr"] for group in self.inner.param_groups if "lr" in group]
+
+    def _check_rates(self) -> None:
+        rates = self._learning_rates()
+        if self._asked == self._step.batch and rates != self._rates:
+            raise UsageError(
+                "a learning rate that changes between the micro-batches of a global batch",
+                f"it was {self._rates} and is {rates}: a scheduler steps once per micro-batch",
+                "give the scheduler to world.prepare too: it then steps once per global batch",
+                code="LS401",
+            )
+
+    def _check_schedule(self, running: Pass) -> None:
+        """Warns of a scheduler that steps in the loop and is not prepared.
+
+        Torch's schedulers put a `step` of their own on the optimizer that they drive; that of an
+        epoch, which is right as it is, does not change the rate within a pass.
+        """
+        if not self._step.inside:
+            return
+        rates = self._learning_rates()
+        before, self._last_rates = self._last_rates, (running, rates)
+        if any(isinstance(rate, torch.Tensor) for rate in rates):
+            self.scheduled = True  # looking at them would make the host wait for the device
+        elif before is not None and before[0] is running and before[1] != rates:
+            self.scheduled = True
+            warn(
+                "a learning-rate scheduler that steps in the training loop and is not prepared",
+                f"the rate went from {before[1]} to {rates}; with micro-batches it would step "
+                "once for each of them",
+                "give it to world.prepare too: it then steps once per global batch",
+                code="LS401",
+            )
+
+
+def _check_own_scaler() -> None:
+    """Raises UsageError where a GradScaler of the user's takes a step that is not the last.
+
+    It has divided the gradients by its scale, and those of later micro-batches come on top.
+    """
+    frame = sys._getframe(2).f_back  # of `PreparedOptimizer.step`, which schedulers may wrap
+    for _ in range(2):
+        if frame is not None and frame.f_globals.get("__name__") == GradScaler.__module__:
+            raise UsageError(
+                "a GradScaler of your own with micro-batches",
+                "it divides the gradients by its scale at each of them, those of the micro-batches "
+                "before once more",
+                "leave it out and scale with lockstep.init(precision='fp16'), or leave micro_batch "
+                "out",
+                code="LS406",
+            )
+        frame = frame and frame.f_back
+
+
+class PreparedScheduler(LRScheduler):
+    """The user's scheduler: steps where the optimizer does, once per global batch or per epoch."""
+
+    def __init__(self, inner: LRScheduler, step: Step, collectives: Collectives) -> None:
+        self.inner = inner
+        self.prepared: PreparedOptimizer | None = None
+        """The prepared optimizer that it drives, once that is known."""
+        self._step = step
+        self._collectives = collectives
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps unless a global batch is in the middle or its optimizer step was left out.
+
+        Raises:
+            RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
+        """
+        skipped = self._step.inside and self.prepared is not None and self.prepared.skipped
+        if skipped or not self._step.current.last:
+            return
+        if isinstance(self.inner, ReduceLROnPlateau):
+            self._check_metric(*args, **kwargs)
+        self.inner.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """The learning rate of each parameter group."""
+        return self.inner.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner scheduler's state."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner scheduler."""
+        self.inner.load_state_dict(state_dict)
+
+    def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
+        values = self._collectives.exchange(repr(float(metrics)))
+        if len(set(values)) > 1:
+            raise RanksDifferError(
+                "ReduceLROnPlateau.step(metric)",
+                ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
+                "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
+                code="LS402",
+            )
+
+
+def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Switches to the faster implementation with the same bits; returns the reason, if it did."""
+    if device.type != "cpu" or type(optimizer) not in _SAME_BITS_FOREACH:
+        return None
+    flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
+    if any(group.get(flag) for group in optimizer.param_groups for flag in flags):
+        return None
+    if any(group.get("foreach") is False for group in optimizer.param_groups):
+        return None
+    if any(
+        isinstance(x, torch.Tensor) for group in optimizer.param_groups for x in _numbers(group)
+    ):
+        return None
+    sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+    if len(sizes) < _FOREACH_TENSORS or sum(sizes) > _FOREACH_MEAN_SIZE * len(sizes):
+        return None
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+    return "updates all tensors in one call; the same bits as one at a time"
+
+
+def _numbers(group: dict[str, Any]) -> list[Any]:
+    """A learning rate or betas given as tensors keep torch from working on lists."""
+    return [group.get("lr"), *group.get("betas", ())]

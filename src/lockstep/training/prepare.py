@@ -1,0 +1,457 @@
+"""What `world.prepare` does: modules are spread, optimizers follow the global batch, loaders shard.
+
+Modules come first, whatever the order of the arguments, because optimizers are checked against
+their parameters.
+
+What must be brought to `world.prepare` and `world.loader`, and by all ranks alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lockstep.data.loader import Loader
+from lockstep.data.same_samples import check_samples
+from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import RanksDifferError, UsageError, some
+from lockstep.guards.gradients import GradientVersionGuard
+from lockstep.guards.parameters import ParameterGuard
+from lockstep.guards.replicas import due
+from lockstep.optim.precision import Precision
+from lockstep.settings import Choice
+from lockstep.step import Pass
+from lockstep.strategies import sync_batchnorm
+from lockstep.strategies.base import Strategy
+from lockstep.training.autotune import Autotune
+from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
+
+
+class Preparer:
+    """Prepares the objects of one run and remembers which belong together."""
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: Strategy,
+        precision: Precision,
+        *,
+        make_loader: Callable[[DataLoader[Any]], Loader],
+        say: Callable[[str], None],
+    ) -> None:
+        self.choices: list[Choice] = []
+        self.loaders: list[Loader] = run.loaders
+        self._run = run
+        self._strategy = strategy
+        self._precision = precision
+        self._make_loader = make_loader
+        self._modules: list[nn.Module] = []
+        self._kept: dict[int, ParameterGuard] = {}
+        """Of the modules, by the id of each."""
+        self._owners: dict[int, nn.Module] = {}
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
+        """What an optimizer holds in the place of a parameter that is gone, by its id."""
+        self._optimizers: list[PreparedOptimizer] = []
+        self._left = GradientVersionGuard()
+        self.settling = Autotune(run, strategy, self._modules, self._optimizers, say)
+        self._end_advice = add_memory_advice_at_end(run.step)
+
+    def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
+        """The prepared objects in the order given.
+
+        Raises:
+            UsageError: something of another kind, prepared before, or an optimizer with
+                parameters of no prepared module.
+            RanksDifferError: other objects on other ranks, such as datasets of different lengths.
+        """
+        for thing in objects:
+            self._check(thing)
+        prepared = {
+            id(thing): self._make_loader(thing) if isinstance(thing, DataLoader) else thing
+            for thing in objects
+        }
+        self._run.examples[:] = [x.example for x in prepared.values() if isinstance(x, Loader)]
+        agree(self._run, "world.prepare", [describe(thing) for thing in prepared.values()])
+        for loader in prepared.values():
+            if isinstance(loader, Loader):
+                check_samples(loader.source, loader.seed, self._run.collectives)
+        steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (nn.Module, self._module),
+            (Optimizer, self._optimizer),
+            (LRScheduler, self._scheduler),
+        )
+        for kind, prepare in steps:
+            for thing in objects:
+                if isinstance(thing, kind) and thing is prepared[id(thing)]:
+                    prepared[id(thing)] = prepare(thing)
+        self.loaders += [x for x in prepared.values() if isinstance(x, Loader)]
+        return [prepared[id(thing)] for thing in objects]
+
+    def release(self) -> None:
+        """Lets go of the process group."""
+        self._end_advice()
+        for module in self._modules:
+            self._strategy.release(module)
+        for loader in self.loaders:
+            loader.release()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What is on this rank of those of all prepared modules."""
+        return (g for module in self._modules for g in self._strategy.gradients(module))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for module in self._modules for p in module.parameters())
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The backward pass of a loss that is weighted already.
+
+        Raises:
+            UsageError: under fp16, no optimizer was prepared.
+        """
+        if self._precision.scaler is not None and self._modules and not self._optimizers:
+            raise _not_prepared(
+                "under precision='fp16' gradients are multiplied by the scale of the loss; a "
+                "prepared optimizer divides them again before it steps"
+            )
+        try:
+            self._strategy.backward(self._modules, loss, self._precision, **options)
+        except Exception as error:
+            add_memory_advice(error, self._run.step.current.local, self._run.step.devices)
+            raise
+        present = self._run.step.current
+        waits = not present.last or self._precision.scaler is not None
+        if waits and self._strategy.writes_at_backward:
+            self._left.remember(self._parameters())
+        if self.settling.watching:
+            self.settling.settle()
+
+    def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
+        """Clips the gradients of a module by the norm of all of them; returns that norm."""
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"world.clip_grad_norm of a {type(module).__name__}",
+                "it takes a module, whose gradients may be spread over the ranks",
+                "pass the prepared model: world.clip_grad_norm(model, max_norm)",
+            )
+        parameters = list(module.parameters())
+        mine = {id(parameter) for parameter in parameters}
+        self._precision.unscale(
+            o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))
+        )
+        norm = self._strategy.total_norm(parameters, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def check_accumulation(self, running: Pass) -> None:
+        """To be called before the backward pass of one of several micro-batches.
+
+        Raises:
+            UsageError: gradients of earlier micro-batches were cleared or written to, or a second
+                backward pass for another optimizer would mix with them.
+        """
+        present = running.micro_batch
+        if running.backwards and len(self._optimizers) > 1:
+            raise UsageError(
+                "several backward passes a micro-batch, for several optimizers",
+                "what one leaves in the parameters of another is cleared once per global batch, "
+                "not between the micro-batches, so it would be counted",
+                "leave micro_batch out, or add the losses up and call world.backward once",
+            )
+        if present.first or running.backwards:
+            return
+        if not any(map(self._strategy.keeps_gradients, self._modules)):
+            gone = self._modules and all(p.grad is None for p in self._parameters())
+            if gone and not self._optimizers:
+                raise _not_prepared(
+                    "the gradients of the micro-batches before are gone: it steps and clears them "
+                    "in each micro-batch, not once in a global batch"
+                )
+            for optimizer in self._optimizers:
+                optimizer.check_kept()
+        self._left.check_between()
+
+    def inner(self, module: nn.Module) -> nn.Module:
+        """The user's module inside a prepared one."""
+        return getattr(module, "module", module) if module in self._modules else module
+
+    def _has(self, parameter: nn.Parameter) -> bool:
+        """Whether it belongs to a prepared module; an id alone may be that of one that is gone."""
+        owner = self._owners.get(id(parameter))
+        if owner is None:
+            return False
+        replaced = self._replaced.get(id(parameter))
+        before = replaced is not None and replaced[0]() is parameter
+        return before or any(parameter is each for each in owner.parameters())
+
+    def _check(self, thing: Any) -> None:
+        if not isinstance(thing, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
+            raise UsageError(
+                f"world.prepare of a {type(thing).__name__}",
+                "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
+                "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
+            )
+        known = any(
+            thing is module or thing is self.inner(module) for module in self._modules
+        ) or any(thing is o.inner for o in self._optimizers)
+        if known or isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader):
+            raise UsageError(
+                f"world.prepare of a {type(thing).__name__} that is prepared already",
+                "preparing it again would cut, average or step twice",
+                "call world.prepare once for each object and use what it returns",
+            )
+        if isinstance(thing, nn.Module):
+            check_model(thing)
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        run = self._run
+        if run.collectives.part.count > 1:
+            module = self._convert(module)
+        handles = self._precision.attach(module)
+        if handles and self._precision.name == "fp64":
+            self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
+        elif handles:
+            self._choose("autocast", type(module).__name__, "outputs come back in fp32")
+        own = list(module.parameters())
+        shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]
+        wrapped, choices, replaced = self._strategy.wrap(module, run)
+        if shared and not run.collectives.alone:
+            raise UsageError(
+                "world.prepare of two modules with the same parameters",
+                f"{some(shared)} of the {type(module).__name__} belong to another prepared module "
+                "too, and each would average their gradients",
+                "prepare one module that holds both, and call them in its forward",
+            )
+        self.choices += choices
+        self._modules.append(wrapped)
+        self._kept[id(wrapped)] = ParameterGuard(
+            wrapped, alone=run.collectives.alone, may_unfreeze=self._strategy.unfreezes
+        )
+        run.prepared.append(weakref.ref(wrapped))
+        for watcher in run.step.watchers:
+            watcher.prepared(wrapped)
+        self._replaced |= {id(old): (weakref.ref(old), new) for old, new in replaced}
+        own += [p for pair in replaced for p in pair if p is not None]
+        self._owners |= {id(parameter): wrapped for parameter in own}
+        return wrapped
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        has = sum(isinstance(m, BatchNorm) for m in module.modules())
+        if not has:
+            return module
+        if not self._run.settings.sync_batchnorm:
+            reason = "sync_batchnorm=False; differs from one device (LS306)"
+            self._choose("batchnorm", "per rank", reason)
+            return module
+        group = self._strategy.statistics_group(self._run)
+        conversion = sync_batchnorm.convert(module, group)
+        if conversion.converted:
+            self._choose(
+                "batchnorm",
+                f"{len(conversion.converted)} synchronised",
+                "statistics of the global batch, as on one device",
+            )
+        if conversion.left:
+            self._choose(
+                "batchnorm", f"{len(conversion.left)} per rank", "they have a forward of their own"
+            )
+        return conversion.module
+
+    def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        modules = self._modules_of(optimizer)
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        places = self._replace_parameters(optimizer)
+        reason = choose_foreach(optimizer, self._run.device)
+        if reason:
+            self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
+
+        def before() -> None:
+            step = self._run.step
+            if self._precision.scales(optimizer):
+                self._left.check_scaled(p for g in optimizer.param_groups for p in g["params"])
+            looks = due(step.number + 1) or step.running.number == 1  # an epoch may begin otherwise
+            for module in modules:
+                self._strategy.before_step(module, optimizer)
+                if looks:
+                    self._kept[id(module)].check()
+
+        def after() -> None:
+            for module in modules:
+                self._strategy.after_step(module)
+            for loader in self.loaders:
+                evaluated = (each.evaluated for each in self.loaders)  # looked at where it is due
+                loader.coverage.settle(self._run.collectives, evaluated)
+
+        prepared = PreparedOptimizer(
+            optimizer, self._run.step, self._precision, before, after, self._whole_loss
+        )
+        if any(new is None for _, new in self._replaced.values()):
+            prepared.places, prepared.counts = places, counts
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _whole_loss(self, loss: Any) -> Any:
+        """What a closure returned, as that of the global batch: optimizers decide by it."""
+        collectives, scale = self._run.collectives, self._run.step.current.scale
+        if collectives.alone or not isinstance(loss, Tensor | float):
+            return loss
+        return collectives.mean(loss * scale if scale else 0.0)
+
+    def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        strange = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._owners.get(id(parameter))
+                if owner is None:
+                    strange += 1
+                elif not any(owner is module for module in found):
+                    found.append(owner)
+        if strange:
+            total = sum(len(group["params"]) for group in optimizer.param_groups)
+            raise UsageError(
+                f"world.prepare of {type(optimizer).__name__}",
+                f"{strange} of its {total} parameters belong to no prepared module",
+                "build the optimizer from model.parameters() of the very model you prepare, and "
+                "give both to world.prepare(model, optimizer)",
+            )
+        return found
+
+    def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
+        """Gives the optimizer what the strategy has put in the place of its parameters.
+
+        Returns:
+            For each group where, among all its parameters, those stand that are on this rank.
+        """
+        places: list[list[int]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            now = []
+            places.append([])
+            for parameter in group["params"]:
+                old, new = self._replaced.get(id(parameter), (None, parameter))
+                if old is not None and old() is not parameter:  # an id that was used again
+                    new = parameter
+                if new is not parameter and optimizer.state.get(parameter):
+                    raise UsageError(
+                        f"world.prepare of {type(optimizer).__name__} after it has stepped",
+                        f"strategy {self._strategy.name!r} spreads the parameters over the ranks, "
+                        "and the state of the optimizer belongs to whole ones",
+                        "prepare the model first, then an optimizer of its new parameters; "
+                        "world.checkpoint takes up a training",
+                    )
+                if new is not None:
+                    now.append(new)
+                    places[-1].append(number)
+                number += 1
+            group["params"][:] = now  # LBFGS holds this very list
+        return places
+
+    def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        prepared = PreparedScheduler(scheduler, self._run.step, self._run.collectives)
+        for optimizer in self._optimizers:
+            if scheduler.optimizer in (optimizer, optimizer.inner):
+                prepared.prepared = optimizer
+                optimizer.scheduled = True
+        if prepared.prepared is None:
+            raise UsageError(
+                f"world.prepare of {type(scheduler).__name__}",
+                "the optimizer it drives is not prepared",
+                "give both to world.prepare(model, optimizer, scheduler)",
+            )
+        return prepared
+
+    def _choose(self, name: str, value: str, reason: str) -> None:
+        self.choices.append(Choice(name, value, reason))
+
+
+def _not_prepared(found: str) -> UsageError:
+    return UsageError(
+        "a training loop whose optimizer is not prepared",
+        found,
+        "prepare it with the model: model, optimizer = world.prepare(model, optimizer)",
+    )
+
+
+def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
+    return (id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def agree(run: Run, what: str, mine: list[str]) -> None:
+    """Raises RanksDifferError on all ranks unless all brought the same descriptions."""
+    texts = run.collectives.exchange(json.dumps(mine))
+    if len(set(texts)) > 1:
+        brought: list[list[str]] = [json.loads(text) for text in texts]
+        raise RanksDifferError(
+            what,
+            "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
+            "build the same on every rank: same code, arguments, seed and data",
+            code=_code_of(brought),
+        )
+
+
+def agree_on_loader(run: Run, loader: Loader) -> None:
+    """Raises RanksDifferError on all ranks unless all have the same data in the same order."""
+    agree(run, "world.loader", [describe(loader)])
+    check_samples(loader.source, loader.seed, run.collectives)
+
+
+def _code_of(brought: list[list[str]]) -> str | None:
+    """Of the catalogue, where it is nothing but data that differs."""
+    alike = len({len(each) for each in brought}) == 1
+    differing = [set(of_all) for of_all in zip(*brought, strict=False) if len(set(of_all)) > 1]
+    data = all(text.startswith(_LOADER) for texts in differing for text in texts)
+    if not (alike and data):
+        return None
+    sizes = [{text.partition(" (checksum")[0] for text in texts} for texts in differing]
+    return "LS105" if all(len(each) == 1 for each in sizes) else "LS104"
+
+
+_LOADER = "a loader over "
+
+
+def describe(thing: Any) -> str:
+    """What must be equal on all ranks of an object given to `prepare`, or of a loader."""
+    if isinstance(thing, nn.Module):
+        shapes = [
+            [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
+            for named in (thing.named_parameters(), thing.named_buffers())
+            for name, tensor in named
+        ]
+        digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
+        numbers = sum(p.numel() for p in thing.parameters())
+        return f"{type(thing).__name__} of {numbers:,} parameters (shapes {digest})"
+    if isinstance(thing, Loader):
+        return thing.source.description
+    return type(thing).__name__
+
+
+def check_model(module: nn.Module) -> None:
+    """Raises UsageError where a module averages gradients itself, or its shapes are not known."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise UsageError(
+                "world.prepare of a model in DistributedDataParallel",
+                f"{name or 'it'} averages its gradients itself; here they would be averaged twice, "
+                "and not weighted",
+                "leave DistributedDataParallel out: world.prepare wraps the plain model",
+            )
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise UsageError(
+            f"world.prepare of a {type(module).__name__} with lazy layers",
+            f"{some(lazy)} have no shape before the first input",
+            "run one forward pass of the model on a sample batch first, then build the optimizer",
+        )

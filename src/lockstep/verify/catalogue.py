@@ -1,0 +1,111 @@
+"""The catalogue of findings: what can make N processes compute other numbers than one, by code.
+
+An error or a warning that belongs to an entry carries its code; `lockstep explain CODE` prints the
+entry, and docs/findings.md holds all of them. The texts are in `catalogue.toml`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+
+_TEXTS = tomllib.loads(files("lockstep.verify").joinpath("catalogue.toml").read_text("utf-8"))
+
+GROUPS: dict[str, str] = _TEXTS["groups"]
+"""What the first digit of a code means."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finding: what is seen, how it comes about, and what to write instead."""
+
+    code: str
+    """`LS` and three digits; the first is that of its group."""
+    title: str
+    """One line."""
+    cause: str
+    """What happens inside torch, and why nobody notices."""
+    cure: str
+    """What to do; lines of code are indented by four spaces."""
+
+
+ENTRIES = {
+    each["code"]: Entry(**{field: text.strip("\n") for field, text in each.items()})
+    for each in _TEXTS["entries"]
+}
+"""All entries, by code and in its order."""
+
+_HEAD = """\
+# Findings
+
+What makes several processes compute other numbers than one, by the codes that end Lockstep's
+errors, its warnings and the verdicts of `lockstep verify`. A message ends with its code:
+
+```text
+  more:  [LS303: lockstep explain LS303]
+```
+
+`lockstep explain LS303` prints one of these entries, `lockstep explain batchnorm` finds entries by
+their words, `lockstep explain` lists all. This page is made by `lockstep explain --markdown`.
+
+Warnings are of the class `lockstep.errors.LockstepWarning`, printed once by rank 0 with the line of
+the script. `warnings.simplefilter("error", lockstep.errors.LockstepWarning)` makes errors of them.
+"""
+
+
+def find(words: str) -> list[Entry]:
+    """The entries that are meant: by code, by words that occur in them, or the nearest ones.
+
+    Args:
+        words: a code (`LS303`, `303`), the beginning of one (`LS3`), or words; empty: all entries.
+    """
+    code = re.fullmatch(r"(?:LS)?(\d{1,3})", words.strip(), re.IGNORECASE)
+    if code is not None:
+        of_group = [e for e in ENTRIES.values() if e.code.startswith(f"LS{code[1]}")]
+        return of_group or [ENTRIES[near] for near in _near(f"LS{code[1]}", ENTRIES)]
+    wanted = words.lower().split()
+    for text in (_title, _everything):
+        found = [e for e in ENTRIES.values() if all(word in text(e) for word in wanted)]
+        if found:
+            return found
+    known = {word for e in ENTRIES.values() for word in re.findall(r"[a-z_]{4,}", _everything(e))}
+    nearest = [_near(word, known) for word in wanted]
+    if not all(nearest):
+        return []
+    return [
+        e
+        for e in ENTRIES.values()
+        if all(any(n in _everything(e) for n in near) for near in nearest)
+    ]
+
+
+def as_markdown() -> str:
+    """docs/findings.md."""
+    lines = _HEAD.splitlines()
+    for group, heading in GROUPS.items():
+        lines += ["", f"## {heading}"]
+        for entry in ENTRIES.values():
+            if entry.code.startswith(group):
+                lines += ["", f"### {entry.code}", "", f"**{_capital(entry.title)}.**"]
+                lines += [entry.cause, "", f"*What to do.* {entry.cure}"]
+    return "\n".join(lines) + "\n"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _title(entry: Entry) -> str:
+    return entry.title.lower()
+
+
+def _everything(entry: Entry) -> str:
+    return f"{entry.code} {entry.title} {entry.cause} {entry.cure}".lower()
+
+
+def _near(word: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.75)

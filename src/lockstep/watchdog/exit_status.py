@@ -1,0 +1,294 @@
+"""How the ranks of a run have ended, as seen from outside and as they themselves wrote it down.
+
+All times are wall-clock seconds of the rank's own host.
+
+What a rank raised, written down by the rank itself and read by the launcher.
+
+The file is `error.json` in the rank's folder. Scripts that torch's `record` decorator serves, and
+what reads its file, find what they expect as well (torch/distributed/elastic/multiprocessing/
+errors/error_handler.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from lockstep.errors import LockstepError
+from lockstep.watchdog.snapshot import Frame, Stack
+from lockstep.watchdog.stacks import own_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord:
+    """An uncaught exception, as the rank itself wrote it down."""
+
+    type: str
+    """Name of its class, with the module where that is not builtin; also `SystemExit`."""
+    message: str
+    headline: str
+    """Type and message in one line; `sys.exit(3)` for SystemExit."""
+    line: str | None
+    """The user's innermost own line, `file:line: code`."""
+    time: float
+    exit_code: int = 1
+    """What the process ends with because of it."""
+    traceback: str = ""
+    step: int | None = None
+    """Steps it had made."""
+    chain: tuple[str, ...] = ()
+    """What it was raised from, or while handling: `type: message`, the nearest first."""
+    from_lockstep: bool = False
+    """A `LockstepError`, whose message also holds what was found and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the process of one rank ended."""
+
+    rank: int
+    host: str
+    time: float
+    """When its end was noticed."""
+    code: int
+    """Its exit code, or minus the number of the signal that ended it."""
+    how: str
+    """The code in words: `exit code 3`, `killed by SIGKILL`."""
+    error: ErrorRecord | None = None
+    oom: Literal["certain", "likely"] | None = None
+    """Whether the kernel's out-of-memory killer has ended a process of the run meanwhile."""
+    oom_detail: str = ""
+    """What the kernel's log says of it."""
+    crash_line: str | None = None
+    """Where Python was at a fatal signal, `file:line: code`."""
+    last_lines: tuple[str, ...] = ()
+    """The end of its standard error."""
+    step: int | None = None
+    """Steps it had made."""
+    peak_bytes: int | None = None
+    """Its highest resident memory."""
+    asked_to_end: float | None = None
+    """When Lockstep first sent it a signal that ends it; None: never. To tell the two apart, ends
+    that can be noticed must be noticed before such a signal is sent."""
+
+    @property
+    def failed_at(self) -> float:
+        """When things went wrong: the exception was raised, or else the end was noticed."""
+        return self.error.time if self.error else self.time
+
+    def to_values(self) -> dict[str, Any]:
+        """For JSON, to tell other machines; the traceback stays where it was written."""
+        error = None if self.error is None else replace(self.error, traceback="")
+        return asdict(replace(self, error=error))
+
+
+def ending_from(values: Mapping[str, Any]) -> Ending:
+    """What `Ending.to_values` gave, after JSON.
+
+    Raises:
+        TypeError: these are not its values.
+    """
+    error = values["error"]
+    record = None if error is None else ErrorRecord(**{**error, "chain": tuple(error["chain"])})
+    return Ending(**{**values, "error": record, "last_lines": tuple(values["last_lines"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """The launcher itself was told to end."""
+
+    signal: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostNode:
+    """A machine whose launcher is no longer heard."""
+
+    host: str
+    ranks: tuple[int, ...]
+    time: float
+    reason: str = ""
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable: where torch's `record` decorator writes what a script raised."""
+_FILE = "error.json"
+_CHAIN = 5
+# What torch raises with the traceback of another process or thread in its message: its
+# ExceptionWrapper, and `mp.spawn`.
+_ELSEWHERE = re.compile(
+    r"Caught .* in ((?:DataLoader worker process|replica) \d+)"
+    r"|\s*(-- Process \d+) terminated with the following error"
+)
+_REMOTE_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+
+
+def record(error: BaseException, folder: Path, step: int | None = None) -> None:
+    """Writes `error.json` for an exception that ends this rank. Never raises.
+
+    Args:
+        error: what was caught, with its traceback.
+        folder: of this rank.
+        step: steps made so far, where known.
+    """
+    with contextlib.suppress(Exception):  # the exception itself must still be seen
+        made = describe(error, step)
+        values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
+        _write(folder / _FILE, values)
+        elastic = os.environ.get(ERROR_FILE)
+        # `record` writes it first where the script uses it, and leaves SystemExit out.
+        if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
+            _write(Path(elastic), _for_elastic(made))
+
+
+def read_record(folder: Path) -> ErrorRecord | None:
+    """What `record` wrote in a rank's folder; None: nothing."""
+    try:
+        values = json.loads((folder / _FILE).read_text())
+        known = {field.name: values[field.name] for field in fields(ErrorRecord)}
+        return ErrorRecord(**{**known, "chain": tuple(known["chain"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def describe(error: BaseException, step: int | None = None) -> ErrorRecord:
+    """An exception as values; its time is now."""
+    name, message = _type_name(error), _message(error)
+    return ErrorRecord(
+        type=name,
+        message=message,
+        headline=_headline(error, name, message),
+        line=_line(error),
+        time=time.time(),
+        exit_code=exit_code(error),
+        traceback="".join(traceback.format_exception(error)),
+        step=step,
+        chain=tuple(f"{_type_name(e)}: {_message(e)}" for e in _chain(error)),
+        from_lockstep=isinstance(error, LockstepError),
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """What the interpreter ends with because of it; -2 for Ctrl-C: it ends by SIGINT."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return _as_exit_code(error.code or 0)
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        return -2
+    return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def _as_exit_code(number: int) -> int:
+    """What the system is told for `sys.exit(number)`; what is no C long is -1."""
+    return number & 0xFF if -(1 << 63) <= number < 1 << 63 else 0xFF
+
+
+def shown(frame: Frame) -> str:
+    """`train.py:41: loss.backward()`."""
+    code = linecache.getline(frame.file, frame.line).strip()
+    return f"{Path(frame.file).name}:{frame.line}" + (f": {code}" if code else "")
+
+
+def _write(path: Path, values: object) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(values))
+    temporary.replace(path)
+
+
+def _for_elastic(made: ErrorRecord) -> dict[str, object]:
+    extra = {"py_callstack": made.traceback, "timestamp": str(int(made.time))}
+    return {"message": {"message": f"{made.type}: {made.message}", "extraInfo": extra}}
+
+
+def _type_name(error: BaseException) -> str:
+    module, name = type(error).__module__, type(error).__qualname__
+    plain = module in ("builtins", "__main__") or module.startswith("lockstep.")
+    return name if plain else f"{module}.{name}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def _headline(error: BaseException, name: str, message: str) -> str:
+    if isinstance(error, SystemExit):
+        # A message has been printed, so it may be long; the call is told by its first line.
+        code = (
+            error.code if isinstance(error.code, int | None) else f"{message.split(chr(10))[0]!r}"
+        )
+        handled = _handled(error)
+        after = ""
+        if handled is not None:
+            after = f" while handling {_headline(handled, _type_name(handled), _message(handled))}"
+        return f"sys.exit({'' if code is None else code}){after}"
+    worker = _ELSEWHERE.match(message)
+    remote = _end_of_traceback(message) if worker else None
+    if worker and remote:
+        return f"{remote} (in {(worker[1] or worker[2]).replace('-- P', 'p')})"
+    first = message.strip().splitlines()[0] if message.strip() else ""
+    return f"{name}: {first}" if first else name
+
+
+def _handled(error: BaseException) -> BaseException | None:
+    """What a script that ends itself in an `except` block has caught there: the true cause."""
+    shown = isinstance(error, SystemExit) and not error.__suppress_context__
+    return error.__context__ if shown else None
+
+
+def _end_of_traceback(message: str) -> str | None:
+    """The first line after the frames of the last traceback in a message: type and message."""
+    _, heading, block = message.rpartition("Traceback (most recent call last):\n")
+    lines = block.splitlines() if heading else []
+    return next((text for text in lines if text and not text[0].isspace()), None)
+
+
+def _line(error: BaseException) -> str | None:
+    if isinstance(error, LockstepError) and error.line:
+        return error.line
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return shown(Frame(error.filename, error.lineno, ""))
+    remote = tuple(
+        Frame(found[1], int(found[2]), found[3])
+        for found in map(_REMOTE_FRAME.fullmatch, reversed(_message(error).splitlines()))
+        if found
+    )
+    handled = _handled(error)
+    before = () if handled is None else _stack(handled.__traceback__)
+    frame = own_line(remote) or own_line((*before, *_stack(error.__traceback__)))
+    return None if frame is None or frame.file.startswith("<") else shown(frame)
+
+
+def _stack(trace: TracebackType | None) -> Stack:
+    frames = [
+        Frame(f.f_code.co_filename, number, f.f_code.co_name)
+        for f, number in traceback.walk_tb(trace)
+    ]
+    return tuple(reversed(frames))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    at = error
+    while len(seen) <= _CHAIN:
+        # Also one that `from None` hides: a lost connection may be behind it.
+        before = at.__cause__ or at.__context__
+        if before is None or id(before) in seen:
+            return
+        seen.add(id(before))
+        yield before
+        at = before

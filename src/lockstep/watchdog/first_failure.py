@@ -1,0 +1,552 @@
+"""What failed first, and what only followed from it.
+
+Pure: how the ranks ended goes in, one `FirstFailure` comes out. Three rules decide:
+
+1. What Lockstep itself has ended is never a cause.
+2. An error which says that a peer has gone, or did not come, is a consequence wherever another
+   rank failed or left before it. A rank's sockets may close seconds before its process is gone,
+   and that is noticed later still: "before" allows for `LATE_S`.
+3. Of the rest the earliest comes first. Two on one host within `INSTANT_S`, or on two hosts (whose
+   clocks differ) within `LATE_S`, cannot be put in order: all of them are named.
+
+What known error texts mean: which are consequences of another rank's end, and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
+from lockstep.watchdog.exit_status import Ending, ErrorRecord, Interruption, LostNode
+from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.messages import render as render_finding
+
+Kind = Literal[
+    "exception",
+    "exit",  # with a code, and without an exception
+    "signal",
+    "oom",  # the kernel's out-of-memory killer
+    "left",  # exit code 0 while others still waited
+    "deadlock",
+    "stopped",  # SIGSTOP
+    "node_lost",
+    "interrupted",  # the launcher was told to end
+]
+
+INSTANT_S = 0.2
+"""Below this the order of two ends on one host is not known: exits are noticed by polling."""
+LATE_S = 5.0
+"""How much later than its consequence a cause may be noticed, and how far clocks may differ."""
+
+_MAX_MESSAGE_LINES = 8
+_MAX_LAST_LINES = 5
+_MAX_LINE = 1000
+"""Characters; a tensor or a whole file may be in a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstFailure:
+    """The root cause of a run's end."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """Those that failed so; several where they failed in the same way."""
+    host: str
+    time: float
+    headline: str
+    exit_code: int
+    """What the launcher ends with."""
+    step: int | None = None
+    line: str | None = None
+    """The user's own line, `file:line: code`."""
+    details: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    """Other failures that cannot be put before or after it."""
+    consequences: tuple[str, ...] = ()
+    ended_by_us: tuple[int, ...] = ()
+    folder: str = ""
+
+
+def first_failure(
+    endings: Sequence[Ending],
+    *,
+    hang: Finding | None = None,
+    judged_at: float = 0.0,
+    interrupted: Interruption | None = None,
+    lost_nodes: Sequence[LostNode] = (),
+    folder: str = "",
+    read_line: Callable[[str, int], str] | None = None,
+) -> FirstFailure | None:
+    """The root cause, with what followed from it; None where nothing failed.
+
+    Args:
+        endings: of all ranks that have ended, on all hosts.
+        hang: the hang detector's verdict, where it was fatal.
+        judged_at: when that was, in wall-clock seconds.
+        interrupted: the signal that the launcher was sent.
+        lost_nodes: machines that have left the run.
+        folder: where logs and evidence are kept.
+        read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
+    """
+    ours = [e for e in endings if _ended_by_us(e) or _got_the_same(e, interrupted)]
+    own = [e for e in endings if e not in ours]
+    followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
+    roots = [_of_ending(e) for e in own if e.code != 0 and e not in followers]
+    roots += [_of_lost_node(node) for node in lost_nodes]
+    if hang is not None and not any(root.time <= judged_at + INSTANT_S for root in roots):
+        roots += _of_hang(hang, judged_at, own, read_line)
+    if interrupted is not None:
+        roots.append(_of_interruption(interrupted))
+    if not any(_may_cause(root, f) for root in roots for f in followers):
+        roots += [_left(e) for e in _who_left(own, followers)]
+    unexplained = [f for f in followers if not any(_may_cause(root, f) for root in roots)]
+    roots += [_of_ending(f, alone=True) for f in unexplained]
+    if not roots:
+        return None
+    explained = [f for f in followers if f not in unexplained]
+    first = _with_others(roots, explained)
+    return replace(first, ended_by_us=tuple(sorted(e.rank for e in ours)), folder=folder)
+
+
+def _ended_by_us(end: Ending) -> bool:
+    return end.asked_to_end is not None and end.failed_at >= end.asked_to_end
+
+
+def _got_the_same(end: Ending, interrupted: Interruption | None) -> bool:
+    """Whether the launcher's signal reached this rank as well (both may be in one terminal)."""
+    if interrupted is None or end.time < interrupted.time - INSTANT_S:
+        return False
+    raised = end.error is not None and end.error.type == "KeyboardInterrupt"
+    return raised or end.code in (-interrupted.signal, 128 + interrupted.signal)
+
+
+def _lost_peer_text(end: Ending) -> str | None:
+    """The words by which an end shows itself to be a consequence."""
+    if end.error is not None:
+        return lost_peer([end.error.message, *end.error.chain])
+    if end.code == -signal.SIGABRT:  # C++ in a thread of its own, such as NCCL's watchdog
+        return lost_peer(end.last_lines)
+    return None
+
+
+def _may_cause(root: FirstFailure, follower: Ending) -> bool:
+    # That a machine has gone is noticed by its silence, long after its connections have broken.
+    return root.kind == "node_lost" or root.time <= follower.failed_at + LATE_S
+
+
+def _who_left(own: Sequence[Ending], followers: Sequence[Ending]) -> list[Ending]:
+    """Ranks that ended well while others still had use for them."""
+    if not followers:
+        return []
+    missed = min(f.failed_at for f in followers)
+    return [e for e in own if e.code == 0 and e.time <= missed + LATE_S]
+
+
+def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
+    """An ending as a root; `alone`: it says that a peer was lost, but none was."""
+    error = end.error
+    texts = [f"{error.type}: {error.message}", *error.chain] if error else [*end.last_lines]
+    failure = FirstFailure(
+        kind="exception",
+        ranks=(end.rank,),
+        host=end.host,
+        time=end.failed_at,
+        headline=error.headline if error else _how(end),
+        exit_code=_exit_code(end),
+        step=error.step if error and error.step is not None else end.step,
+        line=error.line if error else end.crash_line,
+        details=_last_lines(end),
+    )
+    if error is not None and error.type != "SystemExit":
+        failure = replace(failure, details=_message_lines(error, end))
+    elif end.code >= 0:
+        failure = replace(failure, kind="exit", exit_code=end.code)
+    elif end.code == -signal.SIGKILL and end.oom:
+        failure = replace(
+            failure, kind="oom", headline=_oom_headline(end), exit_code=EXIT_LOST_RANK, details=()
+        )
+    else:
+        failure = replace(failure, kind="signal", exit_code=EXIT_LOST_RANK)
+    number = max(0, -end.code)
+    advice = advice_for(failure.kind, number, texts, oom=end.oom is not None, alone=alone)
+    return replace(failure, advice=(advice,) if advice else ())
+
+
+def _exit_code(end: Ending) -> int:
+    """What a program that ends so, alone, ends with in a shell."""
+    if end.code >= 0:
+        return end.code
+    return end.error.exit_code if end.error and end.error.exit_code > 0 else 128 - end.code
+
+
+def _how(end: Ending) -> str:
+    if end.code <= 0:
+        return end.how
+    if any(text.startswith("Traceback (most recent call last)") for text in end.last_lines):
+        return f"{end.how}, after a traceback in stderr.log"
+    return f"{end.how}, without an exception (os._exit, or code that is not Python)"
+
+
+def _last_lines(end: Ending) -> tuple[str, ...]:
+    shown = end.last_lines[-_MAX_LAST_LINES:]
+    return ("its last lines:", *(f"  {text}" for text in shown)) if shown else ()
+
+
+def _message_lines(error: ErrorRecord, end: Ending) -> tuple[str, ...]:
+    """What of the message does not stand in the headline."""
+    lines = [text.rstrip() for text in error.message.splitlines()[1:] if text.strip()]
+    if error.from_lockstep:
+        lines = [text for text in lines if not text.lstrip().startswith("at:")]
+    elif len(lines) > _MAX_MESSAGE_LINES or "Traceback (most recent call last)" in error.message:
+        lines = []  # all of it is in the folder
+    if end.code < 0:
+        lines.append(f"its process was then {end.how}")
+    return tuple(lines)
+
+
+def _oom_headline(end: Ending) -> str:
+    sure = "killed" if end.oom == "certain" else "probably killed"
+    peak = "" if end.peak_bytes is None else f"; it had used {end.peak_bytes / 2**30:.1f} GiB"
+    detail = f": {end.oom_detail}" if end.oom_detail else ""
+    return f"{sure} by the kernel's out-of-memory killer (SIGKILL{peak}){detail}"
+
+
+def _of_lost_node(node: LostNode) -> FirstFailure:
+    return FirstFailure(
+        kind="node_lost",
+        ranks=node.ranks,
+        host=node.host,
+        time=node.time,
+        headline="the machine has left the run" + (f": {node.reason}" if node.reason else ""),
+        exit_code=EXIT_LOST_RANK,
+        advice=(advice_for("node_lost", 0, ()),),
+    )
+
+
+def _of_hang(
+    hang: Finding,
+    judged_at: float,
+    own: Sequence[Ending],
+    read_line: Callable[[str, int], str] | None,
+) -> list[FirstFailure]:
+    rows = tuple(
+        text[2:] for text in render_finding(replace(hang, advice=()), read_line).splitlines()
+    )
+    # The headline may have been wrapped, and is told in one piece here.
+    rows = rows[len(render_finding(replace(hang, rows=(), parting=None, advice=())).splitlines()) :]
+    gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
+    if hang.kind in ("left", "lost") and gone:
+        return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
+    kinds: dict[str, Kind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
+    kind = kinds.get(hang.kind, "signal")
+    hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
+    return [
+        FirstFailure(
+            kind=kind,
+            ranks=tuple(sorted(hang.ranks)),
+            host=hosts.pop() if len(hosts) == 1 else "",
+            time=judged_at,
+            headline=hang.headline,
+            exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
+            details=rows,
+            advice=hang.advice,
+        )
+    ]
+
+
+def _of_interruption(interrupted: Interruption) -> FirstFailure:
+    name = signal.Signals(interrupted.signal).name
+    key = " (Ctrl-C)" if interrupted.signal == signal.SIGINT else ""
+    return FirstFailure(
+        kind="interrupted",
+        ranks=(),
+        host="",
+        time=interrupted.time,
+        headline=f"lockstep was sent {name}{key}",
+        exit_code=128 + interrupted.signal,
+    )
+
+
+def _left(end: Ending) -> FirstFailure:
+    return FirstFailure(
+        kind="left",
+        ranks=(end.rank,),
+        host=end.host,
+        time=end.time,
+        headline="left early: it ended with exit code 0 while others still waited for it",
+        exit_code=EXIT_LOST_RANK,
+        step=end.step,
+        advice=(advice_for("left", 0, ()),),
+    )
+
+
+def _with_others(roots: Sequence[FirstFailure], followers: Iterable[Ending]) -> FirstFailure:
+    """The first of the roots, with what is to be told of the others."""
+    first, *rest = _folded(roots)
+    also = [root for root in rest if _cannot_be_ordered(first, root)]
+    texts: dict[str, list[int]] = {}
+    for follower in sorted(followers, key=lambda end: end.rank):
+        texts.setdefault(_lost_peer_text(follower) or "", []).append(follower.rank)
+    told = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
+    told += [
+        f"{_who(root)} ({root.headline}, {root.time - first.time:.1f} s later)"
+        for root in rest
+        if root not in also and root.kind != "interrupted"
+    ]
+    return replace(
+        first,
+        also=tuple(_in_one_line(root, first.host) for root in also),
+        consequences=tuple(told),
+    )
+
+
+def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
+    """In the order of time, with those that are alike in one."""
+    groups: dict[object, list[FirstFailure]] = {}
+    for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
+        groups.setdefault(_alike(root), []).append(root)
+    return [
+        replace(
+            group[0],
+            ranks=tuple(sorted({rank for root in group for rank in root.ranks})),
+            host=", ".join(sorted({root.host for root in group})),
+        )
+        for group in groups.values()
+    ]
+
+
+def _alike(root: FirstFailure) -> tuple[str, str, str | None]:
+    """Failures that differ in numbers alone (a rank, an address, a size) are the same."""
+    return root.kind, re.sub(r"\d+", "#", root.headline), root.line
+
+
+def _cannot_be_ordered(first: FirstFailure, other: FirstFailure) -> bool:
+    if "interrupted" in (first.kind, other.kind):
+        return False
+    return other.time - first.time <= (INSTANT_S if first.host == other.host else LATE_S)
+
+
+def _in_one_line(root: FirstFailure, host: str) -> str:
+    where = f" on host {root.host}" if root.ranks and root.host not in ("", host) else ""
+    at = f", {root.line}" if root.line else ""
+    return f"{_who(root)}{where}: {root.headline}{at}"
+
+
+def _who(root: FirstFailure) -> str:
+    return name_ranks(root.ranks) if root.ranks else f"host {root.host}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}... (all of it is in the logs)"
+
+
+def render(first: FirstFailure) -> str:
+    """The block that closes a failed run; no newline at its end."""
+    if first.kind == "interrupted":
+        lines = [f"INTERRUPTED: {first.headline}"]
+    else:
+        where = f" on host{'s' if ',' in first.host else ''} {first.host}"
+        where = where if first.host and first.ranks else ""
+        step = "" if first.step is None else f", after step {first.step}"
+        lines = [f"FIRST FAILURE: {_who(first)}{where}{step}"]
+        lines += [f"  {_cut(text)}" for text in (first.headline, *first.details)]
+    if first.line:
+        lines.append(f"  {first.line}")
+    if first.also:
+        lines.append("at the same time (the order cannot be told):")
+        lines += [f"  {_cut(text)}" for text in first.also]
+    lines += [f"what to do: {text}" for text in first.advice]
+    followed = list(first.consequences)
+    if first.ended_by_us:
+        followed.append(f"ended by lockstep: {name_ranks(first.ended_by_us)}")
+    if followed:
+        lines.append("consequences: " + ", ".join(followed))
+    if first.folder:
+        lines.append(f"traceback and logs: {first.folder}")
+    return "\n".join(lines)
+
+
+# What Gloo, NCCL, TCPStore and DDP say when a peer has gone or has not come. Those that name the
+# peer or the reason stand first: of several that match, the first is shown. A builtin OSError
+# (`[Errno 32] Broken pipe`) is about a pipe or socket of the script's own.
+_LOST_PEER = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
+        r"remote process exited or there was a network error",
+        r"Connection closed by (?:remote )?peer",
+        r"(?<!\] )[Cc]onnection reset by peer",
+        r"Connection was likely closed",
+        r"Timed out waiting \d+ms for (?:recv|send) operation",
+        r"Watchdog caught collective operation timeout",
+        r"Failed to check the .should dump. flag on TCPStore",
+        r"(?<!\] )Broken pipe",
+        r"recvValue failed",
+        r"Application timeout caused pair closure",
+        r"connectFullMesh failed",
+        r"wait timeout after \d+ms",
+        r"The client socket has timed out",
+        r"(?:failed to connect|Failed to recv|Failed to send), .*0 bytes",
+        r"[Ss]ocket [Tt]imeout",
+        r"watchdog got stuck",
+        r"Heartbeat monitor timed out",
+        r"NCCL communicator (?:was|has been) aborted",
+        r"Some NCCL operations have failed or timed out",
+        r"ncclRemoteError",
+        r"inconsistent 0 params",
+        r"\bChildFailedError\b",
+        r"rank 0 or its store went away during the join",
+        r"its store answered once and then went away",
+        r"ranks? [\d, -]+ did not come within [\d.]+ s",
+        r"rank 0 \(.*\) came, but stopped answering",
+    )
+)
+
+
+def lost_peer(texts: Iterable[str]) -> str | None:
+    """The words by which an error shows itself to be the consequence of another rank's end.
+
+    Whether it is one is for the caller to judge: where no rank has ended, a cable was pulled.
+
+    Args:
+        texts: messages of an exception and of those it was raised from, or lines of a log.
+
+    Returns:
+        None where there are no such words.
+    """
+    joined = "\n".join(texts)
+    for pattern in _LOST_PEER:
+        found = pattern.search(joined)
+        if found:
+            return found[0]
+    return None
+
+
+class _Advice(NamedTuple):
+    pattern: str
+    do: str
+
+
+_MEMORY = (
+    "give the run more memory (look also at the container's or the job's limit), or use less: "
+    "fewer DataLoader workers, a smaller --micro-batch, data that is read when it is needed"
+)
+_SHARED_MEMORY = (
+    "enlarge /dev/shm (docker run --shm-size=8g, or --ipc=host), or use fewer DataLoader workers"
+)
+_BY_TEXT = tuple(
+    _Advice(*pair)
+    for pair in (
+        (
+            r"'ExactDDP' object (?:has no attribute|is not subscriptable)",
+            "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
+            "and use that for everything but calling it in training",
+        ),
+        (
+            r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
+            "use a smaller --micro-batch (the global batch and the numbers stay the same), or "
+            "activation checkpointing",
+        ),
+        (
+            r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm",
+            _SHARED_MEMORY,
+        ),
+        (
+            r"Expected to have finished reduction in the prior iteration",
+            "parameters got no gradient in this step: leave them out of the model, use their "
+            "output, or pass find_unused_parameters=True to DDP",
+        ),
+        (
+            r"Expected to mark a variable ready only once",
+            "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward",
+        ),
+        (
+            r"EADDRINUSE|[Aa]ddress already in use",
+            "another program has this port: leave the port out, or give each run its own",
+        ),
+        (
+            r"Cannot re-initialize CUDA in forked subprocess",
+            "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
+            'workers with multiprocessing_context="spawn"',
+        ),
+        (
+            r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)",
+            "a GPU says so later than the line that did it, often an index out of range: run it "
+            "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line",
+        ),
+        (
+            r"invalid device ordinal|Duplicate GPU detected",
+            "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible",
+        ),
+        (
+            r"collective mismatch in your code|doesn't match expected size",
+            "the ranks came to this collective with tensors of other sizes or types, or to another "
+            "collective: pad them, or exchange the sizes first",
+        ),
+        (
+            r"unrecognized arguments: --local[-_]rank",
+            "let the script read os.environ['LOCAL_RANK'] instead",
+        ),
+    )
+)
+_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: "it was sent by another process: a scheduler (time or memory limit), "
+    "systemd-oomd, or a user; look at the job's and the machine's log",
+    signal.SIGTERM: "it came from outside of this run: a scheduler that ends the job, or a user",
+    signal.SIGSEGV: "a library of C or C++ code failed; crash.txt has the Python stack of every "
+    "thread",
+    signal.SIGABRT: "a library ended the process itself and says why at the end of stderr.log; "
+    "crash.txt has the Python stack of every thread",
+    signal.SIGBUS: f"if shared memory was full: {_SHARED_MEMORY}; crash.txt has the Python stack",
+    signal.SIGFPE: "crash.txt has the Python stack of every thread",
+    signal.SIGILL: "a library was built for another processor; crash.txt has the Python stack",
+    signal.SIGXCPU: "the limit of processor time (ulimit -t) was reached",
+    signal.SIGXFSZ: "the limit of a file's size (ulimit -f) was reached",
+}
+_BY_KIND = {
+    "oom": _MEMORY,
+    "left": "every rank must take the same number of steps and come to the same collectives: look "
+    "for a return, a break or a shorter DataLoader on one rank, and for a collective (world.sum, "
+    "checkpoint.save) that only one rank calls",
+    "node_lost": "look at that machine: switched off, restarted, out of the network, or its "
+    "launcher was killed",
+}
+_NETWORK = (
+    "no rank had ended before: look at the network between the machines (cable, firewall, "
+    "interface), and whether a rank came to its collective within the timeout"
+)
+
+
+def advice_for(
+    kind: str,
+    number: int,
+    texts: Sequence[str],
+    *,
+    oom: bool = False,
+    alone: bool = False,
+) -> str:
+    """What to do about a failure; empty where the failure says it itself.
+
+    Args:
+        kind: of the failure, see `first_failure.Kind`.
+        number: the signal that ended the process, or 0.
+        texts: messages of its exceptions, or its last lines.
+        oom: the kernel's out-of-memory killer was at work.
+        alone: it says that a peer was lost, but none was.
+    """
+    joined = "\n".join(texts)
+    if kind == "exception" and oom and re.search(r"DataLoader worker|signal: Killed", joined):
+        return f"the kernel's out-of-memory killer ended a worker: {_MEMORY}"
+    if kind in _BY_KIND:
+        return _BY_KIND[kind]
+    for advice in _BY_TEXT:
+        if re.search(advice.pattern, joined):
+            return advice.do
+    if alone:
+        return _NETWORK
+    return _BY_SIGNAL.get(number, "") if kind == "signal" else ""

@@ -1,0 +1,145 @@
+"""What was found, and how it is told."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from lockstep.errors import name_ranks
+from lockstep.watchdog.snapshot import Call, Frame
+from lockstep.watchdog.stacks import own_line
+from lockstep.watchdog.waiting import Parting
+
+WIDTH = 100
+
+Verdict = Literal[
+    "deadlock",  # the ranks wait for each other, and nothing can end that
+    "stopped",  # the others wait for a rank that was stopped (SIGSTOP)
+    "left",  # ... that has ended with exit code 0
+    "lost",  # ... that has died
+    "working",  # ... that still works
+    "blocked",  # ... that waits for something else: a lock, a file, a person
+    "loading",  # ... that waits for data
+    "gil",  # ... whose interpreter is blocked
+    "unknown",  # ... that cannot be seen
+    "transport",  # all ranks are in the same collective, and nothing moves
+    "straggler",  # one rank is later than the others, step after step
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank does."""
+
+    rank: int
+    host: str
+    does: str
+    line: Frame | None
+    """The user's own line that it is at."""
+    for_s: float | None = None
+    """How long it has been doing that, where known."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verdict about a run."""
+
+    kind: Verdict
+    fatal: bool
+    """Nothing that the run itself can do will end this."""
+    ranks: tuple[int, ...]
+    """Those at fault, or waited for."""
+    headline: str
+    rows: tuple[Row, ...] = ()
+    parting: Parting | None = None
+    advice: tuple[str, ...] = ()
+    waited_s: float = 0.0
+    """How long nothing has moved."""
+
+
+def render(finding: Finding, read_line: Callable[[str, int], str] | None = None) -> str:
+    """A finding in plain English, in lines of at most 100 columns.
+
+    Args:
+        finding: what to tell.
+        read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
+    """
+    lines = [finding.headline]
+    for ranks, row in _folded(finding.rows):
+        since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
+        lines.append(f"  {name_ranks(ranks)} on {row.host}: {verb(row.does, len(ranks))}{since}")
+        if row.line is not None:
+            lines.append(_source(row.line, read_line, 4))
+    if finding.parting is not None:
+        lines += _parting_lines(finding.parting, read_line)
+    lines += [f"  do: {text}" for text in finding.advice]
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+_PLURAL = {
+    "is": "are", "was": "were", "has": "have", "waits": "wait", "holds": "hold", "works": "work",
+    "comes": "come",
+}  # fmt: skip
+
+
+def verb(text: str, count: int) -> str:
+    """Words that begin with a verb, for one rank or for several."""
+    first, space, rest = text.partition(" ")
+    return text if count == 1 else f"{_PLURAL.get(first, first)}{space}{rest}"
+
+
+def describe(call: Call) -> str:
+    """`all_reduce of 25 float`, `barrier`."""
+    sizes = call.input_sizes or call.output_sizes
+    if call.op == "barrier" or not sizes:
+        return call.op
+    shown = " + ".join("x".join(map(str, size)) if size else "1" for size in sizes[:3])
+    more = f" + {len(sizes) - 3} more" if len(sizes) > 3 else ""
+    unit = call.dtypes[0] if call.dtypes else "element"
+    if len(sizes) == 1 and len(sizes[0]) <= 1:
+        return f"{call.op} of {prod(sizes[0])} {unit}"
+    return f"{call.op} of {shown}{more} {unit}"
+
+
+def _folded(rows: Iterable[Row]) -> list[tuple[list[int], Row]]:
+    found: dict[tuple[str, str, Frame | None], tuple[list[int], Row]] = {}
+    for row in rows:
+        found.setdefault((row.host, row.does, row.line), ([], row))[0].append(row.rank)
+    return list(found.values())
+
+
+def _parting_lines(parting: Parting, read_line: Callable[[str, int], str] | None) -> list[str]:
+    lines = [f"  they parted at call {parting.seq} of {parting.group}:"]
+    groups: dict[tuple[str, Frame | None], list[int]] = {}
+    for rank, call in parting.calls:
+        told = "has not come to it" if call is None else describe(call)
+        line = None if call is None else own_line(call.frames)
+        groups.setdefault((told, line), []).append(rank)
+    for (told, line), ranks in groups.items():
+        lines.append(f"    {name_ranks(ranks)}: {told}")
+        if line is not None:
+            lines.append(_source(line, read_line, 6))
+    if parting.lines_differ_since is not None:
+        lines.append(
+            f"    (already from call {parting.lines_differ_since} on they called from different "
+            "lines)"
+        )
+    return lines
+
+
+def _source(line: Frame, read_line: Callable[[str, int], str] | None, indent: int) -> str:
+    code = "" if read_line is None else read_line(line.file, line.line).strip()
+    place = f"{' ' * indent}{Path(line.file).name}:{line.line}"
+    text = f"{place}: {code}" if code else f"{place}, in {line.function}"
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [
+        ""
+    ]

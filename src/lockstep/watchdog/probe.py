@@ -1,0 +1,302 @@
+"""What makes a rank visible from outside: stacks on a signal, a beacon, its collectives on request.
+
+Everything here works for any script, costs about a microsecond a step, and is read by
+`lockstep.watchdog.observe` in the launcher. The files in a rank's folder:
+
+* `crash.txt`: the stacks at a fatal signal (faulthandler);
+* `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`; written by a handler in C, which
+  needs no interpreter's lock;
+* `beacon`: optimizer steps and times (`Beacon`), in shared memory;
+* `ask`: a pipe that takes requests `NUMBER [lines]`, one a line, once there is a process group;
+* `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import itertools
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, NamedTuple
+
+from lockstep.distributed.torch_compat import flight_record, process_groups, take_gpu
+
+STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
+"""Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
+no real-time signals it is SIGURG, which a process without our handler ignores."""
+
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""Variables of a rank in which Flight Recorder is to run: the latest 2000 collectives, 1 to 1.3
+microseconds each, about 1 KB each. Read by torch at the first process group."""
+
+_MAGIC = b"lkbeacn1"
+_BEACON = struct.Struct("=8sqQQdd")
+_STEPS = struct.Struct("=Qdd")
+_OPENS = "init_process_group"
+_STEPS_AT = _BEACON.size - _STEPS.size
+
+
+class Heartbeat(NamedTuple):
+    """What a rank says of itself without being asked."""
+
+    pid: int
+    main_thread: int
+    """The main thread's identifier, as in `stacks.txt`."""
+    steps: int
+    """Optimizer steps so far."""
+    last_step: float
+    """When the last one ended: `time.monotonic()`, which all processes of a host share; 0: none."""
+    took_s: float
+    """From the end of the last but one to the end of the last; 0: fewer than two."""
+
+
+def read_heartbeat(folder: Path) -> Heartbeat | None:
+    """A rank's beacon; None where there is none so far. Costs a few microseconds."""
+    try:
+        data = (folder / "beacon").read_bytes()
+        magic, *values = _BEACON.unpack(data[: _BEACON.size])
+    except (OSError, struct.error):
+        return None
+    return Heartbeat(*values) if magic == _MAGIC else None
+
+
+class Probe:
+    """What `install` has set up in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._undo: list[Callable[[], object]] = []
+        self._thread: threading.Thread | None = None
+        self._ask: int | None = None
+        self._map: mmap.mmap | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._open_stacks()
+        self._light_beacon()
+        self._make_pipe()
+        self._watch_for_a_group()
+
+    def close(self) -> None:
+        """Takes everything out again; the files stay."""
+        self.stop_answering()
+        while self._undo:
+            self._undo.pop()()
+
+    def stop_answering(self) -> None:
+        """Ends the thread that answers.
+
+        Before the interpreter's own end: a thread that then comes back from torch for the
+        interpreter's lock takes the process down ("terminate called without an active exception").
+        """
+        thread = self._thread
+        if thread is not None and self._ask is not None:
+            # Not by a request: of several that have come the thread answers the last alone.
+            self._stopping = True
+            os.write(self._ask, b"\n")
+            thread.join()
+
+    def forget(self) -> None:
+        """In a forked child: it is not the rank, and has none of its threads."""
+        self._map = None
+        self._thread = None
+        if self._ask is not None:
+            os.close(self._ask)
+            self._ask = None
+
+    def _open_stacks(self) -> None:
+        crash = self._open("crash.txt")
+        was_enabled = faulthandler.is_enabled()
+        faulthandler.enable(crash)
+        self._undo.append(faulthandler.enable if was_enabled else faulthandler.disable)
+        stacks = self._open("stacks.txt")
+        # What faulthandler leaves behind at the interpreter's end: a late request kills nobody.
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+            self._undo.append(lambda: signal.signal(STACK_SIGNAL, before))
+        # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
+        # segmentation fault sooner or later (Python 3.11: once in some hundred times).
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
+        self._undo.append(lambda: faulthandler.unregister(STACK_SIGNAL))
+
+    def _open(self, name: str) -> BinaryIO:
+        file = open(self.folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as we are
+        self._undo.append(file.close)
+        return file
+
+    def _light_beacon(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        main = threading.main_thread().ident or 0
+        temporary = self.folder / "beacon.new"
+        temporary.write_bytes(_BEACON.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
+        with open(temporary, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _BEACON.size)
+        temporary.replace(self.folder / "beacon")
+        hook = register_optimizer_step_post_hook(self._counter())
+        self._undo.append(hook.remove)
+
+    def _counter(self) -> Callable[..., None]:
+        steps, last = 0, 0.0
+        pack, now = _STEPS.pack_into, time.monotonic
+
+        def count(*_: object) -> None:
+            nonlocal steps, last
+            if self._map is None:
+                return
+            steps += 1
+            time_s = now()
+            pack(self._map, _STEPS_AT, steps, time_s, time_s - last if last else 0.0)
+            last = time_s
+
+        return count
+
+    def _make_pipe(self) -> None:
+        with contextlib.suppress(OSError):  # it exists, or the file system knows no pipes
+            os.mkfifo(self.folder / "ask", 0o600)
+
+    def _watch_for_a_group(self) -> None:
+        """Python 3.12 warns where a process with threads forks, so the thread comes late."""
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return
+        original = dist.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **options: Any) -> Any:
+            self.start_answering()
+            result = original(*args, **options)
+            _groups.append(dist.group.WORLD)
+            return result
+
+        for module in holders():
+            setattr(module, _OPENS, init_process_group)
+            self._undo.append(functools.partial(setattr, module, _OPENS, original))
+
+    def start_answering(self) -> None:
+        """Starts the thread that waits for requests, once."""
+        with self._lock:
+            if self._thread is not None or self._map is None:
+                return
+            # Read and write: without a writer of our own, reading would end when the asker closes.
+            try:
+                self._ask = os.open(self.folder / "ask", os.O_RDWR)
+            except OSError:  # none could be made: a signal still shows the main thread's stack
+                return
+            self._thread = threading.Thread(
+                target=self._answer, args=(self._ask,), name="lockstep-answers", daemon=True
+            )
+            self._thread.start()
+
+    def _answer(self, ask: int) -> None:
+        while True:
+            requests = os.read(ask, 4096).decode(errors="replace").split("\n")
+            if self._stopping:
+                os.close(ask)
+                self._ask = None
+                return
+            number, _, how = (requests[-2:-1] or [""])[0].partition(" ")
+            if number.isdigit():
+                self._write_answer(number, lines=how == "lines")
+
+    def _write_answer(self, number: str, *, lines: bool) -> None:
+        try:
+            take_gpu()
+            stacks, groups = json.dumps(_stacks()), json.dumps(process_groups())
+            records = flight_record(lines=lines)
+            text = (
+                f'{{"request": {number}, "stacks": {stacks}, "groups": {groups}, '
+                f'"records": {records}}}'
+            )
+        except Exception as error:
+            # Whatever torch says here must not end the thread: the next request may be answered.
+            text = json.dumps({"request": int(number), "error": repr(error)})
+        temporary = self.folder / "flight.json.new"
+        with contextlib.suppress(OSError):
+            temporary.write_text(text)
+            temporary.replace(self.folder / "flight.json")
+
+
+def _stacks() -> dict[int, list[tuple[str, int, str]]]:
+    """The stacks of the other threads, innermost frame first."""
+    own = threading.get_ident()
+    return {
+        ident: [
+            (frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in itertools.islice(traceback.walk_stack(top), 100)
+        ]
+        for ident, top in sys._current_frames().items()
+        if ident != own
+    }
+
+
+@functools.cache
+def holders() -> list[ModuleType]:
+    """The modules of torch that have `init_process_group` by its name.
+
+    Asked for in the zygote: to look at all modules in a copy of it copies a page for each.
+    """
+    parts = [m for name, m in sys.modules.items() if name.startswith("torch.distributed")]
+    original = getattr(sys.modules["torch.distributed"], _OPENS)
+    return [module for module in parts if vars(module).get(_OPENS) is original]
+
+
+_installed: Probe | None = None
+_registered = False
+_groups: list[object] = []
+"""Process groups that were opened, until this process ends.
+
+A DDP model that dies after `destroy_process_group`, as one does that is a local of `main()`, would
+take the group along: its last owner waits for the group's threads, with the interpreter's lock that
+they want. A script that imports torch by itself is spared that by chance: modules that DDP imports
+after the group was opened keep it in their default arguments. Here they were imported before.
+"""
+
+
+def install(folder: Path) -> None:
+    """Makes this process visible, in the files of `folder`; torch has been imported.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    global _installed, _registered
+    uninstall()
+    _installed = Probe(folder)
+    if not _registered:
+        os.register_at_fork(after_in_child=_forget)
+        atexit.register(_fall_silent)
+        _registered = True
+
+
+def uninstall() -> None:
+    """The opposite of `install`."""
+    global _installed
+    if _installed is not None:
+        _installed.close()
+        _installed = None
+
+
+def _fall_silent() -> None:
+    if _installed is not None:
+        _installed.stop_answering()
+
+
+def _forget() -> None:
+    global _installed
+    if _installed is not None:
+        _installed.forget()
+        _installed = None

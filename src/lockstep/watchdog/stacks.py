@@ -1,0 +1,183 @@
+"""Reading a Python stack: which line is the user's own, and whether it waits for other ranks."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.watchdog.snapshot import Frame, Stack
+
+# By its folder and by how such folders are called on any host: a stack may come from elsewhere.
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3")
+_NOT_CODE = ("<frozen ", "<string>", "<stdin>", "???")
+_OWN_FOLDERS = (
+    str(Path(__file__).parent.parent) + "/",
+    sysconfig.get_paths()["stdlib"] + "/",
+)
+
+
+# What runs the user's program in a rank: the frames below it are the launcher's.
+_LAUNCHER = tuple(f"{_OWN_FOLDERS[0]}launcher/{name}.py" for name in ("worker", "spawn"))
+
+IN_BUFFERS = "in the DDP model's forward, which broadcasts its buffers"
+IN_PIPELINE = "between the stages of the pipeline"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a stack says about waiting for other ranks."""
+
+    op: str
+    """The outermost function of torch.distributed that was called; "" in a backward pass."""
+    where: str = ""
+    """What of torch it happens in, in words: "in backward", ..."""
+    sure: bool = True
+    """False: this place may be waiting or computing; other signs must decide."""
+
+
+def own_line(stack: Stack | None) -> Frame | None:
+    """The innermost line that is the user's own; else the innermost outside torch; else any."""
+    below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
+    stack = (stack or ())[: next(below, None)]
+    if not stack:
+        return None
+    for belongs in (_is_own, _is_not_torch):
+        for frame in stack:
+            if belongs(frame.file):
+                return frame
+    return stack[0]
+
+
+def _is_own(file: str) -> bool:
+    return not (
+        file.startswith((*_OWN_FOLDERS, *_NOT_CODE)) or any(part in file for part in _LIBRARY)
+    )
+
+
+def _is_not_torch(file: str) -> bool:
+    return "/torch/" not in file and not file.startswith((*_OWN_FOLDERS, *_NOT_CODE))
+
+
+# Functions of distributed_c10d.py that begin with an underscore and wait.
+_INNER = {"_new_process_group_helper", "_store_based_barrier", "_new_group_with_tag"}
+# What a pipeline's stages send each other, by the function that waits until it has come or gone.
+_WIRE = "lockstep/strategies/pipeline/wire.py"
+_ON_WIRE = {"take": "recv", "wait": "send"}
+# Functions in which nothing but waiting takes time; None: all of the file.
+_WAITING: dict[str, set[str] | None] = {
+    _WIRE: set(_ON_WIRE),
+    "torch/distributed/distributed_c10d.py": None,
+    "torch/distributed/rendezvous.py": None,
+    "torch/distributed/_functional_collectives.py": None,
+    "torch/distributed/nn/functional.py": None,
+    "torch/distributed/utils.py": {
+        "_verify_param_shape_across_processes",
+        "_sync_params_and_buffers",
+    },
+    "torch/nn/parallel/distributed.py": {"_distributed_broadcast_coalesced"},
+    "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
+}
+_THROUGH = ("torch/distributed/c10d_logger.py",)
+# Places that compute and wait, in C++.
+_PERHAPS = (
+    "torch/autograd/graph.py",
+    "torch/nn/parallel/distributed.py",
+    "torch/distributed/fsdp/",
+    "torch/distributed/tensor/",
+    "torch/distributed/algorithms/",
+    "torch/distributed/optim/",
+    "torch/distributed/pipelining/",
+)
+
+
+def waits_in(stack: Stack | None) -> Wait | None:
+    """Where a stack's innermost frame is one in which ranks wait for each other; None: elsewhere.
+
+    From torch 2.11's and 2.13's Python files. Waiting in a C function that the user calls (such as
+    `work.wait()` or `store.get()`) leaves no frame, so it is not seen here.
+    """
+    if not stack:
+        return None
+    where = _where(stack)
+    if _is_waiting(stack[0]):
+        op = stack[0].function
+        if _in(stack[0], (_WIRE,)):
+            return Wait(_ON_WIRE[op], where)
+        for frame in stack[1:]:
+            if not (_is_waiting(frame) or _in(frame, _THROUGH) or _in_lockstep(frame)):
+                break
+            if _in(frame, ("torch/distributed/distributed_c10d.py",)):
+                op = frame.function
+        return Wait("" if op.startswith("_") else op, where)
+    if _in(stack[0], _PERHAPS):
+        return Wait("", where, sure=False)
+    return None
+
+
+# Of Python's library, what a thread waits in for another thread of its process, or for a socket.
+_IDLING = (
+    "threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py",
+    "multiprocessing/connection.py", "multiprocessing/queues.py",
+)  # fmt: skip
+
+
+def is_busy(stack: Stack) -> bool:
+    """Whether a thread does something that may come to an end by itself, as far as can be seen."""
+    wait = waits_in(stack)
+    return bool(stack) and not _in(stack[0], _IDLING) and not (wait is not None and wait.sure)
+
+
+def is_leaving(stack: Stack | None) -> bool:
+    """The program has come to its end, where the interpreter waits for its other threads."""
+    return any(
+        frame.function == "_shutdown" and _in(frame, ("threading.py",))
+        for frame in (stack or ())[:3]
+    )
+
+
+def is_loading(stack: Stack | None) -> bool:
+    """Waits for the next batch of a DataLoader."""
+    return any(_in(frame, ("torch/utils/data/dataloader.py",)) for frame in (stack or ())[:12])
+
+
+def _where(stack: Stack) -> str:
+    """The meaning of the torch code around the place, the outermost that says something."""
+    for frame in stack:
+        if _in(frame, (_WIRE,)):
+            return IN_PIPELINE
+        if _in(frame, ("torch/nn/parallel/distributed.py",)):
+            if frame.function == "__init__":
+                return "while DDP is constructed"
+            if frame.function in ("_sync_buffers", "_sync_module_buffers"):
+                return IN_BUFFERS
+            if frame.function in ("_pre_forward", "forward"):
+                return "in the DDP model's forward"
+        if _in(frame, ("torch/autograd/graph.py",)) and frame.function == "_engine_run_backward":
+            return "in backward"
+        if _in(frame, ("torch/distributed/fsdp/",)):
+            return "in FSDP"
+        if _in(frame, ("torch/distributed/checkpoint/",)):
+            return "in a distributed checkpoint"
+    return ""
+
+
+def _is_waiting(frame: Frame) -> bool:
+    for path, functions in _WAITING.items():
+        if _in(frame, (path,)):
+            if functions is None:
+                return not frame.function.startswith("_") or frame.function in _INNER | {
+                    "_create_c10d_store",
+                    "_env_rendezvous_handler",
+                    "_tcp_rendezvous_handler",
+                }
+            return frame.function in functions
+    return False
+
+
+def _in(frame: Frame, paths: tuple[str, ...]) -> bool:
+    return any(f"/{path}" in f"/{frame.file}" for path in paths)
+
+
+def _in_lockstep(frame: Frame) -> bool:
+    return frame.file.startswith(_OWN_FOLDERS[0])

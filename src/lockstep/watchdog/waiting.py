@@ -1,0 +1,458 @@
+"""Comparing the collectives of the ranks: who waits for whom, and where the ranks parted.
+
+What one rank does, from two looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+
+from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot, Stack
+from lockstep.watchdog.stacks import Wait, is_busy, is_leaving, is_loading, own_line, waits_in
+
+# Operations to which every rank brings the same number of elements. Of the others the sizes may
+# differ by rank, or are not recorded on every rank.
+_SAME_SIZE = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
+_DEFAULT = "default_pg"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first collective of a group in which not all ranks called the same."""
+
+    group: str
+    """The group's description, else its name."""
+    seq: int
+    calls: tuple[tuple[int, Call | None], ...]
+    """For each rank of the group its call; None: it has not come to this one."""
+    lines_differ_since: int | None = None
+    """The earliest of the matching calls just before it that came from different lines."""
+
+
+Signature = tuple[str, int | None, tuple[str, ...]]
+
+
+def signature(call: Call) -> Signature:
+    """What must be equal on all ranks: the operation and, where it must, size and types."""
+    if call.op not in _SAME_SIZE:
+        return call.op, None, ()
+    return call.op, sum(prod(size) for size in call.input_sizes), call.dtypes
+
+
+class Table:
+    """Every rank's collectives by group and number."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.calls: dict[str, dict[int, dict[int, Call]]] = {}
+        """By group and number: rank to call."""
+        self.last: dict[str, dict[int, int]] = {}
+        """By group: rank to the number of its latest call."""
+        self._first: dict[str, dict[int, int]] = {}
+        self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
+        self._members: dict[str, set[int]] = {}
+        self._names: dict[str, str] = {}
+        for state in snapshot.ranks:
+            groups = {g.name: g for g in state.groups or ()}
+            for call in state.calls or ():
+                if call.p2p:
+                    continue
+                group = key(call)
+                self.calls.setdefault(group, {}).setdefault(call.seq, {})[state.rank] = call
+                self.last.setdefault(group, {})[state.rank] = call.seq
+                self._first.setdefault(group, {}).setdefault(state.rank, call.seq)
+                if call.group in groups:
+                    self._members[group] = set(groups[call.group].ranks)
+                    description = groups[call.group].description
+                    unnamed = description in ("", "undefined")
+                    self._names[group] = call.group if unnamed else description
+
+    def members(self, group: str) -> set[int]:
+        """The ranks of a group; where torch did not say, those that have used it."""
+        return self._members.get(group) or set(self.last.get(group, ()))
+
+    def name(self, group: str) -> str:
+        """For people."""
+        found = self._names.get(group, group.partition(":")[2])
+        return "the default group" if found in (_DEFAULT, "0") else f"group {found!r}"
+
+    def absent(self, call: Call) -> set[int]:
+        """The members that have not come to a call."""
+        last = self.last[key(call)]
+        return {rank for rank in self.members(key(call)) if last.get(rank, 0) < call.seq}
+
+    def contradicts(self, call: Call) -> bool:
+        """Whether another rank called something else in its place."""
+        others = self.calls[key(call)].get(call.seq, {}).values()
+        return any(signature(other) != signature(call) for other in others)
+
+    def known(self, group: str, seq: int, rank: int) -> bool:
+        """False where a rank's recorder did not answer, or has already dropped the call."""
+        if rank in self._unseen:
+            return False
+        first = self._first.get(group, {}).get(rank)
+        return first is None or seq >= first
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Who waits for whom."""
+
+    awaited: Mapping[int, frozenset[int]]
+    """For each waiting rank those that have not come to what it waits in."""
+    contradicting: frozenset[int]
+    """Waiting ranks whose call some other rank answered with another one."""
+    guessed: frozenset[int]
+    """Waiting ranks whose partners are not known: all others are assumed."""
+    doomed: frozenset[int]
+    """Waiting ranks that wait, in the end, for each other alone, or in vain."""
+
+    def __bool__(self) -> bool:
+        return bool(self.awaited)
+
+
+def with_other_threads(activities: Mapping[int, Activity], table: Table) -> dict[int, Activity]:
+    """The same, where a rank whose main thread waits may yet do what it is waited for.
+
+    Another of its threads does: one that saves a checkpoint and has a process group of its own for
+    that. The rank then counts as what that thread is: at work.
+    """
+    doomed = _graph(activities, table, frozenset()).doomed
+    calls = [call for rank in doomed for call in _open_calls(activities[rank])]
+    found = dict(activities)
+    for rank in doomed:
+        missed = {key(call) for call in calls if rank in table.absent(call)}
+        stack = _thread_for(activities[rank], missed)
+        if stack is not None:
+            state = replace(activities[rank].state, stack=stack)
+            found[rank] = Activity(state, Kind.WORKING)
+    return found
+
+
+def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
+    """The stack of a busy thread that may call one of the groups: it has, or no thread has yet."""
+    state = activity.state
+    for ident, stack in zip(state.thread_ids, state.threads or (), strict=True):
+        for group in groups if is_busy(stack) else ():
+            users = {c.thread for c in state.calls or () if key(c) == group and not c.p2p}
+            if not users or ident in users:
+                return stack
+    return None
+
+
+def who_waits(activities: Mapping[int, Activity], table: Table) -> Waits:
+    """The graph of waiting."""
+    waits = _graph(activities, table, frozenset())
+    # A rank that is blocked in a line of its own after it called a collective may wait for that,
+    # or do anything else. It is not said to be doomed unless its call is contradicted.
+    own_line = {r for r, a in activities.items() if a.kind is Kind.PERHAPS_WAITING}
+    doubtful = (waits.doomed & own_line) - waits.contradicting
+    return _graph(activities, table, doubtful) if doubtful else waits
+
+
+def _graph(activities: Mapping[int, Activity], table: Table, without: frozenset[int]) -> Waits:
+    awaited: dict[int, frozenset[int]] = {}
+    contradicting, guessed = set(), set()
+    for rank, activity in activities.items():
+        if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
+            continue
+        calls = _open_calls(activity)
+        contradicted = any(table.contradicts(call) for call in calls)
+        if calls:
+            absent = set().union(*(table.absent(call) for call in calls)) - {rank}
+        else:
+            absent = {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
+            absent.discard(rank)
+            guessed.add(rank)
+        if activity.kind is Kind.WAITING or absent or contradicted:
+            awaited[rank] = frozenset(absent)
+        if contradicted:
+            contradicting.add(rank)
+    doomed = _doomed(awaited, contradicting)
+    return Waits(awaited, frozenset(contradicting), frozenset(guessed), doomed)
+
+
+def _open_calls(activity: Activity) -> list[Call]:
+    if activity.call is None or activity.p2p:
+        return []
+    calls = [call for call in pending(activity.state) if not call.p2p]
+    return calls if activity.call in calls else [*calls, activity.call]
+
+
+def _doomed(awaited: Mapping[int, frozenset[int]], contradicting: set[int]) -> frozenset[int]:
+    left = set(awaited)
+    while True:
+        free = {r for r in left if r not in contradicting and not awaited[r] & left}
+        if not free:
+            return frozenset(left)
+        left -= free
+
+
+def find_parting(table: Table, ranks: frozenset[int]) -> Parting | None:
+    """The first collective in which the ranks did not all call the same.
+
+    Args:
+        table: all calls.
+        ranks: those that wait for each other.
+    """
+    found = [
+        parting
+        for group in table.calls
+        if len(table.members(group) & ranks) > 0
+        and (parting := _parting_of(table, group)) is not None
+    ]
+    return min(found, key=_time, default=None)
+
+
+def _time(parting: Parting) -> float:
+    return min(call.time_s for _, call in parting.calls if call is not None)
+
+
+def _parting_of(table: Table, group: str) -> Parting | None:
+    members = sorted(table.members(group))
+    for seq, calls in sorted(table.calls[group].items()):
+        complete = all(table.known(group, seq, rank) for rank in members)
+        missing = any(rank not in calls for rank in members)
+        if len({signature(call) for call in calls.values()}) > 1 or (complete and missing):
+            named = tuple((rank, calls.get(rank)) for rank in members)
+            return Parting(table.name(group), seq, named, _lines_differ(table, group, seq))
+    return None
+
+
+def _lines_differ(table: Table, group: str, seq: int) -> int | None:
+    since = None
+    while calls := table.calls[group].get(seq - 1):
+        lines = {own_line(call.frames) for call in calls.values()}
+        if None in lines or len(lines) == 1:
+            break
+        since = seq = seq - 1
+    return since
+
+
+_IDLE = 0.1
+"""Share of the time between two looks below which a thread counts as not computing. Answering the
+Flight Recorder takes up to 60 ms, of another thread."""
+
+OUTSIDE_THE_RECORDER = {
+    "monitored_barrier", "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list",
+    "send_object_list", "init_process_group", "new_group", "split_group", "destroy_process_group",
+    "new_subgroups", "new_subgroups_by_enumeration", "_wait_batch_p2p",
+}  # fmt: skip
+"""Functions that wait for other ranks and that Gloo's Flight Recorder does not record."""
+_POINT_TO_POINT = {
+    "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
+    "_wait_batch_p2p",
+}  # fmt: skip
+
+
+class Kind(Enum):
+    """What a rank does."""
+
+    EXITED = "has ended"
+    STOPPED = "is stopped"
+    MOVING = "moves on"
+    WAITING = "waits for other ranks"
+    PERHAPS_WAITING = "has called a collective and is blocked"
+    LOADING = "waits for data"
+    WORKING = "works"
+    BLOCKED = "is blocked"
+    SILENT = "does not answer"
+    UNKNOWN = "cannot be seen"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one rank does between two looks."""
+
+    state: RankState
+    """The later look."""
+    kind: Kind
+    wait: Wait | None = None
+    call: Call | None = None
+    """The collective it waits in, where the Flight Recorder knows it."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.state.rank
+
+    @property
+    def line(self) -> Frame | None:
+        """The user's own line that it is at; at its end that of a thread it waits for."""
+        threads = self.state.threads if is_leaving(self.state.stack) else None
+        return own_line(next(iter(threads or ()), self.state.stack))
+
+    @property
+    def op(self) -> str:
+        """The function of torch.distributed that it waits in, as the user knows it."""
+        if self.wait is not None and self.wait.op:
+            return self.wait.op
+        return "" if self.call is None else self.call.op
+
+    @property
+    def p2p(self) -> bool:
+        """It waits for one other rank, and which one is not known."""
+        if self.call is not None:
+            return self.call.p2p
+        if self.wait is None:
+            return False
+        return self.wait.op in _POINT_TO_POINT or "pipelining" in _file(self.state)
+
+
+def key(call: Call) -> str:
+    """Calls with equal keys are numbered together."""
+    return f"{call.backend}:{call.group}"
+
+
+def pending(state: RankState) -> list[Call]:
+    """The collectives that have not been completed as far as is known, oldest first.
+
+    Gloo says of a group which call was completed last, and may say an earlier one than is true.
+    """
+    completed = state.completed or {}
+    return [
+        call
+        for call in state.calls or ()
+        if call.state != "completed" and (call.p2p or call.seq > completed.get(key(call), 0))
+    ]
+
+
+def observe(earlier: RankState, later: RankState, seconds: float) -> Activity:
+    """Judges what a rank does.
+
+    Args:
+        earlier: the first look at the rank.
+        later: the second.
+        seconds: between them.
+    """
+    if not later.alive:
+        ended = (later.exit_code, later.signal) != (None, None) and not earlier.alive
+        return Activity(later, Kind.EXITED if ended else Kind.MOVING)
+    if later.stopped and earlier.stopped:
+        return Activity(later, Kind.STOPPED)
+    if later.stopped or earlier.stopped or _moved(earlier, later):
+        return Activity(later, Kind.MOVING)
+    if later.stack is None or earlier.stack is None:
+        return Activity(later, Kind.UNKNOWN)
+    kind, wait = _by_stack(earlier, later, seconds)
+    return Activity(later, kind, wait, _current(later, wait, kind))
+
+
+def on_its_gpu(
+    earlier: RankState, activity: Activity, held_up: Callable[[Call], object]
+) -> Activity:
+    """A rank that seems to work, but in truth waits for what its GPU waits for.
+
+    NCCL's recorder knows which calls a GPU has started only where torch takes their times, at the
+    cost of overlap. But a GPU takes the calls of a group in order, and gets past the oldest one
+    when all ranks have come to it: where that was the oldest in both looks, it is waited for.
+
+    Args:
+        earlier: the first look at the rank.
+        activity: by both looks.
+        held_up: whether some rank has not come to a call, or called something else in its place.
+    """
+    if activity.kind is not Kind.WORKING or _place(earlier) != _place(activity.state):
+        return activity
+    before = {(key(call), call.seq) for call in _oldest_on_gpu(earlier)}
+    for call in _oldest_on_gpu(activity.state):
+        if (key(call), call.seq) in before and held_up(call):
+            return replace(activity, kind=Kind.WAITING, call=call)
+    return activity
+
+
+def _oldest_on_gpu(state: RankState) -> list[Call]:
+    """Of each group that communicates by NCCL the oldest call that is not completed."""
+    found: dict[str, Call] = {}
+    for call in pending(state):
+        if call.backend == "nccl" and not call.p2p:
+            found.setdefault(key(call), call)
+    return list(found.values())
+
+
+def _moved(earlier: RankState, later: RankState) -> bool:
+    if None not in (earlier.steps, later.steps) and earlier.steps != later.steps:
+        return True
+    if earlier.calls is None or later.calls is None:
+        return False
+    return _progress(earlier.calls) != _progress(later.calls)
+
+
+def _progress(calls: tuple[Call, ...]) -> object:
+    return {(key(call), call.p2p): (call.seq, call.state) for call in calls}
+
+
+def _by_stack(earlier: RankState, later: RankState, seconds: float) -> tuple[Kind, Wait | None]:
+    wait = waits_in(later.stack)
+    same = _place(earlier) == _place(later)
+    idle = _is_idle(earlier, later, seconds)
+    stuck = [call for call in pending(later) if call.state == "started"]
+    if same and (stuck or _waits(wait, later, idle)):
+        return Kind.WAITING, wait
+    # A kernel that waits in a queue behind it, or does not end, keeps the device busy.
+    queued = any(call.backend == "nccl" for call in pending(later))
+    if earlier.answered is False and later.answered is False:
+        return Kind.SILENT, None
+    if not idle or not same or queued:
+        return Kind.WORKING, None
+    if is_loading(later.stack):
+        return Kind.LOADING, None
+    return (Kind.PERHAPS_WAITING if pending(later) else Kind.BLOCKED), None
+
+
+def _waits(wait: Wait | None, later: RankState, idle: bool | None) -> bool:
+    if wait is None:
+        return False
+    return wait.sure or bool(idle and (pending(later) or later.calls is None))
+
+
+def _place(state: RankState) -> tuple[Frame, ...]:
+    """The stack down to the user's own line."""
+    line = own_line(state.stack)
+    stack = state.stack or ()
+    return stack if line is None else stack[: stack.index(line) + 1]
+
+
+def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """Whether its main thread has not computed; False where that cannot be told."""
+    used = _difference(earlier.main_cpu_s, later.main_cpu_s)
+    if used is None:
+        used = _difference(earlier.cpu_s, later.cpu_s)
+    return _is_little(used, seconds)
+
+
+def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """Whether nothing of it computes or copies, nor may go on by itself, as far as can be seen."""
+    used = _difference(earlier.cpu_s, later.cpu_s)
+    return _is_little(used, seconds) and not any(map(is_busy, later.threads or ()))
+
+
+def _is_little(used: float | None, seconds: float) -> bool:
+    """Processor time; False where it is not known."""
+    return used is not None and seconds > 0 and used / seconds < _IDLE
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _current(state: RankState, wait: Wait | None, kind: Kind) -> Call | None:
+    if kind not in (Kind.WAITING, Kind.PERHAPS_WAITING) or not state.calls:
+        return None
+    outside = wait is not None and wait.op in OUTSIDE_THE_RECORDER
+    candidates: Iterable[Call] = pending(state)
+    if wait is not None and wait.sure and wait.op and not outside:
+        candidates = state.calls  # Gloo says too early a completed call, never too late a one
+    last = None
+    for call in candidates:
+        if call.state == "started":
+            return call
+        if not outside or call.p2p:
+            last = call
+    return last
+
+
+def _file(state: RankState) -> str:
+    return state.stack[0].file if state.stack else ""

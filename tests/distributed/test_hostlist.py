@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep.distributed.environment import expand_hostlist, expand_tasks
+from lockstep.errors import SettingError
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[01-03,7]", ["n01", "n02", "n03", "n7"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("n[9-11]-ib", ["n9-ib", "n10-ib", "n11-ib"]),
+        ("login,gpu-[2,4],cpu[1-2]", ["login", "gpu-2", "gpu-4", "cpu1", "cpu2"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a.b.c,10.0.0.[5-6]", ["a.b.c", "10.0.0.5", "10.0.0.6"]),
+    ],
+)
+def test_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[]", "a,,b", "n]", "a b"])
+def test_what_is_not_a_host_list_is_an_error(text: str) -> None:
+    with pytest.raises(SettingError, match="host list"):
+        expand_hostlist(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
+)
+def test_tasks_per_node(text: str, counts: list[int]) -> None:
+    assert expand_tasks(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "2x3", "(x3)", "2(x)", "a"])
+def test_what_is_not_a_task_list_is_an_error(text: str) -> None:
+    with pytest.raises(SettingError, match="tasks per node"):
+        expand_tasks(text)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from lockstep.distributed.manifest import NEVER_COMPARED, collect, differences, shared_arguments
+from lockstep.distributed.topology import Topology
+from lockstep.errors import name_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0-1"),
+        ([5, 0, 2, 1], "ranks 0-2, 5"),
+        ([4, 2], "ranks 2, 4"),
+        ([1, 1], "rank 1"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], words: str) -> None:
+    assert name_ranks(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["/a/train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["t.py", "--local_rank=3", "--lr", "1"], ["t.py", "--lr", "1"]),
+        (["t.py", "--local-rank", "3", "x"], ["t.py", "x"]),
+        (["t.py", "--node_rank", "1", "--nnodes", "2"], ["t.py", "--nnodes", "2"]),
+        (["t.py", "--local_rankings", "3"], ["t.py", "--local_rankings", "3"]),
+        (["t.py", "--rank"], ["t.py"]),
+        ([], []),
+    ],
+)
+def test_arguments_that_name_the_process_are_left_out(argv: list[str], kept: list[str]) -> None:
+    assert shared_arguments(argv) == kept
+
+
+def test_equal_records_have_no_differences() -> None:
+    records = [{"a": "1", "host": f"h{i}", "pid": str(i), "rank": str(i)} for i in range(3)]
+    assert differences(records) == []
+    assert differences(records[:1]) == []
+
+
+def test_a_difference_names_the_field_both_values_and_the_ranks() -> None:
+    lines = differences([{"arguments": "--lr 0.1", "x": "1"}, {"arguments": "--lr 0.2", "x": "1"}])
+    assert lines == ["arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'"]
+
+
+def test_ranks_that_agree_are_grouped_and_a_missing_field_is_said() -> None:
+    lines = differences([{"seed": "0", "a": "1"}, {"seed": "0"}, {"seed": "0"}, {"seed": "7"}])
+    assert lines == [
+        "seed: ranks 0-2 have '0', rank 3 has '7'",
+        "a: rank 0 has '1', ranks 1-3 have none",
+    ]
+
+
+def test_many_values_are_cut_short() -> None:
+    (line,) = differences([{"seed": str(rank)} for rank in range(10)])
+    assert line.endswith("rank 3 has '3', and 6 more values")
+
+
+def test_the_record_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/a/train.py", "--local_rank", "1", "--lr", "0.1"])
+    record = collect(Topology(rank=1, size=2, local_rank=1, local_size=2), {"seed": 3, "s": None})
+    assert record["arguments"] == "train.py --lr 0.1"
+    assert record["torch"] == torch.__version__
+    assert (record["seed"], record["s"], record["rank"]) == ("3", "None", "1")
+    assert set(record) >= NEVER_COMPARED
+    assert all(isinstance(value, str) for value in record.values())
+    assert differences([record, dict(record)]) == []
+
+
+def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    records = []
+    for text in ("a", "b"):
+        path = f"{tmp_path}/train.py"
+        with open(path, "w") as file:
+            file.write(text)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", path, raising=False)
+        records.append(collect(Topology(), {}))
+    (line,) = differences(records)
+    assert line.startswith("script: rank 0 has 'sha256 ca978112")

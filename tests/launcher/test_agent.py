@@ -1,0 +1,84 @@
+"""What the agent takes from torch elastic, not all of it public: a change of it shows up here."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from lockstep.launcher.agent import Agent, rank_environment
+from lockstep.launcher.rendezvous_handlers import FixedNodes
+
+
+def test_the_methods_that_torch_leaves_to_an_agent() -> None:
+    abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}
+    assert SimpleElasticAgent.__abstractmethods__ == abstract
+    assert not Agent.__abstractmethods__
+    for name in [*abstract, "_exit_barrier"]:
+        theirs = inspect.signature(getattr(SimpleElasticAgent, name)).parameters
+        ours = list(inspect.signature(getattr(Agent, name)).parameters)
+        assert ours[: len(theirs)] == list(theirs)  # `_shutdown` has one more since torch 2.12
+
+
+def test_what_it_calls_is_still_called() -> None:
+    source = inspect.getsource(SimpleElasticAgent._invoke_run)
+    assert "self._exit_barrier()" in source
+    assert "self._remaining_restarts" in source
+    assert "self._shutdown(" in inspect.getsource(SimpleElasticAgent.run)
+
+
+class Group:
+    """The parts of a WorkerGroup that are read."""
+
+    def __init__(self, **options: object) -> None:
+        self.group_rank, self.group_world_size = 1, 2
+        self.master_addr, self.master_port = "127.0.0.1", 1234
+        handler = object.__new__(FixedNodes)
+        handler.get_run_id = lambda: "run"  # type: ignore[method-assign]
+        self.spec = WorkerSpec(
+            role="trainer",
+            local_world_size=2,
+            rdzv_handler=handler,  # type: ignore[arg-type]
+            entrypoint="x",
+            max_restarts=3,
+            **options,  # type: ignore[arg-type]
+        )
+
+
+WORKER = Worker(local_rank=1, global_rank=3, role_rank=3, world_size=4, role_world_size=4)
+
+
+def test_a_rank_gets_the_variables_of_torchrun() -> None:
+    found = rank_environment(Group(), WORKER, 2, {})  # type: ignore[arg-type]
+    assert found == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    source = inspect.getsource(LocalElasticAgent._start_workers)
+    theirs = {word.strip('",: ') for word in source.split() if word.startswith('"')}
+    names = {word for word in theirs if word.isupper() and word != "OMP_NUM_THREADS"}
+    assert names <= set(found)
+
+
+@pytest.mark.parametrize(("environ", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4,6"}, "6")])
+def test_with_virtual_local_ranks_each_sees_its_own_gpu(
+    environ: dict[str, str], device: str
+) -> None:
+    found = rank_environment(Group(virtual_local_rank=True), WORKER, 0, environ)  # type: ignore[arg-type]
+    assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)

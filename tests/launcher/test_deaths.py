@@ -1,0 +1,204 @@
+"""How a process ended: words, counters of the kernel, files of the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from memory_group import memory_group
+
+from lockstep.launcher.process import (
+    OomCounts,
+    Process,
+    crash_line,
+    ending,
+    in_words,
+    kernel_log_on,
+    oom_between,
+    peak_memory,
+    read_oom_counts,
+)
+from lockstep.watchdog.first_failure import first_failure, render
+
+NOTHING = OomCounts(0, 0)
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "killed by SIGKILL"),
+        (-11, "killed by SIGSEGV (segmentation fault)"),
+        (-6, "killed by SIGABRT (abort() was called)"),
+        (137, "exit code 137 (128 + 9: SIGKILL)"),
+        (255, "exit code 255"),
+        (-(signal.SIGRTMIN + 3), f"killed by signal {signal.SIGRTMIN + 3}"),
+    ],
+)
+def test_words(code: int, words: str) -> None:
+    assert in_words(code) == words
+
+
+def test_counts_of_version_2(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "proc/vmstat": "nr_free 1\noom_kill 7\n",
+            "sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 1\n",
+            "sys/fs/cgroup/job/step/memory.events": "low 0\noom 2\noom_kill 1\n",
+        },
+    )
+    before = read_oom_counts(tmp_path)
+    assert before == OomCounts(cgroup=2, machine=7)
+    write(
+        tmp_path,
+        {"sys/fs/cgroup/job/memory.events": "oom_kill 2\noom_group_kill 0\n"},
+    )
+    assert oom_between(before, read_oom_counts(tmp_path)) == "certain"
+
+
+def test_counts_of_version_1_in_a_container(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/0123\n0::/\n",
+            "proc/vmstat": "oom_kill 0\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 3\n",
+        },
+    )
+    assert read_oom_counts(tmp_path) == OomCounts(cgroup=3, machine=0)
+
+
+def test_nothing_can_be_read(tmp_path: Path) -> None:
+    assert read_oom_counts(tmp_path) == OomCounts(None, None)
+    assert peak_memory(1, tmp_path) is None
+    assert kernel_log_on(1, tmp_path) is None
+    assert crash_line(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        (OomCounts(1, 1), OomCounts(1, 1), None),
+        (OomCounts(1, 1), OomCounts(2, 2), "certain"),
+        (OomCounts(1, 1), OomCounts(1, 2), "likely"),
+        (OomCounts(None, 1), OomCounts(None, 2), "likely"),
+        (OomCounts(None, None), OomCounts(5, 5), None),
+    ],
+)
+def test_between(before: OomCounts, after: OomCounts, found: str | None) -> None:
+    assert oom_between(before, after) == found
+
+
+def test_kernel_log(tmp_path: Path) -> None:
+    log = (
+        "6,100,1000,-;Linux version\n"
+        "3,900,99,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB\n"
+        "3,901,99,-;Out of memory: Killed process 421 (pt_data) total-vm:1kB, anon-rss:1kB\n"
+    )
+    write(tmp_path, {"dev/kmsg": log})
+    assert kernel_log_on(42, tmp_path) == (
+        "Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB"
+    )
+    assert kernel_log_on(4, tmp_path) is None
+
+
+def test_the_real_files_are_understood() -> None:
+    counts = read_oom_counts()
+    assert counts.machine is not None
+    assert counts.machine >= 0
+    peak = peak_memory(os.getpid())
+    assert peak is not None
+    assert peak > 1 << 20
+    assert kernel_log_on(2**30) is None
+
+
+def start(tmp_path: Path, code: str) -> Process:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(code))
+    with open(tmp_path / "stderr.log", "wb") as log:
+        process = subprocess.Popen([sys.executable, str(script)], stderr=log, cwd=tmp_path)
+    return Process(rank=1, local_rank=1, folder=tmp_path, pid=process.pid, code=process.wait())
+
+
+def test_a_segmentation_fault(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        import faulthandler
+        import sys
+
+        faulthandler.enable(open("crash.txt", "w"))
+
+        def step():
+            faulthandler._sigsegv()
+
+        print("step 1", file=sys.stderr)
+        step()
+        """,
+    )
+    process.ended_at = time.time()
+    end = ending(process, NOTHING, tmp_path)
+    assert end.code == -signal.SIGSEGV
+    assert end.crash_line == "train.py:8: faulthandler._sigsegv()"
+    assert end.last_lines == ("step 1",)
+    first = first_failure([end])
+    assert first is not None
+    assert (first.kind, first.exit_code) == ("signal", 71)
+    assert "train.py:8: faulthandler._sigsegv()" in render(first)
+
+
+def test_killed_and_who_asked(tmp_path: Path) -> None:
+    process = start(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    process.ended_at = 100.0
+    assert ending(process, NOTHING, tmp_path).oom is None
+    assert ending(process, NOTHING, tmp_path).asked_to_end is None
+    write(tmp_path, {"proc/vmstat": "oom_kill 1\n"})
+    assert ending(process, NOTHING, tmp_path).oom == "likely"
+    write(tmp_path, {"dev/kmsg": f"3,1,1,-;Out of memory: Killed process {process.pid} (python)\n"})
+    end = ending(process, NOTHING, tmp_path, peak_bytes=5 << 30)
+    assert (end.oom, end.peak_bytes) == ("certain", 5 << 30)
+    assert end.oom_detail == f"Out of memory: Killed process {process.pid} (python)"
+    process.sent = {signal.SIGUSR1: 98.0, signal.SIGTERM: 99.0, signal.SIGKILL: 99.5}
+    assert ending(process, NOTHING, tmp_path).asked_to_end == 99.0
+
+
+def test_it_must_have_ended(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 3 still runs"):
+        ending(Process(rank=3, local_rank=0, folder=tmp_path), NOTHING)
+
+
+GROUP = """
+import subprocess
+import sys
+from lockstep.launcher.process import kernel_log_on, oom_between, read_oom_counts
+
+before = read_oom_counts()
+hog = subprocess.Popen([sys.executable, "-c", "x = [bytearray(1 << 20) for _ in range(4096)]"])
+code = hog.wait()
+print(code, oom_between(before, read_oom_counts()), kernel_log_on(hog.pid))
+"""
+
+
+def test_the_kernel_ends_a_process_for_its_memory() -> None:
+    with memory_group(300 << 20) as enter:
+        done = subprocess.run(
+            [*enter, sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=60
+        )
+    code, found, *log = done.stdout.strip().split(" ", 2)
+    assert (code, found) == ("-9", "certain"), done.stderr
+    assert "None" in log[0] or "Killed process" in log[0]

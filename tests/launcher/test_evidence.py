@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import context
+
+from lockstep.watchdog import probe
+from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.observe import (
+    Process,
+    Watched,
+    keep,
+    read_heartbeat,
+    read_process,
+    take_snapshot,
+)
+from lockstep.watchdog.snapshot import Frame, RankState, Snapshot, from_json
+
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
+    process = context.Process(target=_rank, args=(fn, folder))
+    process.start()
+    try:
+        limit = time.monotonic() + LIMIT_S
+        while read_heartbeat(folder) is None or not (folder / "ready").exists():
+            assert time.monotonic() < limit
+            assert process.is_alive()
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def _rank(fn: Callable[[], None], folder: Path) -> None:
+    probe.install(folder)
+    (folder / "ready").touch()
+    fn()
+
+
+def sleeps() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def computes() -> None:
+    while True:
+        torch.ones(10).sum()
+
+
+def steps_twice() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.step()
+    optimizer.step()
+    sleeps()
+
+
+def until(folder: Path, process: Any, true: Callable[[RankState], bool]) -> RankState:
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        (state,) = take_snapshot([Watched(0, process.pid, folder)], LIMIT_S).ranks
+        if true(state):
+            return state
+        assert time.monotonic() < limit, state
+
+
+def test_a_rank_that_sleeps(tmp_path: Path) -> None:
+    with rank(sleeps, tmp_path) as process:
+        state = until(
+            tmp_path, process, lambda s: bool(s.stack and s.stack[0].function == "sleeps")
+        )
+    assert (state.rank, state.pid, state.alive, state.stopped) == (0, process.pid, True, False)
+    assert state.stack is not None
+    assert state.stack[0].file == __file__
+    assert (state.steps, state.last_step_s, state.step_took_s) == (0, None, None)
+    # No process group: nobody waits for a question.
+    assert (state.answered, state.calls, state.groups, state.threads) == (None, None, None, None)
+
+
+def test_a_rank_that_computes_uses_the_processor(tmp_path: Path) -> None:
+    with rank(computes, tmp_path) as process:
+        start = until(tmp_path, process, lambda s: s.cpu_s is not None and s.stack is not None)
+        until(tmp_path, process, lambda s: (s.cpu_s or 0) > (start.cpu_s or 0) + 0.1)
+        until(tmp_path, process, lambda s: (s.main_cpu_s or 0) > (start.main_cpu_s or 0) + 0.1)
+
+
+def test_steps_and_their_times(tmp_path: Path) -> None:
+    with rank(steps_twice, tmp_path) as process:
+        state = until(tmp_path, process, lambda s: s.steps == 2)
+    assert state.step_took_s is not None
+    assert 0 < state.step_took_s < LIMIT_S
+    assert state.last_step_s is not None
+    assert 0 <= time.time() - state.last_step_s < 2 * LIMIT_S
+
+
+def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
+    with rank(sleeps, tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until_stopped(process.pid)
+        before = time.monotonic()
+        (state,) = take_snapshot([Watched(0, process.pid, tmp_path)], LIMIT_S).ranks
+        assert time.monotonic() - before < LIMIT_S / 4
+        assert state.stopped
+        assert (state.alive, state.stack, state.answered) == (True, None, None)
+        os.kill(process.pid, signal.SIGCONT)
+        assert until(tmp_path, process, lambda s: s.stopped is False).stack is not None
+
+
+def wait_until_stopped(pid: int) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while (seen := read_process(pid)) is None or seen.state != "T":
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
+    """The signal would end it: a script may have replaced itself by another program."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            (state,) = take_snapshot([Watched(0, process.pid, tmp_path)], LIMIT_S).ranks
+            assert (state.alive, state.stack, state.steps) == (True, None, None)
+        finally:
+            process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+def test_a_beacon_of_an_earlier_process_is_not_believed(tmp_path: Path) -> None:
+    with rank(steps_twice, tmp_path):
+        pass
+    (state,) = take_snapshot([Watched(0, os.getpid(), tmp_path)], 0.1).ranks
+    assert (state.steps, state.stack) == (None, None)
+
+
+def test_how_ranks_ended(tmp_path: Path) -> None:
+    codes = {0: (0, None), 3: (3, None), -9: (None, 9)}
+    ended = [Watched(r, 4194304, tmp_path / str(r), code) for r, code in enumerate(codes)]
+    before = time.monotonic()
+    snapshot = take_snapshot(ended, LIMIT_S)
+    assert time.monotonic() - before < LIMIT_S / 4
+    assert [(s.exit_code, s.signal) for s in snapshot.ranks] == list(codes.values())
+    assert not any(s.alive for s in snapshot.ranks)
+
+
+def test_nobody_to_look_at() -> None:
+    assert take_snapshot([]).ranks == ()
+
+
+def test_what_the_kernel_says(tmp_path: Path) -> None:
+    numbers = "1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0 9"
+    for folder, times in (("77", numbers), ("77/task/77", numbers.replace("250 50", "100 20"))):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "stat").write_text(f"77 (a) b (c) T {times}\n")
+    ticks = os.sysconf("SC_CLK_TCK")
+    status = tmp_path / "77" / "status"
+    status.write_text(f"Name:\ta\nSigCgt:\t{1 << (probe.STACK_SIGNAL - 1):016x}\n")
+    assert read_process(77, tmp_path) == Process("T", 300 / ticks, 120 / ticks, True)
+    status.write_text("Name:\ta\nSigCgt:\t0000000000000002\n")
+    assert read_process(77, tmp_path) == Process("T", 300 / ticks, 120 / ticks, False)
+    (tmp_path / "77" / "task" / "77" / "stat").unlink()
+    assert read_process(77, tmp_path) == Process("T", 300 / ticks, None, False)
+    assert read_process(78, tmp_path) is None
+    (tmp_path / "77" / "stat").write_text("nonsense")
+    assert read_process(77, tmp_path) is None
+
+
+def test_own_process() -> None:
+    own = read_process(os.getpid())
+    assert own is not None
+    assert own.state == "R"
+    assert not own.shows_stacks
+
+
+def test_the_evidence_is_kept(tmp_path: Path) -> None:
+    stack = (Frame("/home/me/train.py", 3, "main"),)
+    snapshot = Snapshot(
+        1.0,
+        (
+            RankState(rank=0, host="a", pid=5, alive=True, stack=stack, threads=(stack,), steps=7,
+                      calls=()),
+            RankState(rank=1, host="b", pid=6, alive=False, signal=9),
+        ),
+    )  # fmt: skip
+    path = keep(snapshot, tmp_path / "new" / "folder", Finding("left", True, (1,), "so it is"))
+    text = path.read_text()
+    assert text.startswith("so it is\n\nrank 0 on a, process 5\n")
+    assert "/home/me/train.py:3 in main" in text
+    assert "optimizer steps: 7" in text
+    assert "signal 9" in text
+    assert from_json((path.parent / "hang.json").read_text()) == snapshot
+    assert sorted(p.name for p in path.parent.iterdir()) == ["hang.json", "hang.txt"]
+
+
+def test_a_script_whose_name_is_no_text(tmp_path: Path) -> None:
+    stack = (Frame(os.fsdecode(b"/home/me/tr\xe4in.py"), 3, "main"),)
+    state = RankState(rank=0, host="a", pid=5, alive=True, stack=stack)
+    assert r"tr\udce4in.py:3 in main" in keep(Snapshot(1.0, (state,)), tmp_path).read_text()

@@ -1,0 +1,223 @@
+"""What a rank writes down about the exception that ends it."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from lockstep.errors import SettingError
+from lockstep.watchdog.exit_status import ErrorRecord, describe, exit_code, read_record, record
+
+RANK = """
+import sys
+from pathlib import Path
+from lockstep.watchdog.exit_status import record
+
+path = sys.argv[1]
+try:
+    exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
+except BaseException as error:
+    record(error, Path(path).parent, 3)
+"""
+
+
+def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(code))
+    subprocess.run(
+        [sys.executable, "-c", RANK, str(script)],
+        check=True,
+        env={"PATH": "", "RANK": "1", **variables},
+        stderr=subprocess.PIPE,
+    )
+    found = read_record(tmp_path)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "headline", "line", "code_expected"),
+    [
+        ("raise ValueError('loss is NaN')", "ValueError: loss is NaN", 1, 1),
+        ("raise ValueError", "ValueError", 1, 1),
+        ("raise ValueError('one\\ntwo')", "ValueError: one", 1, 1),
+        ("import json\njson.loads('{')", "json.decoder.JSONDecodeError: Expecting", 2, 1),
+        ("import sys\nsys.exit(3)", "sys.exit(3)", 2, 3),
+        ("import sys\nsys.exit('no data')", "sys.exit('no data')", 2, 1),
+        ("def f():\n    raise SystemExit(-1)\nf()", "sys.exit(-1)", 2, 255),
+        (
+            "try:\n    1 / 0\nexcept Exception:\n    raise SystemExit(2)",
+            "sys.exit(2) while handling ZeroDivisionError: division by zero",
+            2,
+            2,
+        ),
+        (
+            "import argparse, sys\np = argparse.ArgumentParser()\np.add_argument('n', type=int)"
+            "\np.parse_args(['x'])",
+            "sys.exit(2) while handling argparse.ArgumentError: argument n: invalid int",
+            4,
+            2,
+        ),
+        ("import os\nx = 1\n(", "SyntaxError: '(' was never closed", 3, 1),
+        ("class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E", "E: (its", 4, 1),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt", 1, -2),
+    ],
+)
+def test_what_is_written(
+    tmp_path: Path, code: str, headline: str, line: int, code_expected: int
+) -> None:
+    found = run(tmp_path, code)
+    assert found.headline.startswith(headline)
+    assert found.line == f"train.py:{line}: {code.splitlines()[line - 1].strip()}"
+    assert found.exit_code == code_expected
+    assert found.step == 3
+    assert "Error" not in headline or "Traceback" in found.traceback or "Syntax" in headline
+
+
+def test_the_users_own_line_is_the_innermost(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import statistics
+
+        def main():
+            return statistics.mean([])
+
+        main()
+        """,
+    )
+    assert found.type == "statistics.StatisticsError"
+    assert found.line == "train.py:5: return statistics.mean([])"
+
+
+def test_the_exceptions_before_it(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        try:
+            try:
+                {}["key"]
+            except KeyError as error:
+                raise RuntimeError("Connection closed by peer") from error
+        except RuntimeError:
+            raise ValueError("training failed") from None
+        """,
+    )
+    assert found.chain == ("RuntimeError: Connection closed by peer", "KeyError: 'key'")
+
+
+LOADER = """
+import torch.utils.data
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise ValueError(f"bad image {index}")
+
+if __name__ == "__main__":
+    for batch in torch.utils.data.DataLoader(Images(), num_workers=1):
+        pass
+"""
+
+
+def test_an_error_in_a_loader_worker_is_told_as_its_own(tmp_path: Path) -> None:
+    found = run(tmp_path, LOADER, OMP_NUM_THREADS="1")
+    assert found.headline == "ValueError: bad image 0 (in DataLoader worker process 0)"
+    assert found.line == 'train.py:9: raise ValueError(f"bad image {index}")'
+
+
+SPAWN = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "worker.py", line 5, in work
+    raise ValueError("two lines")
+ValueError: two
+lines
+"""
+
+
+def test_an_error_in_a_process_of_the_scripts_own_is_told_as_its_own() -> None:
+    """As `mp.spawn` raises it."""
+    made = describe(RuntimeError(SPAWN))
+    assert made.headline == "ValueError: two (in process 1)"
+    assert made.line == "worker.py:5"
+
+
+def test_what_fails_before_the_program_begins_has_no_line() -> None:
+    code = compile("raise ImportError('No module named no')", "<frozen importlib.util>", "exec")
+    with pytest.raises(ImportError) as caught:
+        exec(code)
+    error = caught.value
+    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    assert describe(error).line is None
+
+
+def test_an_error_of_lockstep() -> None:
+    made = describe(SettingError("shares 1:2", "3 ranks", "give 3 shares"))
+    assert (made.type, made.exit_code, made.from_lockstep) == ("SettingError", 2, True)
+    assert made.headline == "SettingError: shares 1:2"
+    assert "do:    give 3 shares" in made.message
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(), 1),
+        (SystemExit(), 0),
+        (SystemExit(4), 4),
+        (SystemExit("text"), 1),
+        (SystemExit(256), 0),  # as under Python: of a number the system takes 8 bits,
+        (SystemExit(2**70), 255),  # and -1 for one that is too large for C
+        (SettingError("a", "b", "c"), 2),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_torch_elastic_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = tmp_path / "elastic.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(elastic))
+    record(ValueError("loss is NaN"), tmp_path)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(elastic))
+    message: Any = failure.message
+    assert message["message"] == "ValueError: loss is NaN"
+    assert failure.timestamp > 0
+    written = elastic.read_text()
+    record(ValueError("another"), tmp_path)
+    assert elastic.read_text() == written  # torch's own `record` was there first
+    elastic.unlink()
+    record(SystemExit(3), tmp_path)
+    assert not elastic.exists()
+
+
+def test_recording_never_raises(tmp_path: Path) -> None:
+    record(ValueError("x"), tmp_path / "missing")
+    assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}'])
+def test_a_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+    (tmp_path / "error.json").write_text(text)
+    assert read_record(tmp_path) is None
+
+
+def test_the_file_is_json_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    record(ValueError("x"), tmp_path)
+    values = json.loads((tmp_path / "error.json").read_text())
+    assert values["rank"] == "5"
+    assert values["monotonic"] > 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "error.json"]
+    linecache.checkcache()

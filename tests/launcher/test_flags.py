@@ -1,0 +1,165 @@
+"""Torchrun's flags: all of them are known, and what cannot be honoured is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from lockstep.errors import SettingError
+from lockstep.launcher.plan import check_flags, is_asked, max_nodes, parse_flags, torchrun_flags
+
+# What `lockstep run` makes of each; a flag that torchrun gets one day must be looked at first.
+HONOURED_BY = {
+    "nnodes": "torchrun's own rendezvous",
+    "nproc_per_node": "the plan",
+    "rdzv_backend": "torchrun's own rendezvous",
+    "rdzv_endpoint": "torchrun's own rendezvous",
+    "rdzv_id": "torchrun's own rendezvous",
+    "rdzv_conf": "torchrun's own rendezvous",
+    "standalone": "torchrun's own rendezvous",
+    "max_restarts": "torch elastic's agent",
+    "monitor_interval": "torch elastic's agent",
+    "start_method": "nothing: torchrun uses it with --run-path alone, and a script cannot tell",
+    "event_log_handler": "torch elastic's agent",
+    "role": "torch elastic's agent",
+    "module": "rank_main",
+    "no_python": "the zygote, which executes it",
+    "run_path": "rank_main, as any script",
+    "log_dir": "the folder of the run",
+    "redirects": "the console",
+    "tee": "the console",
+    "local_ranks_filter": "the console",
+    "duplicate_stdout_filters": "the console",
+    "duplicate_stderr_filters": "the console",
+    "node_rank": "torchrun's own rendezvous",
+    "master_addr": "torchrun's own rendezvous",
+    "master_port": "torchrun's own rendezvous",
+    "local_addr": "torch elastic's agent",
+    "logs_specs": "refused",
+    "numa_binding": "torch's own numactl command",
+    "signals_to_handle": "the launcher's handlers",
+    "shutdown_timeout": "the agent",
+    "virtual_local_rank": "the variables of the ranks",
+}
+POSITIONAL = {"training_script", "training_script_args", "help"}
+
+
+def test_every_flag_of_torchrun_is_accounted_for() -> None:
+    assert {action.dest for action in get_args_parser()._actions} - POSITIONAL == set(HONOURED_BY)
+
+
+def test_flags_with_and_without_a_value() -> None:
+    flags = torchrun_flags()
+    assert flags["--nnodes"]
+    assert flags["-t"]
+    assert not flags["--no_python"]
+    assert "--help" not in flags
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "asked"),
+    [
+        ((), {}, False),
+        (("--no-python",), {}, True),
+        (("--role", "x", "--no_python"), {}, True),
+        ((), {"PET_NO_PYTHON": "1"}, True),
+        ((), {"PET_NO_PYTHON": "0"}, False),
+        (("--no-python",), {"PET_NO_PYTHON": "0"}, True),
+    ],
+)
+def test_a_flag_without_a_value_may_be_a_variable(
+    given: tuple[str, ...], environ: dict[str, str], asked: bool
+) -> None:
+    assert is_asked("--no-python", given, environ) is asked
+
+
+def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With a variable for it, ranks would have to be fresh interpreters where that is set.
+    monkeypatch.setenv("PET_NUMA_BINDING", "node")
+    assert parse_flags(["script.py"]).numa_binding is None
+    assert parse_flags(["--numa_binding=node", "script.py"]).numa_binding == "node"
+
+
+@pytest.mark.parametrize(("asked", "most"), [("1", 1), ("1:4", 4), ("3:3", 3)])
+def test_number_of_machines(asked: str, most: int) -> None:
+    assert max_nodes(asked) == most
+
+
+@pytest.mark.parametrize("asked", ["0", "2:1", "0:2", "x", "", "1:2:3", "-1", "1.5"])
+def test_what_is_no_number_of_machines(asked: str) -> None:
+    with pytest.raises(SettingError, match="--nnodes"):
+        max_nodes(asked)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--max-restarts -1", "--max-restarts -1"),
+        ("--max-restarts x", "invalid int value"),
+        ("--start-method magic", "invalid choice"),
+        ("--monitor-interval 0", "--monitor-interval 0.0"),
+        ("--shutdown-timeout -2", "--shutdown-timeout -2"),
+        ("--rdzv-conf timeout", "timeout has no value"),
+        ("--rdzv-conf a=1,", "an empty part has no value"),
+        ("--nnodes 2:1", "not a number of machines"),
+        ("--signals-to-handle SIGFOO", "SIGFOO is no signal"),
+        ("--signals-to-handle SIGTERM,SIGKILL", "SIGKILL is no signal"),
+        ("--event-log-handler none", "no handler of this name"),
+        ("--redirects 9", "--redirects 9"),
+        ("--tee 0:4", "--tee 0:4"),
+        ("--local-ranks-filter a", "--local-ranks-filter a"),
+        ("--log-dir /dev/null", "it is no folder"),
+        ("--logs-specs mine", "--logs-specs mine"),
+        ("-m --no-python", "-m with --no-python"),
+        ("-m --run-path", "-m with --run-path"),
+        ("--virtual-local-rank", "CUDA_VISIBLE_DEVICES=3 has no device for each"),
+    ],
+)
+def test_what_cannot_be_honoured(line: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(SettingError, match="do:") as caught:
+        check_flags(parse_flags([*line.split(), "t.py"]), nproc=2)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--virtual-local-rank",
+        "--rdzv-conf timeout=3,join_timeout=4",
+        "--signals-to-handle SIGUSR1",
+        "--run-path --no-python",  # the first wins, as with torchrun
+        "--log-dir .",
+        "--shutdown-timeout 0",
+    ],
+)
+def test_what_can_be_honoured(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    check_flags(parse_flags([*line.split(), "t.py"]), nproc=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("PET_STANDALONE", "yes", "neither 0 nor 1"),
+        ("PET_MAX_RESTARTS", "-1", "--max-restarts -1"),
+        ("PET_MAX_RESTARTS", "many", "invalid int value"),
+        ("TORCHELASTIC_ENABLE_FILE_TIMER", "1", "does not serve the timers"),
+    ],
+)
+def test_variables_that_cannot_be_honoured(
+    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match="do:") as caught:
+        check_flags(parse_flags(["t.py"]), nproc=1)
+    assert text in str(caught.value)
+
+
+def test_a_file_is_no_folder_for_logs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match="it is no folder"):
+        check_flags(parse_flags(["--log-dir", str(tmp_path / "file"), "t.py"]), nproc=1)

@@ -1,0 +1,408 @@
+from __future__ import annotations
+
+import array
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import json
+import os
+import signal
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_clean_process, run_ranks
+
+from lockstep.distributed import torch_compat
+from lockstep.watchdog import probe
+from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat
+from lockstep.watchdog.snapshot import parse_flight, parse_stack
+
+LIMIT_S = 20.0
+
+
+@contextlib.contextmanager
+def installed(folder: Path) -> Iterator[None]:
+    probe.install(folder)
+    try:
+        yield
+    finally:
+        probe.uninstall()
+        probe._groups.clear()
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        probe._groups.clear()
+        until(lambda: "pt_gloo_runloop" not in names_of_tasks())
+
+
+def names_of_tasks() -> set[str]:
+    names = set()
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.add((path / "comm").read_text().strip())
+    return names
+
+
+def until(true: Callable[[], Any]) -> Any:
+    limit = time.monotonic() + LIMIT_S
+    while not (found := true()):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    return found
+
+
+def ask(folder: Path, request: str) -> Any:
+    with open(folder / "ask", "w") as pipe:
+        pipe.write(f"{request}\n")
+    number = int(request.split()[0])
+
+    def answer() -> Any:
+        with contextlib.suppress(OSError):
+            text = (folder / "flight.json").read_text()
+            return text if json.loads(text)["request"] == number else None
+
+    return until(answer)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def wait_for_child(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@in_clean_process
+def test_the_beacon_counts_the_steps_of_every_optimizer(tmp_path: Path) -> None:
+    assert read_heartbeat(tmp_path) is None
+    with installed(tmp_path):
+        begun = read_heartbeat(tmp_path)
+        assert begun == (os.getpid(), threading.main_thread().ident, 0, 0.0, 0.0)
+        optimizer().step()
+        first = read_heartbeat(tmp_path)
+        assert first is not None
+        assert (first.steps, first.took_s) == (1, 0.0)
+        assert 0 <= time.monotonic() - first.last_step < LIMIT_S
+        optimizer().step()
+        second = read_heartbeat(tmp_path)
+        assert second is not None
+        assert second.steps == 2
+        assert second.took_s == pytest.approx(second.last_step - first.last_step)
+    optimizer().step()
+    assert read_heartbeat(tmp_path) == second
+
+
+@in_clean_process
+def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
+    with installed(tmp_path):
+        optimizer().step()
+        with group_of_one():
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(BaseException):
+                    optimizer().step()
+                    alive = [t for t in threading.enumerate() if t.name == "lockstep-answers"]
+                    os._exit(0 if not alive else 1)
+                os._exit(2)
+            assert wait_for_child(child) == 0
+            assert "records" in json.loads(ask(tmp_path, "1"))
+        beacon = read_heartbeat(tmp_path)
+        assert beacon is not None
+        assert (beacon.pid, beacon.steps) == (os.getpid(), 1)
+
+
+@in_clean_process
+def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_path: Path) -> None:
+    with installed(tmp_path):
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.destroy_process_group()
+        until(lambda: "pt_gloo_runloop" in names_of_tasks())  # a thread is named by itself
+        assert len(probe._groups) == 1
+        probe._groups.clear()
+        until(lambda: "pt_gloo_runloop" not in names_of_tasks())
+
+
+@in_clean_process
+def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
+    with installed(tmp_path):
+        os.kill(os.getpid(), STACK_SIGNAL)
+        stack = until(lambda: parse_stack((tmp_path / "stacks.txt").read_text()))
+    assert stack[0].file == __file__
+    assert stack[0].function.startswith("test_a_signal")
+
+
+@in_clean_process
+def test_the_stacks_of_all_threads_come_with_the_answer(tmp_path: Path) -> None:
+    ready = threading.Event()
+    with installed(tmp_path), group_of_one():
+        thread = threading.Thread(target=ready.wait)
+        thread.start()
+        flight = parse_flight(ask(tmp_path, "1"))
+        ready.set()
+        thread.join()
+        assert flight is not None
+        functions = {ident: [f.function for f in stack] for ident, stack in flight.stacks.items()}
+    assert set(functions) == {threading.get_ident(), thread.ident}
+    assert functions[thread.ident or 0][0] == "wait"
+    assert "ask" in functions[threading.get_ident()]
+
+
+@in_clean_process
+def test_the_users_own_handlers_are_left_alone(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with installed(tmp_path):
+        now = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    after = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    assert after == before
+    # What is left once faulthandler has taken its own handler away, at the interpreter's end.
+    assert now == {**before, STACK_SIGNAL: signal.SIG_IGN}
+    assert STACK_SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM)
+
+
+def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code -11"):
+        run_ranks(_crash, 1, tmp_path, environment=lambda rank: {})
+    assert "in _crash" in (tmp_path / "crash.txt").read_text()
+
+
+def _crash(folder: Path) -> None:
+    probe.install(folder)
+    faulthandler._sigsegv()
+
+
+@in_clean_process
+def test_the_thread_comes_with_the_first_group_whatever_it_is_called(tmp_path: Path) -> None:
+    from torch.distributed import device_mesh, distributed_c10d
+
+    original = dist.init_process_group
+    modules: list[Any] = [dist, distributed_c10d, device_mesh]
+    with installed(tmp_path):
+        replaced = [module.init_process_group for module in modules]
+        assert len({id(function) for function in replaced}) == 1
+        assert replaced[0] is not original
+        assert replaced[0].__doc__ == original.__doc__
+        assert threading.active_count() == 1
+        with group_of_one():
+            names = [thread.name for thread in threading.enumerate()]
+            assert names.count("lockstep-answers") == 1
+        with group_of_one():
+            assert threading.active_count() == 2
+    assert threading.active_count() == 1
+    assert all(module.init_process_group is original for module in modules)
+
+
+@in_clean_process
+def test_an_import_of_the_name_before_the_first_group_is_the_watched_one(tmp_path: Path) -> None:
+    with installed(tmp_path):
+        from torch.distributed import init_process_group
+
+        init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert threading.active_count() == 2
+        dist.destroy_process_group()
+
+
+def test_collectives_are_told_on_request(tmp_path: Path) -> None:
+    run_ranks(_tell, 2, tmp_path, env=probe.FLIGHT_RECORDER, fresh=True)
+
+
+def _tell(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    folder = folder / str(rank)
+    # Imported with a group open, as torch's compiler does it, it would keep the group for good.
+    importlib.import_module("torch.distributed.nn.functional")
+    with installed(folder):
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(3))
+        dist.barrier()
+        flight = parse_flight(ask(folder, "1"))
+        assert flight is not None
+        assert [(c.op, c.seq, c.frames) for c in flight.calls] == [
+            ("all_reduce", 1, None), ("barrier", 2, None),
+        ]  # fmt: skip
+        assert flight.calls[0].input_sizes == ((3,),)
+        assert flight.calls[0].thread == threading.get_ident()
+        assert [(g.name, g.ranks) for g in flight.groups] == [("0", (0, 1))]
+        # Without torch's compiler the lines would cost seconds: they are left out.
+        assert "torch._dynamo" not in sys.modules
+        flight = parse_flight(ask(folder, "2 lines"))
+        assert flight is not None
+        assert flight.request == 2
+        assert flight.calls[0].frames is None
+        importlib.import_module("torch._dynamo")
+        flight = parse_flight(ask(folder, "3 lines"))
+        assert flight is not None
+        assert flight.calls[0].frames is not None
+        assert "_tell" in [frame.function for frame in flight.calls[0].frames]
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@in_clean_process
+def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
+    original = probe.flight_record
+
+    def fail(*, lines: bool) -> str:
+        raise RuntimeError("no record")
+
+    with installed(tmp_path), group_of_one():
+        probe.flight_record = fail  # type: ignore[attr-defined]
+        try:
+            assert json.loads(ask(tmp_path, "1"))["error"] == "RuntimeError('no record')"
+        finally:
+            probe.flight_record = original  # type: ignore[attr-defined]
+        assert "records" in json.loads(ask(tmp_path, "2"))
+        with open(tmp_path / "ask", "w") as pipe:
+            pipe.write("nonsense\n\n")
+        assert "records" in json.loads(ask(tmp_path, "3"))
+
+
+@in_clean_process
+def test_a_folder_that_knows_no_pipes(tmp_path: Path) -> None:
+    """As some shared and some Windows folders: the run goes on, and shows its stacks alone."""
+    original = os.mkfifo
+
+    def fail(*_: object) -> None:
+        raise PermissionError("no pipes here")
+
+    os.mkfifo = fail
+    try:
+        with installed(tmp_path), group_of_one():
+            assert not (tmp_path / "ask").exists()
+    finally:
+        os.mkfifo = original
+
+
+@in_clean_process
+def test_installing_twice_watches_once(tmp_path: Path) -> None:
+    with installed(tmp_path / "a"), installed(tmp_path / "b"):
+        optimizer().step()
+        beacons = [read_heartbeat(tmp_path / name) for name in "ab"]
+        assert [beacon and beacon.steps for beacon in beacons] == [0, 1]
+
+
+@in_clean_process
+def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> None:
+    with installed(tmp_path), group_of_one():
+        ask(tmp_path, "1")
+        probe._fall_silent()  # at exit, before the interpreter's own end
+        assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
+        faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
+        os.kill(os.getpid(), STACK_SIGNAL)
+
+
+@in_clean_process
+def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None:
+    original, answering, go = probe.flight_record, threading.Event(), threading.Event()
+
+    def slowly(*, lines: bool) -> str:
+        answering.set()
+        assert go.wait(LIMIT_S)
+        return original(lines=lines)
+
+    def put(data: bytes) -> None:  # before the thread reads again
+        descriptor = os.open(tmp_path / "ask", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(descriptor, data)
+        os.close(descriptor)
+
+    with installed(tmp_path), group_of_one():
+        probe.flight_record = slowly  # type: ignore[attr-defined]
+        put(b"1\n")
+        assert answering.wait(LIMIT_S)
+        ending = threading.Thread(target=probe._fall_silent, daemon=True)
+        ending.start()
+        until(lambda: in_the_pipe(tmp_path / "ask"))
+        put(b"2\n")
+        go.set()
+        ending.join(LIMIT_S)
+        assert not ending.is_alive()
+
+
+def in_the_pipe(path: Path) -> int:
+    """Bytes that nobody has read so far."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        count = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+        return count[0]
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
+def test_what_is_no_beacon(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "beacon").write_bytes(content)
+    assert read_heartbeat(tmp_path) is None
+
+
+def test_torchs_private_parts_are_as_they_were() -> None:
+    """Fails where a new torch has changed what `torch_private` uses."""
+    run_ranks(_private_parts, 1, env=probe.FLIGHT_RECORDER)
+
+
+def test_the_thread_that_answers_takes_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    torch_compat.take_gpu()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    torch_compat.take_gpu()
+    group = SimpleNamespace(bound_device_id=torch.device("cuda", 2))
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", group)
+    torch_compat.take_gpu()
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # this rank is shown its own alone
+    torch_compat.take_gpu()
+    assert taken == [3, 2]
+
+
+def _private_parts() -> None:
+    import torch._C._distributed_c10d as c10d
+
+    assert torch_compat.process_groups() == []
+    for name in ("_dump_fr_trace", "_dump_fr_trace_json"):
+        assert hasattr(c10d, name)
+    with group_of_one():
+        dist.all_reduce(torch.ones(2, 3))
+        pair = dist.new_group([0], group_desc="pair")
+        dist.barrier(pair)
+        groups = torch_compat.process_groups()
+        assert [g["ranks"] for g in groups] == [[0], [0]]
+        assert groups[0]["description"] == "default_pg"
+        assert "pair" in groups[1]["description"]
+        (record,) = json.loads(torch_compat.flight_record(lines=False))
+        calls = record["entries"]
+        assert [c["profiling_name"] for c in calls] == ["gloo:all_reduce", "gloo:barrier"]
+        assert [c["process_group"][0] for c in calls] == [g["name"] for g in groups]
+        assert calls[0]["input_sizes"] == [[2, 3]]
+        assert calls[0]["input_dtypes"] == ["Float"]
+        assert {"collective_seq_id", "p2p_seq_id", "is_p2p", "state", "thread_id", "pg_id",
+                "time_created_ns"} <= set(calls[0])  # fmt: skip
+        status = record["pg_status"][str(calls[0]["pg_id"])]
+        assert int(status["last_completed_collective"]) == 1
+        del pair
+
+
+def test_a_torch_without_a_recorder_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compat, "RECORDERS", ("_dump_of_no_torch",))
+    assert torch_compat.flight_record(lines=False) == "[]"

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.launcher.nodes import (
+    LEFT,
+    LOST,
+    Board,
+    Node,
+    absent,
+    admit,
+    announcer,
+    departure,
+    latest,
+    objection_as_error,
+)
+
+
+def node(rank: int | None, number: int = 0, **fields: object) -> Node:
+    values = {"host": f"host{number}", "pid": 100 + number, "run_id": "r", "nodes": "2:2"}
+    return Node(**{**values, "rank": rank, "number": number, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("comer", "kind", "found"),
+    [
+        (node(1, 5), None, ""),
+        (node(0, 5), "DuplicateRankError", "node 0 has already come: process 100 on host host0"),
+        (
+            node(1, 5, nodes="3:3"),
+            "WorldSizeError",
+            "node 0 on host host0 was started with --nnodes 2",
+        ),
+        (node(1, 5, nodes="1:4"), "WorldSizeError", "--nnodes 2"),
+        (node(1, 5, run_id="s"), "MasterUnreachableError", "another run, 'r'"),
+    ],
+)
+def test_who_is_taken_in(comer: Node, kind: str | None, found: str) -> None:
+    board = Board(node(0))
+    admitted, objection = admit(board, comer)
+    if kind is None:
+        assert admitted == replace(comer, number=1)
+        assert board.node(1) == admitted
+    else:
+        assert admitted is None
+        error = objection_as_error(objection)
+        assert type(error).__name__ == kind
+        assert found in error.found
+        assert len(board.all()) == 1
+
+
+def test_nodes_without_a_rank_are_never_doubled() -> None:
+    board = Board(node(None))
+    for number in (1, 2):
+        admitted, _ = admit(board, node(None, 9))
+        assert admitted is not None
+        assert admitted.number == number
+
+
+def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
+    board = Board(node(0))
+    admit(board, node(1))
+    board.write(1, {"state": LOST, "why": "its connection ended"})
+    again, _ = admit(board, node(1, pid=7))
+    assert again is not None
+    assert again.number == 2
+    assert [n.number for n in latest(board.all())] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ([node(0, round=1), node(1, 1, round=1)], ""),
+        ([node(0, round=1)], "node 1 of 2 has not come; here: node 0 on host host0"),
+        (
+            [node(0, round=2), node(1, 1, round=1)],
+            "node 1 on host host1 still ends its last start; here: node 0 on host host0, "
+            "node 1 on host host1",
+        ),
+        (
+            [node(0, round=2), node(1, 1, round=2, state=LEFT, why="rank 3 failed")],
+            "node 1 on host host1 has left (rank 3 failed); here: node 0 on host host0",
+        ),
+        (
+            [node(0, round=1), node(1, 1, state=LOST, why="x"), node(1, 2, round=1)],
+            "",
+        ),
+    ],
+)
+def test_who_is_missing(nodes: list[Node], text: str) -> None:
+    assert absent(nodes, 2, nodes[0].round) == text
+
+
+def test_many_missing_nodes_are_each_named() -> None:
+    text = absent([node(0, round=1)], 4, 1)
+    assert all(f"node {rank} of 4 has not come" in text for rank in (1, 2, 3))
+
+
+def test_what_is_told_is_added_and_all_is_json() -> None:
+    board = Board(node(0))
+    board.write(0, {"told": {"a": 1}})
+    board.write(0, {"told": {"b": [2]}, "round": 3})
+    assert board.own.told == {"a": 1, "b": [2]}
+    assert Node(**board.own.to_json()) == board.own
+
+
+def test_a_node_that_left_in_the_end_is_not_gone() -> None:
+    assert not node(1, state=LEFT).gone
+    assert node(1, state=LEFT, why="rank 0 failed").gone
+    assert node(1, state=LOST).gone
+    assert departure(node(None, 4, state=LEFT)) == "process 104 on host host4 has left"
+
+
+def test_waiting_is_announced_after_a_while_when_it_changes_and_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("lockstep.launcher.nodes.time.monotonic", lambda: now)
+    said: list[str] = []
+    announce = announcer(said.append)
+    for seconds, reason in [(0, "a"), (4, "b"), (1, "b"), (1, "b"), (1, "c"), (59, "c"), (2, "c")]:
+        now += seconds
+        announce(reason)
+    assert said == ["b (waiting for 5 s)", "c (waiting for 7 s)", "c (waiting for 68 s)"]

@@ -1,0 +1,231 @@
+"""A script runs as under plain Python: the same facts, seen by a script in each way to start it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import SettingError
+from lockstep.launcher.worker import Command, Script, fresh_interpreter, nothing_collected
+
+RUN = [sys.executable, "-m", "lockstep.cli.main", "run"]
+
+FACTS = '''
+"""The module's docstring."""
+import atexit, json, multiprocessing, os, sys, threading
+
+class Thing: ...
+
+def double(x):
+    return 2 * x
+
+def main():
+    import pickle
+    doubled = None
+    if __file__.endswith("facts.py"):  # Python itself cannot do it from a __main__.py
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            doubled = pool.map(double, [1, 2])
+    sys.stdout.reconfigure(line_buffering=True)
+    return {
+        "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
+        "spec": __spec__ and __spec__.name, "package": __package__, "doc": __doc__,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "cached": __cached__ and "x", "loader": type(__loader__).__name__,
+        "pickled": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+        "doubled": doubled, "cwd": os.getcwd(), "thread": threading.current_thread().name,
+        "process": multiprocessing.current_process().name, "stdin": sys.stdin.read(),
+        "encodings": [sys.stdin.encoding, sys.stdout.encoding, sys.stderr.encoding],
+        "errors": [sys.stdout.errors, sys.stderr.errors], "builtins": type(__builtins__).__name__,
+    }
+
+if __name__ == "__main__":
+    facts = main()
+    atexit.register(lambda: open("exit.txt", "a").write("left\\n"))
+    waiting = threading.Thread(target=lambda: open("exit.txt", "a").write("thread\\n"))
+    waiting.start()
+    with open("facts.json", "w") as file:
+        json.dump(facts, file)
+'''
+
+
+AT_EXIT = "import atexit, sys; atexit.register(print, 'left')"
+
+
+def facts(folder: Path, *command: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, input="typed", timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "exit.txt").read_text() == "thread\nleft\n"
+    (folder / "exit.txt").unlink()
+    found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("how", ["script", "folder", "module", "package"])
+def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, how: str, warm: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "facts.py").write_text(FACTS)
+    (tmp_path / "sub" / "__main__.py").write_text(FACTS)
+    words = {
+        "script": ["sub/facts.py"],
+        "folder": ["sub"],
+        "module": ["-m", "sub.facts"],
+        "package": ["-m", "sub"],
+    }[how]
+    plain = facts(tmp_path, sys.executable, *words, "--lr", "0.1", "-m")
+    ours = facts(tmp_path, *RUN, warm, *words, "--lr", "0.1", "-m")
+    assert ours == plain
+
+
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -> None:
+    script = tmp_path / "script.py"
+    for text, code in [
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('in words')", 1),
+        ("raise SystemExit", 0),
+        ("1 / 0", 1),
+        ("import os; os._exit(9)", 9),
+        ("def", 1),
+        (f"{AT_EXIT}\nsys.excepthook = lambda *_: sys.exit(2**70)\n1 / 0", 255),
+        (f"{AT_EXIT}\nsys.excepthook = lambda: None\n1 / 0", 1),  # it fails itself
+    ]:
+        script.write_text(text)
+        plain = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+        )
+        ours = subprocess.run([*RUN, warm, str(script)], capture_output=True, text=True, timeout=60)
+        assert (plain.returncode, ours.returncode) == (code, code), text
+        assert plain.stderr in ours.stderr
+        assert ours.stdout == plain.stdout
+
+
+def test_an_import_that_passes_over_everything_does_not_pass_over_ctrl_c() -> None:
+    after = False
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        with nothing_collected():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:  # as some modules do around their optional imports
+                after = True
+        raise AssertionError("Ctrl-C is lost")
+    assert after
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_ranks_do_not_share_their_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, random, numpy\n"
+        "drawn = (random.random(), numpy.random.rand())\n"
+        "open(os.environ['RANK'], 'w').write(repr(drawn))\n"
+    )
+    done = subprocess.run(
+        [*RUN, "--nproc", "3", "script.py"], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    drawn = [eval((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert len({pair[0] for pair in drawn}) == len({pair[1] for pair in drawn}) == 3
+
+
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("flag", ["--local_rank", "--local-rank"])
+def test_a_script_that_takes_its_local_rank_from_an_argument(
+    tmp_path: Path, flag: str, warm: str
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import argparse\n"
+        "parser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('{flag}', type=int)\n"
+        "parser.add_argument('--lr')\n"
+        "given = parser.parse_args()\n"
+        "open(f'rank{given.local_rank}', 'w').write(given.lr)\n"
+    )
+    done = subprocess.run(
+        [*RUN, warm, "--nproc", "2", "script.py", "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+SPAWNS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, size, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    open(f"rank{rank}", "w").write(str(total.item()))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import socket
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, args=(2, port), nprocs=2)
+"""
+
+
+def test_a_script_that_spawns_its_ranks_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNS)
+    done = subprocess.run(
+        [*RUN, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the script starts its own processes" in done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
+    script = Script(path="a b.py", arguments=("--x", "ü"), module=True, local_rank_flag="--r")
+    command = fresh_interpreter(script)
+    assert command.line[0] == sys.executable
+    assert command.line[-2:] == ("--x", "ü")
+    assert Script(**json.loads(command.environment["LOCKSTEP_SCRIPT"])) == Script(
+        path="a b.py",
+        arguments=[],  # type: ignore[arg-type]
+        module=True,
+        local_rank_flag="--r",
+    )
+
+
+def test_each_rank_of_a_command_has_its_number() -> None:
+    script = Script(path="s.py", arguments=("--k=${local_rank}", "$x", "$$"))
+    command = fresh_interpreter(script).for_rank(3)
+    assert command.line[-3:] == ("--k=3", "$x", "$$")
+    assert Command(("./a.sh", "x${local_rank}"), {}).for_rank(0) == Command(("./a.sh", "x0"), {})
+
+
+def test_a_process_is_bound_to_processors_by_torchs_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where a new torch has changed what `torch_private` uses."""
+    from torch.numa import binding
+
+    (tmp_path / "numactl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bound = Command(("python", "s.py"), {}, "node")
+    with pytest.raises(SettingError, match="--numa-binding node"):  # there is no GPU here
+        bound.for_rank(99)
+    cpus = {0: {0, 1, 2}, 1: {3}}
+    monkeypatch.setattr(
+        binding, "_get_logical_cpus_to_bind_to", lambda gpu_index, numa_options: cpus[gpu_index]
+    )
+    assert bound.for_rank(0).line == ("numactl", "--physcpubind=0-2", "python", "s.py")
+    assert bound.for_rank(1).line == ("numactl", "--physcpubind=3", "python", "s.py")
+    (tmp_path / "numactl").unlink()
+    with pytest.raises(SettingError, match="numactl"):
+        bound.for_rank(0)

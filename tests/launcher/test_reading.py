@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lockstep.launcher.script import Reading, hidden_by, large, read_script, read_source
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("parser.add_argument('--local_rank', type=int)", "--local_rank"),
+        ("parser.add_argument('--local-rank', '--local_rank', type=int)", "--local-rank"),
+        ("@click.option('--local_rank')\ndef main(local_rank): ...", "--local_rank"),
+        ("# parser.add_argument('--local_rank')", None),
+        ("print('give --local_rank')", None),
+    ],
+)
+def test_the_argument_for_the_local_rank(source: str, expected: str | None) -> None:
+    assert read_source(source).local_rank_flag == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", ("OMP_NUM_THREADS",)),
+        ("os.environ.setdefault('MKL_NUM_THREADS', '1')", ("MKL_NUM_THREADS",)),
+        ("environ['PYTORCH_CUDA_ALLOC_CONF'] = 'x'", ("PYTORCH_CUDA_ALLOC_CONF",)),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", ()),  # read at the first use of CUDA
+        ("x = os.environ['OMP_NUM_THREADS']", ()),
+    ],
+)
+def test_variables_that_libraries_read_when_imported(
+    source: str, expected: tuple[str, ...]
+) -> None:
+    assert read_source(source).variables_for_import == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("mp.spawn(main, nprocs=4)", True),
+        ("torch.multiprocessing.start_processes(f)", True),
+        ("Process(target=f)\nos.environ['MASTER_PORT'] = '1'", True),
+        ("Process(target=log_in_background)", False),
+        ("streams = numpy.random.SeedSequence(0).spawn(4)", False),
+        ("if 'RANK' in os.environ: main()\nelse: mp.spawn(main)", False),
+    ],
+)
+def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) -> None:
+    assert read_source(source).own_processes is expected
+
+
+def test_what_a_script_will_import() -> None:
+    assert read_source("opt = torch.optim.SGD(p)").imports == ("torch._dynamo",)
+    assert read_source("import torch").imports == ()
+    imports = read_source("import lockstep").imports
+    assert "lockstep.world" in imports
+    for name in imports:
+        importlib.import_module(name)
+    assert large({"torch", *imports}) == list(imports)
+
+
+@pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])
+def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "script").write_bytes(text)
+    assert read_script(str(tmp_path / "script")) == Reading()
+    assert read_script(str(tmp_path / "missing.py")) == Reading()
+
+
+def test_a_script_in_another_encoding_is_read(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    text = "# coding: latin-1\nadd_argument('--local_rank', help='Ger\xe4t')\n'\\d'\n"
+    (tmp_path / "script.py").write_bytes(text.encode("latin-1"))
+    assert read_script(str(tmp_path / "script.py")).local_rank_flag == "--local_rank"
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfadd_argument('--local-rank')")
+    assert read_script(str(tmp_path / "marked.py")).local_rank_flag == "--local-rank"
+    assert not recwarn.list  # of the escape: the ranks warn of it
+
+
+def test_what_a_script_would_import_in_the_place_of_what_is_loaded(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for path in (there / "a.py", there / "b" / "__init__.py", here / "own.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    loaded = {
+        "a": module(there / "a.py"),
+        "b": module(there / "b" / "__init__.py"),
+        "own": module(here / "own.py"),
+        "built_in": ModuleType("built_in"),
+        "os": os,
+        "c": module(there / "c.so"),
+        "d": module(there / "d.py"),
+    }
+    assert hidden_by(str(here), loaded) == []
+    for name in ("a.py", "built_in.py", "os.py", "c.cpython-311-x.so", "e.py", "d.txt"):
+        (here / name).touch()
+    (here / "b").mkdir()
+    (here / "d").mkdir()  # without __init__.py it is found last
+    (here / "b" / "__init__.py").touch()
+    assert hidden_by(str(here), loaded) == ["a.py", "b", "c.cpython-311-x.so"]
+    assert hidden_by(str(here / "nowhere.zip"), loaded) == []
+
+
+def module(file: Path) -> ModuleType:
+    made = ModuleType(file.stem)
+    made.__file__ = str(file)
+    return made

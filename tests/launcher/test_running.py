@@ -1,0 +1,27 @@
+"""What is arranged around a run on this machine."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import SettingError
+from lockstep.launcher.running import make_folder
+
+
+def test_a_full_disk_is_heard_of_before_anything_is_started(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # Python ignores the signal
+    try:
+        with pytest.raises(SettingError, match="name a folder in which you may write"):
+            make_folder(str(tmp_path), "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_script_with_a_very_long_name(tmp_path: Path) -> None:
+    folder = make_folder(str(tmp_path), "x" * 250)
+    assert folder.is_dir()
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from namespaces import until
+
+from lockstep.launcher.rendezvous import Meeting
+from lockstep.watchdog import observe
+from lockstep.watchdog.observe import Sharing
+from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot
+
+LINE = Frame("a.py", 1, "f")
+
+
+class Table:
+    """What all launchers have told, as a meeting would carry it."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, Any] = {}
+        self.lost: list[str] = []
+
+    def seat(self, node: int, longest: int = 1 << 20) -> Meeting:
+        return cast(Meeting, _Seat(self, node, longest))
+
+
+class _Seat:
+    hears = True
+
+    def __init__(self, table: Table, node: int, longest: int) -> None:
+        self._table, self._node, self._longest = table, node, longest
+
+    def tell(self, key: str, value: Any) -> bool:
+        text = json.dumps(value)
+        if len(text) <= self._longest:
+            self._table.told[self._node] = json.loads(text)
+        return len(text) <= self._longest
+
+    def heard(self, key: str) -> dict[int, Any]:
+        return dict(self._table.told)
+
+    def lost_nodes(self) -> list[str]:
+        return self._table.lost
+
+
+def look(node: int, time: float = 1.0, calls: tuple[Call, ...] = ()) -> Snapshot:
+    state = RankState(rank=node, host=f"h{node}", pid=1, alive=True, calls=calls)
+    return Snapshot(time, (state,))
+
+
+@contextmanager
+def answering(other: Sharing) -> Iterator[None]:
+    """Within it another launcher does what its loop does."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(0.005):
+            other.answer()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def pair(
+    takes: Callable[[bool], Snapshot] = lambda lines: look(1), longest: int = 1 << 20
+) -> tuple[Table, Sharing, Sharing]:
+    table = Table()
+    mine = Sharing(table.seat(0, longest), 0, 2, lambda lines: look(0))
+    return table, mine, Sharing(table.seat(1), 1, 2, takes)
+
+
+def test_one_machine_needs_nobody() -> None:
+    alone = Sharing(Table().seat(0), 0, 1, lambda lines: look(0))
+    alone.answer()
+    assert alone.all_ranks(look(0)) == look(0)
+
+
+def test_another_that_is_not_looking_looks_when_asked() -> None:
+    times = iter(range(10))
+    _, mine, other = pair(lambda lines: look(1, time=float(next(times))))
+    with answering(other):
+        for _ in range(2):
+            found = mine.all_ranks(look(0))
+            assert found is not None
+            assert [state.rank for state in found.ranks] == [0, 1]
+    assert next(times) == 2, "one answer for each question"
+
+
+def test_both_may_ask_at_once() -> None:
+    _, *both = pair()
+    found: dict[int, int] = {}
+    over = threading.Event()
+
+    def run(node: int) -> None:
+        merged = both[node].all_ranks(look(node))
+        found[node] = 0 if merged is None else len(merged.ranks)
+        while not over.wait(0.005):
+            both[node].answer()
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: len(found) == 2)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert found == {0: 2, 1: 2}
+
+
+def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_ANSWER_S", 0.1)
+    _, mine, other = pair()
+    with answering(other):
+        assert mine.all_ranks(look(0)) is not None
+    assert mine.all_ranks(look(0)) is None
+
+
+def test_who_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_ANSWER_S", 1000.0)
+    table, mine, _ = pair()
+    table.lost.append("node 1")
+    assert mine.all_ranks(look(0)) is None
+
+
+def test_lines_are_asked_for_where_the_asker_has_them() -> None:
+    asked: list[bool] = []
+
+    def take(lines: bool) -> Snapshot:
+        asked.append(lines)
+        return look(1)
+
+    _, mine, other = pair(take)
+    call = Call(group="0", backend="gloo", seq=1, op="barrier", time_s=1.0, frames=(LINE,))
+    with answering(other):
+        mine.all_ranks(look(0))
+        mine.all_ranks(look(0, calls=(call,)))
+    assert asked == [False, True]
+
+
+def test_many_collectives_are_told_in_short() -> None:
+    calls = tuple(
+        Call(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0) for i in range(100)
+    )
+    table, mine, other = pair(longest=10_000)
+    with answering(other):
+        assert mine.all_ranks(look(0, calls=calls)) is not None
+    (state,) = table.told[0]["snapshot"]["ranks"]
+    assert [call["seq"] for call in state["calls"]] == list(range(90, 100))

@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import atexit
+import errno
+import multiprocessing
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_clean_process
+from torch import nn
+
+import lockstep.launcher.plan
+from lockstep.errors import RankFailedError, SettingError, UsageError
+from lockstep.launcher import spawn
+from lockstep.launcher.spawn import launch
+
+
+def folders() -> set[str]:
+    """Those of runs, in the system's temporary folder."""
+    root = Path(tempfile.gettempdir()) / f"lockstep-logs-{os.getuid()}"
+    return {path.name for path in root.iterdir()} if root.exists() else set()
+
+
+def sum_of_ranks(offset: float) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+    return {
+        "rank": int(os.environ["RANK"]),
+        "total": total,
+        "variables": {name: os.environ[name] for name in names},
+        "name": multiprocessing.current_process().name,
+        "module": sys.modules["__main__"].__name__,
+    }
+
+
+def fail_on_rank_1(how: str) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("a bad sample")
+        if how == "exit":
+            sys.exit(5)
+        os._exit(3)
+    dist.barrier()  # rank 0 then fails too: the connection is closed
+    dist.barrier()
+
+
+def test_values_come_back_by_rank() -> None:
+    before = folders()
+    results = launch(sum_of_ranks, (1.5,), nproc=2)
+    threads = os.environ["OMP_NUM_THREADS"]  # set by the tests, and left alone
+    for rank, result in enumerate(results):
+        assert result.pop("total").tolist() == [4.0]
+        assert result == {
+            "rank": rank,
+            "variables": {
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "2",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": threads,
+            },
+            "name": f"lockstep-rank-{rank}",
+            "module": "__main__",
+        }
+    assert folders() == before
+
+
+def test_the_function_has_its_name_for_itself() -> None:
+    assert "lockstep.launcher.spawn" in sys.modules
+    assert lockstep.launch is sys.modules["lockstep.launcher.spawn"].launch
+
+
+@in_clean_process
+def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
+    data = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (data.T @ data).exp().sum()
+        nn.Linear(300, 300)(data).sum().backward()
+
+        def train() -> tuple[int, list[float]]:
+            dist.init_process_group("gloo")
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for _ in range(3):
+                model(data).square().mean().backward()
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            dist.destroy_process_group()
+            return torch.get_num_threads(), model[2].bias.tolist()
+
+        results = launch(train, nproc=2, timeout=60)
+    finally:
+        torch.set_num_threads(before)
+    assert results[0] == results[1]
+    assert results[0][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "ValueError: a bad sample"),
+        ("exit", "sys.exit(5)"),
+        ("die", "exit code 3, without an exception"),
+    ],
+)
+@in_clean_process
+def test_the_first_failure_is_raised_and_the_others_are_ended(how: str, text: str) -> None:
+    def run() -> None:  # by fork, which starts at once
+        fail_on_rank_1(how)
+
+    with pytest.raises(RankFailedError) as caught:
+        launch(run, nproc=3, timeout=60)
+    assert f"rank 1 on host {socket.gethostname()}\n      {text}" in str(caught.value)
+    assert caught.value.rank == 1
+    assert ("in fail_on_rank_1" in caught.value.remote_traceback) == (how != "die")
+    assert "src/lockstep" not in caught.value.remote_traceback
+    kept = re.search(r"traceback and logs: (.*)", str(caught.value))
+    assert kept is not None
+    assert {path.name for path in Path(kept[1]).glob("rank_*")} == {"rank_0", "rank_1", "rank_2"}
+    assert list(Path(kept[1]).rglob("result.pickle")) == []
+
+
+def all_reduce_against_barrier() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@in_clean_process
+def test_a_hang_is_judged_and_names_the_lines(copy: bool) -> None:
+    def run() -> None:
+        all_reduce_against_barrier()
+
+    with pytest.raises(RankFailedError) as caught:
+        launch(run if copy else all_reduce_against_barrier, nproc=2, timeout=60)
+    text = str(caught.value)
+    assert "deadlock: ranks 0-1 wait in collectives that do not match" in text
+    assert re.search(r"test_spawn.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", text)
+    assert re.search(r"test_spawn.py:\d+: dist.barrier\(\)", text)
+    assert caught.value.rank == 0
+
+
+@in_clean_process
+def test_a_rank_that_ignores_sigterm_is_killed_when_time_is_over() -> None:
+    def run() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while os.environ["RANK"] == "1":
+            time.sleep(1)
+
+    with pytest.raises(RankFailedError, match="rank 1 had not ended in time"):
+        launch(run, nproc=2, timeout=1.0)
+
+
+@in_clean_process
+def test_what_cannot_be_returned_is_said() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 on host .*\n.*pickle"):
+        launch(lambda: lambda: None, nproc=1)
+
+
+@in_clean_process
+def test_a_rank_that_ends_without_returning() -> None:
+    with pytest.raises(RankFailedError, match="ended with exit code 0, but without returning"):
+        launch(lambda: os._exit(0), nproc=1)
+
+
+@in_clean_process
+def test_from_another_thread_no_handler_is_set() -> None:
+    handlers: list[Any] = []
+    found: list[Any] = []
+
+    def look() -> None:
+        while not found:
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=lambda: found.append(launch(lambda: [1], nproc=2)))
+    thread.start()
+    look()
+    thread.join()
+    assert found == [[[1], [1]]]
+    assert set(handlers) == {signal.default_int_handler}
+
+
+class Preempted(Exception):
+    """Raised by the handler of a user."""
+
+
+@in_clean_process
+def test_the_users_own_handler_is_left_in_place() -> None:
+    def preempted(number: int, frame: object) -> None:
+        raise Preempted
+
+    launcher = os.getpid()
+
+    def run() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(launcher, signal.SIGTERM)
+        signal.pause()
+
+    before = folders()
+    signal.signal(signal.SIGTERM, preempted)
+    assert launch(lambda: signal.getsignal(signal.SIGTERM), nproc=1) == [signal.SIG_DFL]
+    with pytest.raises(Preempted):
+        launch(run, nproc=2)
+    assert psutil.Process().children(recursive=True) == []
+    assert folders() == before
+
+
+@in_clean_process
+def test_copies_leave_alone_what_is_the_launching_processs() -> None:
+    reader, writer = os.pipe()
+    atexit.register(os.write, writer, b"a copy has run the exit handlers of its origin")
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    assert launch(multiprocessing_children, nproc=2) == [[], []]
+    assert launch(lambda: multiprocessing_children(), nproc=2) == [[], []]
+    assert child.is_alive()
+    child.kill()
+    child.join()
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 100)
+
+
+def multiprocessing_children() -> list[Any]:
+    return multiprocessing.active_children()
+
+
+@in_clean_process
+def test_nothing_stays_open() -> None:
+    launch(lambda: None, nproc=2)  # torch opens some files once and for all
+    before = os.listdir("/proc/self/fd"), threading.active_count()
+    launch(lambda: None, nproc=2)
+    launch(os.getpid, nproc=2)
+    assert (os.listdir("/proc/self/fd"), threading.active_count()) == before
+
+
+def say_hello() -> None:
+    sys.stdout.write("hello")
+    sys.stderr.write("a warning\n")
+
+
+def test_what_the_ranks_print_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(say_hello, nproc=2)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+    assert sorted(err.splitlines()) == ["[rank 0] a warning", "[rank 1] a warning"]
+
+
+@in_clean_process
+def test_launch_inside_a_rank_is_refused() -> None:
+    with pytest.raises(RankFailedError, match=r"UsageError: launch\(\) inside a run") as caught:
+        launch(lambda: launch(os.getpid, nproc=1), nproc=1)
+    assert "this process is rank 0 of 1 already" in str(caught.value)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, "many"])
+def test_a_wrong_number_of_processes(nproc: int | str) -> None:
+    with pytest.raises(SettingError, match="not a number of processes"):
+        launch(sum_of_ranks, (1,), nproc=nproc)
+
+
+@in_clean_process
+def test_a_system_that_makes_no_more_processes() -> None:
+    fork, made = os.fork, []
+
+    def once() -> int:  # the zygote's; it then has none for the ranks
+        if made:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        made.append(True)
+        return fork()
+
+    os.fork = once
+    try:
+        with pytest.raises(SettingError) as caught:
+            launch(lambda: None, nproc=2)
+    finally:
+        os.fork = fork
+    assert "2 processes on this machine" in str(caught.value)
+    assert "Resource temporarily unavailable" in str(caught.value)
+
+
+def test_copies_are_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(UsageError, match="CUDA") as caught:
+        launch(lambda: None, nproc=1)
+    assert "cannot be sent to a fresh process" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "fresh"),
+    [
+        (None, "__main__", False),  # a notebook's own function
+        (None, "os", True),  # an imported one
+        ("<stdin>", "os", False),
+        (__file__, "__main__", True),
+    ],
+)
+def test_where_a_fresh_process_can_import_the_function(
+    monkeypatch: pytest.MonkeyPatch, file: str | None, module: str, fresh: bool
+) -> None:
+    def own() -> None: ...
+
+    own.__module__, own.__qualname__ = "__main__", "own"
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=file, own=own)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    call = spawn.Call(own if module == "__main__" else os.getpid, ())
+    assert isinstance(spawn._callable_elsewhere(call, "launch(f)"), bytes) == fresh
+
+
+def test_a_log_folder_that_was_asked_for_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PET_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("PET_NNODES", "2")  # of another run
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    launch(say_hello, nproc=2)
+    [folder] = tmp_path.iterdir()
+    assert [p.read_text() for p in folder.glob("*/*/stdout.log")] == ["hello", "hello"]
+    assert list(folder.rglob("result.pickle")) == []
+
+
+AT_A_TERMINAL = """
+import os, sys
+from lockstep.launcher.spawn import launch
+if __name__ == "__main__":
+    print("ranks at a terminal:", launch(lambda: sys.stdout.isatty(), nproc=1))
+    print("read here:", input())
+"""
+
+
+@in_clean_process
+def test_the_terminals_keys_stay_the_launching_processs() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL])
+    shown = b""
+    while b"terminal: [True]" not in shown:
+        shown += os.read(terminal, 1000)
+    os.write(terminal, b"keys\n")
+    while b"read here: keys" not in shown:
+        shown += os.read(terminal, 1000)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(terminal)
+
+
+SCRIPT = """
+import os, sys, time
+from lockstep.launcher.spawn import launch
+def main():
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(300)
+if GUARD:
+    launch(CALLED, nproc=2)
+"""
+
+
+def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", "True").replace("CALLED", "main"))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert 'if __name__ == "__main__":' in done.stderr
+    assert "UsageError" in done.stderr.splitlines()[-4]
+
+
+@pytest.mark.parametrize("called", ["main", "lambda: main()"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_launching_process_ends_all(
+    tmp_path: Path, number: signal.Signals, code: int, called: str
+) -> None:
+    guarded = SCRIPT.replace("GUARD", '__name__ == "__main__"')
+    (tmp_path / "script.py").write_text(guarded.replace("CALLED", called))
+    with subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        ranks = {int(launcher.stdout.readline().split("] ")[1]) for _ in range(2)}
+        started = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(started) == 3  # the zygote too
+        assert ranks < {process.pid for process in started}
+        launcher.send_signal(number)
+        launcher.wait(timeout=60)
+    assert launcher.returncode == code
+    assert psutil.wait_procs(started, timeout=20)[1] == []

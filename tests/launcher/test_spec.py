@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import SettingError
+from lockstep.launcher.machine import Machine
+from lockstep.launcher.plan import (
+    LaunchSpec,
+    Settings,
+    choose_nproc,
+    plan,
+    settings_environment,
+    split_arguments,
+    threads_per_process,
+)
+
+MACHINE = Machine(cores=8, gpus=0, loopback="lo")
+FLAGS = {"--nproc": True, "--max-restarts": True, "-r": True, "--standalone": False, "-m": False}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "nproc"),
+    [("auto", 0, 8), ("auto", 4, 4), ("gpu", 4, 4), ("cpu", 4, 8), ("3", 0, 3), (3, 2, 3)],
+)
+def test_number_of_processes(asked: int | str, gpus: int, nproc: int) -> None:
+    assert choose_nproc(asked, cores=8, gpus=gpus) == nproc
+
+
+@pytest.mark.parametrize("asked", [0, -1, "0", "two", "", "1.5", "gpu"])
+def test_what_is_no_number_of_processes(asked: int | str) -> None:
+    with pytest.raises(SettingError, match=f"--nproc {asked}"):
+        choose_nproc(asked, cores=8, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "nproc", "threads"), [(8, 2, 4), (8, 3, 2), (2, 8, 1), (1, 1, 1)]
+)
+def test_threads_fill_the_cores(cores: int, nproc: int, threads: int) -> None:
+    assert threads_per_process(cores, nproc) == threads
+
+
+def test_only_given_settings_reach_the_environment() -> None:
+    assert settings_environment(Settings()) == {}
+    assert settings_environment(Settings(seed=0, timeout=2.5)) == {
+        "LOCKSTEP_SEED": "0",
+        "LOCKSTEP_TIMEOUT": "2.5",
+    }
+    given = Settings(
+        strategy="ddp", precision="bf16", shares="1:2", micro_batch=8, backend="gloo", device="cpu"
+    )
+    assert settings_environment(given) == {
+        "LOCKSTEP_STRATEGY": "ddp",
+        "LOCKSTEP_PRECISION": "bf16",
+        "LOCKSTEP_SHARES": "1:2",
+        "LOCKSTEP_MICRO_BATCH": "8",
+        "LOCKSTEP_BACKEND": "gloo",
+        "LOCKSTEP_DEVICE": "cpu",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "rest"),
+    [
+        ("train.py --nproc 9", [], ["train.py", "--nproc", "9"]),
+        ("--nproc 2 train.py -m", [("--nproc", ["--nproc", "2"])], ["train.py", "-m"]),
+        ("--nproc=2 t.py", [("--nproc", ["--nproc=2"])], ["t.py"]),
+        ("-m pkg.mod x", [("-m", ["-m"])], ["pkg.mod", "x"]),
+        ("-r3 t.py", [("-r", ["-r3"])], ["t.py"]),
+        (
+            "--standalone --max-restarts 1 t.py -- a",
+            [("--standalone", ["--standalone"]), ("--max-restarts", ["--max-restarts", "1"])],
+            ["t.py", "--", "a"],
+        ),
+        ("-- --odd-name.py a", [], ["--odd-name.py", "a"]),
+        ("--standalone", [("--standalone", ["--standalone"])], []),
+    ],
+)
+def test_flags_stand_before_the_script(
+    line: str, flags: list[tuple[str, list[str]]], rest: list[str]
+) -> None:
+    assert split_arguments(line.split(), FLAGS) == (flags, rest)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--max-restart 3 t.py", "did you mean --max-restarts?"),
+        ("--max-restart=3 t.py", "did you mean --max-restarts?"),
+        ("--epochs 3 t.py", "neither Lockstep nor torchrun"),
+        ("--epochs 3 t.py", "after the script"),
+        ("--nproc", "no value follows"),
+        ("--standalone=1 t.py", "takes no value"),
+    ],
+)
+def test_flags_that_cannot_be_read(line: str, text: str) -> None:
+    with pytest.raises(SettingError, match="do:") as caught:
+        split_arguments(line.split(), FLAGS)
+    assert text in str(caught.value)
+
+
+def test_plan_on_one_machine() -> None:
+    spec = LaunchSpec(
+        script="t.py", arguments=("--lr", "1"), nproc="2", settings=Settings(strategy="ddp")
+    )
+    made = plan(spec, MACHINE, {}, nproc=2, one_node=True)
+    assert made.environment == {
+        "LOCKSTEP_STRATEGY": "ddp",
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert made.arguments == ("--standalone", "--nproc-per-node=2", "t.py", "--lr", "1")
+    assert made.describe().splitlines() == [
+        "2 processes on this machine",
+        "  4 threads a process (OMP_NUM_THREADS: 8 cores for 2 processes)",
+        "  Gloo on lo alone (GLOO_SOCKET_IFNAME: one machine)",
+        "variables for every process:",
+        "  GLOO_SOCKET_IFNAME=lo",
+        "  LOCKSTEP_STRATEGY=ddp",
+        "  OMP_NUM_THREADS=4",
+        "the same with torchrun:",
+        "  torchrun --standalone --nproc-per-node=2 t.py --lr 1",
+    ]
+
+
+def test_plan_leaves_alone_what_the_user_has_set() -> None:
+    environ = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"}
+    made = plan(LaunchSpec(script="t.py"), MACHINE, environ, nproc=2, one_node=True)
+    assert made.environment == {}
+    assert made.notes == ()
+
+
+def test_plan_of_one_machine_among_several() -> None:
+    spec = LaunchSpec(script="t.py", torchrun=("--nnodes", "2", "--node-rank=1"))
+    made = plan(spec, MACHINE, {}, nproc=2, one_node=False)
+    assert "GLOO_SOCKET_IFNAME" not in made.environment
+    assert made.arguments == ("--nnodes", "2", "--node-rank=1", "--nproc-per-node=2", "t.py")
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "environ", "standalone"),
+    [
+        ((), {}, True),
+        (("--log-dir", "standalone"), {}, True),
+        (("--max-restarts", "1"), {"PET_MAX_RESTARTS": "2"}, True),
+        (("--master-port", "29511"), {}, False),
+        (("--master_addr=10.0.0.1",), {}, False),
+        (("--rdzv-backend=c10d",), {}, False),
+        ((), {"PET_RDZV_ENDPOINT": "host:1"}, False),
+        (("--standalone",), {}, False),
+    ],
+)
+def test_the_users_own_rendezvous_is_left_alone(
+    torchrun: tuple[str, ...], environ: dict[str, str], standalone: bool
+) -> None:
+    spec = LaunchSpec(script="t.py", torchrun=torchrun)
+    made = plan(spec, MACHINE, environ, nproc=1, one_node=True)
+    added = made.arguments.count("--standalone") - torchrun.count("--standalone")
+    assert added == int(standalone)
+
+
+def test_plan_of_a_module() -> None:
+    made = plan(LaunchSpec(script="pkg.mod", module=True), MACHINE, {}, nproc=1, one_node=True)
+    assert made.arguments[-2:] == ("--module", "pkg.mod")

@@ -1,0 +1,185 @@
+"""When the supervisor looks and what it says; the looks and judgements themselves are made up."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher.plan import HangRules
+from lockstep.launcher.process import Process
+from lockstep.watchdog import supervisor
+from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.probe import Heartbeat
+from lockstep.watchdog.snapshot import Snapshot
+from lockstep.watchdog.supervisor import Supervisor
+
+DEADLOCK = Finding("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
+
+
+@dataclass
+class World:
+    """A made-up run: its clock, its ranks' steps, and what a look would find."""
+
+    now: float = 1000.0
+    steps: int = 0
+    took: float = 0.1
+    found: Finding | None = None
+    late: Finding | None = None
+    looks: list[tuple[float, bool]] = field(default_factory=list)
+    judged: int = 0
+    kept: list[Finding | None] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    folder: Path = Path()
+
+    def supervisor(self, **rules: object) -> Supervisor:
+        processes = [Process(rank, rank, self.folder, pid=1) for rank in range(2)]
+        return Supervisor(processes, HangRules(**rules), self.folder, self.said.append)  # type: ignore[arg-type]
+
+    def pass_time(
+        self, supervisor: Supervisor, seconds: float, each: Callable[[], None] = lambda: None
+    ) -> float | None:
+        """Lets time pass in tenths of seconds; when the run was to be stopped, if it was."""
+        until, began = self.now + seconds, self.now
+        while self.now < until:
+            self.now += 0.1
+            each()
+            if supervisor.look():
+                return self.now - began
+        return None
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    made = World(folder=tmp_path)
+
+    def look(ranks: object, wait_s: float, lines: bool) -> Snapshot:
+        made.looks.append((made.now, lines))
+        return Snapshot(made.now)
+
+    def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None:
+        made.judged += 1
+        if made.found is None:
+            return None
+        kind, fatal, ranks, headline = (
+            made.found.kind, made.found.fatal, made.found.ranks, made.found.headline
+        )  # fmt: skip
+        return Finding(kind, fatal, ranks, headline, waited_s=waited_s)
+
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(supervisor.observe, "take_snapshot", look)
+    monkeypatch.setattr(
+        supervisor,
+        "read_heartbeat",
+        lambda folder: Heartbeat(1, 1, made.steps, made.now, made.took),
+    )
+    monkeypatch.setattr(
+        supervisor.observe, "keep", lambda snapshot, folder, finding: made.kept.append(finding)
+    )
+    monkeypatch.setattr(supervisor.hang, "judge", judge)
+    monkeypatch.setattr(supervisor.straggler, "find", lambda snapshot: made.late)
+    return made
+
+
+def test_ranks_that_make_steps_are_left_alone(world: World) -> None:
+    supervisor = world.supervisor()
+    assert world.pass_time(supervisor, 5.0, world.step) is None
+    assert world.looks == []
+
+
+def test_a_deadlock_stops_the_run_and_is_kept(world: World) -> None:
+    world.found = DEADLOCK
+    supervisor = world.supervisor()
+    stopped = world.pass_time(supervisor, 60.0)
+    assert stopped is not None
+    assert 5.0 <= stopped < 7.0
+    # Two looks for the verdict, and one more for the lines of earlier calls.
+    assert [lines for _, lines in world.looks] == [False, False, True]
+    assert supervisor.verdict is not None
+    assert world.kept == [supervisor.verdict]
+    assert supervisor.look()
+    assert world.said == []  # it is told at the end, as what failed first
+
+
+def test_a_deadlock_may_be_only_reported(world: World) -> None:
+    world.found = DEADLOCK
+    supervisor = world.supervisor(on_hang="report", after=2.0)
+    assert world.pass_time(supervisor, 60.0) is None
+    assert world.said == [DEADLOCK.headline] * 3  # again when it is four times as long
+    # Somebody frees the run, and it hangs once more, at another place.
+    world.found = None
+    world.step()
+    world.pass_time(supervisor, 10.0, world.step)
+    world.found = replace(DEADLOCK, ranks=(1,))
+    world.pass_time(supervisor, 60.0)
+    assert len(world.said) == 6
+    assert len(world.kept) == 6
+
+
+def test_a_full_disk_does_not_hide_a_verdict(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervisor.observe, "keep", fail)
+    world.found = DEADLOCK
+    assert world.pass_time(world.supervisor(), 60.0) is not None
+    assert world.said == ["hang.txt and hang.json cannot be written: No space left on device"]
+
+
+def test_waiting_is_told_seldom(world: World) -> None:
+    world.found = Finding("working", False, (0,), "rank 0 works on")
+    supervisor = world.supervisor()
+    told: list[float] = []
+    began = world.now
+
+    def note() -> None:
+        if len(world.said) > len(told):
+            told.append(world.now - began)
+
+    assert world.pass_time(supervisor, 200.0, note) is None
+    assert len(told) == 3
+    assert 6.0 <= told[0] < 10.0
+    assert told[1] > 3.5 * told[0]
+    # In the next epoch the same wait is not told again, unless it is much longer.
+    world.step()
+    assert world.pass_time(supervisor, 60.0) is None
+    assert len(world.said) == 3
+
+
+def test_slow_steps_are_given_time(world: World) -> None:
+    world.took = 10.0
+    supervisor = world.supervisor()
+    world.step()
+    assert world.pass_time(supervisor, 35.0) is None
+    assert world.judged == 0
+    world.found = DEADLOCK
+    assert world.pass_time(supervisor, 60.0) is not None
+
+
+def test_looks_come_seldom_while_they_find_that_ranks_move(world: World) -> None:
+    supervisor = world.supervisor()
+    world.pass_time(supervisor, 100.0)
+    assert 20 < len(world.looks) < 45
+    world.found = DEADLOCK
+    stopped = world.pass_time(supervisor, 60.0)
+    assert stopped is not None
+    assert stopped < 9.0
+
+
+def test_a_straggler_is_told_when_it_is_seen_twice(world: World) -> None:
+    supervisor = world.supervisor()
+    world.late = Finding("straggler", False, (1,), "rank 1 comes late")
+    world.pass_time(supervisor, 7.0, world.step)
+    world.late = None
+    world.pass_time(supervisor, 30.0, world.step)
+    assert world.said == []
+    world.late = Finding("straggler", False, (1,), "rank 1 comes late")
+    world.pass_time(supervisor, 1000.0, world.step)
+    assert world.said == ["rank 1 comes late"]

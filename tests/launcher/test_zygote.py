@@ -1,0 +1,301 @@
+"""The zygote alone, with small work in place of a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from lockstep.launcher.zygote import Ended, FreshZygote, Started, Zygote
+
+
+def work() -> NoReturn:
+    """Does what the variable says."""
+    how = os.environ["HOW"]
+    if how == "tell":
+        line = f"{os.getpid() == os.getsid(0)} {os.environ['HOW']} {os.getpgid(0) == os.getpid()}"
+        os.write(1, line.encode())
+        os._exit(5)
+    if how == "child":
+        pid = os.fork()
+        if pid:
+            os.write(1, b"%d " % pid)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stubborn" else signal.SIG_DFL)
+    os.write(1, b"ready ")
+    while True:
+        signal.pause()
+
+
+@contextmanager
+def started(
+    *hows: str,
+    command: tuple[str, ...] = (),
+    make: Callable[[], Zygote] = lambda: Zygote(work),
+) -> Iterator[tuple[Zygote, list[int], int]]:
+    """A zygote with one rank a way of working; their processes, and what they write."""
+    zygote = make()
+    reader, writer = os.pipe()
+    try:
+        for rank, how in enumerate(hows):
+            with open(os.devnull) as null:
+                zygote.start(
+                    rank,
+                    {"HOW": how},
+                    (null.fileno(), writer, writer),
+                    own_session=True,
+                    command=command,
+                )
+        os.close(writer)
+        pids = []
+        while len(pids) < len(hows):
+            events = zygote.events(timeout=10)
+            pids += [event.pid for event in events if isinstance(event, Started)]
+        yield zygote, pids, reader
+    finally:
+        os.close(reader)
+        zygote.close()
+
+
+def ends(zygote: Zygote, number: int) -> dict[int, int]:
+    """The codes of ranks, waited for."""
+    found: dict[int, int] = {}
+    while len(found) < number:
+        for event in zygote.events(timeout=20):
+            if isinstance(event, Ended):
+                found[event.rank] = event.code
+    return found
+
+
+def read(reader: int, words: int) -> list[str]:
+    text = b""
+    while len(text.split()) < words:
+        piece = os.read(reader, 1000)
+        if not piece:
+            break
+        text += piece
+    return text.decode().split()
+
+
+def gone(pid: int) -> bool:
+    """Waits until the process has ended, 5 s at most."""
+    try:
+        psutil.Process(pid).wait(timeout=5)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def made_ahead(number: int) -> tuple[Zygote, list[int]]:
+    """A zygote that has made so many ranks before they are asked for, and these."""
+    zygote = Zygote(work, number)
+    process = psutil.Process(zygote.pid)
+    while len(process.children()) < number:
+        zygote.events(timeout=0.05)
+    return zygote, [child.pid for child in process.children()]
+
+
+def channels(pid: int) -> set[str]:
+    """The sockets and pipes that a process has open."""
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this very look
+            found.add(os.readlink(path))
+    return {link for link in found if link.startswith(("socket:", "pipe:"))}
+
+
+def test_ranks_that_are_made_ahead_are_taken_first() -> None:
+    inherited = channels(os.getpid())
+    made, ahead = made_ahead(2)
+    with started("wait", "wait", "wait", make=lambda: made) as (zygote, pids, reader):
+        read(reader, 3)
+        inherited |= channels(os.getpid())
+        assert set(pids[:2]) == set(ahead)
+        assert pids[2] not in ahead
+        for pid in pids:  # nothing of the zygote's is left in them
+            # Pipes that a library makes anew in each copy are not shared with the zygote.
+            assert channels(pid) & channels(zygote.pid) <= inherited
+            assert os.getsid(pid) == pid
+        zygote.signal([0, 1, 2], signal.SIGTERM)
+        assert ends(zygote, 3) == dict.fromkeys(range(3), -signal.SIGTERM)
+
+
+def test_a_rank_made_ahead_that_has_ended_is_replaced() -> None:
+    made, ahead = made_ahead(2)
+    os.kill(ahead[0], signal.SIGKILL)
+    assert gone(ahead[0])
+    with started("wait", "wait", make=lambda: made) as (_, pids, reader):
+        assert read(reader, 2) == ["ready", "ready"]
+        assert ahead[1] in pids
+        assert ahead[0] not in pids
+
+
+def test_ranks_made_ahead_and_never_asked_for_end_with_the_zygote() -> None:
+    made, ahead = made_ahead(3)
+    with started("wait", make=lambda: made) as (_, _, reader):
+        read(reader, 1)
+    assert all(gone(pid) for pid in ahead)
+    made, ahead = made_ahead(2)
+    os.kill(made.pid, signal.SIGKILL)
+    made.close()
+    assert all(gone(pid) for pid in ahead)
+
+
+def test_a_rank_has_its_own_session_variables_and_streams() -> None:
+    before = dict(os.environ)
+    zygote = Zygote(work)
+    reader, writer = os.pipe()
+    try:
+        zygote.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
+        os.close(writer)
+        assert ends(zygote, 1) == {3: 5}
+        assert read(reader, 3) == ["True", "tell", "True"]
+    finally:
+        os.close(reader)
+        zygote.close()
+    assert dict(os.environ) == before
+
+
+def test_a_command_in_place_of_the_work() -> None:
+    line = (sys.executable, "-S", "-c", "import os; print(os.environ['HOW'])")
+    with started("a", "b", command=line) as (_, _, reader):
+        # It may have ended before `started` has seen that it runs: only its words are looked at.
+        assert sorted(read(reader, 2)) == ["a", "b"]
+
+
+def test_a_command_that_is_longer_than_a_message() -> None:
+    arguments = ["x" * 100] * 3000
+    line = (sys.executable, "-S", "-c", "import sys; print(len(sys.argv))", *arguments)
+    with started("a", command=line) as (_, _, reader):
+        assert read(reader, 1) == ["3001"]
+
+
+def test_a_command_that_does_not_exist() -> None:
+    zygote = Zygote(work)
+    reader, writer = os.pipe()
+    try:
+        zygote.start(0, {}, (writer, writer, writer), own_session=True, command=("/no/such",))
+        os.close(writer)
+        assert ends(zygote, 1) == {0: 127}
+        assert os.read(reader, 1000) == b"/no/such: No such file or directory\n"
+    finally:
+        os.close(reader)
+        zygote.close()
+
+
+def test_signals_reach_the_ranks_named_and_their_children() -> None:
+    with started("wait", "child") as (zygote, _, reader):
+        words = read(reader, 4)
+        child = next(int(word) for word in words if word.isdigit())
+        zygote.signal([1], signal.SIGTERM)
+        assert ends(zygote, 1) == {1: -signal.SIGTERM}
+        assert gone(child)
+        zygote.signal([0], signal.SIGKILL)
+        assert ends(zygote, 1) == {0: -signal.SIGKILL}
+
+
+def test_a_stopped_rank_takes_a_signal() -> None:
+    with started("wait") as (zygote, [pid], reader):
+        read(reader, 1)
+        os.kill(pid, signal.SIGSTOP)
+        zygote.signal([0], signal.SIGTERM)
+        assert ends(zygote, 1) == {0: -signal.SIGTERM}
+
+
+def test_the_end_of_the_zygote_is_told_and_ends_the_ranks() -> None:
+    with started("stubborn") as (zygote, [pid], reader):
+        read(reader, 1)
+        os.kill(zygote.pid, signal.SIGKILL)
+        assert gone(pid)
+        with pytest.raises(ChildProcessError, match="is gone"):
+            zygote.events(timeout=10)
+
+
+def test_closing_ends_ranks_that_ignore_sigterm() -> None:
+    with started("wait", "stubborn", "child") as (_, pids, reader):
+        words = read(reader, 5)
+    assert all(gone(int(pid)) for pid in [*pids, *(w for w in words if w.isdigit())])
+
+
+LAUNCHER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from test_zygote import work, fresh, started, read, Zygote
+make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work, 1)
+with started("wait", "stubborn", make=make) as (zygote, pids, reader):
+    read(reader, 2)
+    print(zygote.pid, *pids, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["fresh", "copy"])
+def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, os.path.dirname(__file__), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    with launcher.stdin, launcher.stdout:
+        pids = [int(word) for word in launcher.stdout.readline().split()]
+        assert len(pids) == 3
+        launcher.kill()
+        launcher.wait()
+        began = time.monotonic()
+        assert all(gone(pid) for pid in pids)
+        assert time.monotonic() - began < 20
+
+
+FRESH = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from lockstep.launcher.zygote import serve
+from test_zygote import work
+serve(int(sys.argv[2]), work)
+"""
+
+
+def fresh() -> FreshZygote:
+    line = [sys.executable, "-c", FRESH, os.path.dirname(__file__)]
+    return FreshZygote(line, os.environ)
+
+
+def test_a_zygote_in_an_interpreter_of_its_own() -> None:
+    zygote = fresh()
+    reader, writer = os.pipe()
+    try:
+        zygote.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
+        assert ends(zygote, 1) == {3: 5}
+        assert read(reader, 3) == ["True", "tell", "True"]
+        zygote.start(4, {"HOW": "wait"}, (writer, writer, writer), own_session=True)
+        os.close(writer)
+        assert read(reader, 1) == ["ready"]
+        assert os.getpgid(zygote.pid) == zygote.pid
+        zygote.signal([4], signal.SIGTERM)
+        assert ends(zygote, 1) == {4: -signal.SIGTERM}
+    finally:
+        os.close(reader)
+        zygote.close()
+    assert gone(zygote.pid)
+
+
+def test_a_fresh_zygote_that_cannot_begin_is_told() -> None:
+    zygote = FreshZygote([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
+    try:
+        with pytest.raises(ChildProcessError, match="is gone"):
+            zygote.events(timeout=20)
+    finally:
+        zygote.close()

@@ -1,0 +1,109 @@
+"""Real ranks that hang in known ways, with the launcher's instruments in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import context, rank_environment
+
+from lockstep.watchdog import probe
+from lockstep.watchdog.hang import judge
+from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.observe import Watched, read_heartbeat, take_snapshot
+from lockstep.watchdog.snapshot import Snapshot
+
+LIMIT_S = 60.0
+
+
+class Ranks:
+    """Running ranks; `watched` is what a launcher would hand to the evidence."""
+
+    def __init__(self, folder: Path, processes: list[Any]) -> None:
+        self.folder = folder
+        self.processes = processes
+
+    @property
+    def watched(self) -> list[Watched]:
+        return [
+            Watched(rank, process.pid, self.folder / f"rank_{rank}", process.exitcode)
+            for rank, process in enumerate(self.processes)
+        ]
+
+    def look(self, wait_s: float = 5.0, *, lines: bool = False) -> Snapshot:
+        return take_snapshot(self.watched, wait_s, lines=lines)
+
+    def wait_until(self, true: Callable[[Snapshot], bool]) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not true(self.look()):
+            assert time.monotonic() < limit, f"it did not come to that: {self.look()}"
+            time.sleep(0.2)
+
+    def verdict(self) -> Finding:
+        """The first verdict; asked for again and again, as a supervisor does."""
+        limit = time.monotonic() + LIMIT_S
+        while time.monotonic() < limit:
+            earlier = self.look()
+            time.sleep(1.0)
+            finding = judge(earlier, self.look(), 1.0)
+            if finding is not None:
+                return finding
+        raise AssertionError(f"no verdict: {self.look()}")
+
+    def verdict_of_kind(self, kind: str) -> Finding:
+        """For ranks that start at their own pace: until then one may wait for another's start."""
+        limit = time.monotonic() + LIMIT_S
+        while time.monotonic() < limit:
+            finding = self.verdict()
+            if finding.kind == kind:
+                return finding
+            assert not finding.fatal, finding
+        raise AssertionError(f"not {kind}: {finding}")
+
+
+@contextlib.contextmanager
+def running(fn: Callable[[int, int], None], size: int, folder: Path) -> Iterator[Ranks]:
+    """Runs `fn(rank, size)` on `size` ranks in an open Gloo group, and ends them at the end."""
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(size):
+        environment = {**rank_environment(rank, size, store.port), **probe.FLIGHT_RECORDER}
+        process = context.Process(
+            target=_rank, args=(fn, rank, size, folder / f"rank_{rank}", environment)
+        )
+        process.start()
+        processes.append(process)
+    ranks = Ranks(folder, processes)
+    try:
+        yield ranks
+    finally:
+        for process in processes:
+            process.kill()  # which does nothing to one that has ended
+            process.join()
+        del store
+
+
+def _rank(
+    fn: Callable[[int, int], None], rank: int, size: int, folder: Path, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    # What the others say when they are ended one after the other.
+    folder.mkdir(parents=True)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    probe.install(folder)
+    fn(rank, size)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def beacon_of(ranks: Ranks, rank: int) -> probe.Heartbeat | None:
+    return read_heartbeat(ranks.folder / f"rank_{rank}")

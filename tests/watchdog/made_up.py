@@ -1,0 +1,147 @@
+"""Snapshots made by hand, with stacks and calls as torch 2.13 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.watchdog.snapshot import Call, Frame, Group, RankState, Snapshot, Stack
+
+TORCH = "/usr/lib/python3/dist-packages/torch"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+DDP = f"{TORCH}/nn/parallel/distributed.py"
+SCRIPT = "/home/me/train.py"
+TIME = 1_000_000.0
+"""Of the later look."""
+
+
+def own(line: int, function: str = "main") -> Frame:
+    return Frame(SCRIPT, line, function)
+
+
+def in_op(op: str, line: int) -> Stack:
+    logger = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+    return (Frame(C10D, 3252, op), logger, own(line), own(1, "<module>"))
+
+
+def on_wire(function: str, line: int) -> Stack:
+    """In what a pipeline's stage receives (`take`) or has sent (`wait`)."""
+    folder = "/opt/venv/lib/python3.12/site-packages/lockstep"
+    return (
+        Frame(f"{folder}/strategies/pipeline/wire.py", 184, function),
+        Frame(f"{folder}/strategies/pipelining/run.py", 270, "_through"),
+        Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
+        own(line),
+    )
+
+
+def in_backward(line: int) -> Stack:
+    return (
+        Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
+        Frame(f"{TORCH}/autograd/__init__.py", 395, "backward"),
+        Frame(f"{TORCH}/_tensor.py", 623, "backward"),
+        own(line),
+        own(1, "<module>"),
+    )
+
+
+def in_ddp_buffers(line: int) -> Stack:
+    return (
+        Frame(DDP, 2363, "_distributed_broadcast_coalesced"),
+        Frame(DDP, 2451, "_default_broadcast_coalesced"),
+        Frame(DDP, 2429, "_sync_module_buffers"),
+        Frame(DDP, 2425, "_sync_buffers"),
+        Frame(DDP, 1782, "_pre_forward"),
+        Frame(DDP, 1886, "forward"),
+        Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
+        own(line),
+    )
+
+
+def in_ddp_constructor(line: int) -> Stack:
+    verify = Frame(f"{TORCH}/distributed/utils.py", 286, "_verify_param_shape_across_processes")
+    return (verify, Frame(DDP, 1064, "__init__"), own(line))
+
+
+def in_init(line: int) -> Stack:
+    return (
+        Frame(f"{TORCH}/distributed/rendezvous.py", 199, "_create_c10d_store"),
+        Frame(f"{TORCH}/distributed/rendezvous.py", 280, "_env_rendezvous_handler"),
+        Frame(C10D, 1892, "init_process_group"),
+        Frame(f"{TORCH}/distributed/c10d_logger.py", 97, "wrapper"),
+        own(line),
+    )
+
+
+def in_loader(line: int) -> Stack:
+    return (
+        Frame("/usr/lib/python3.11/threading.py", 331, "wait"),
+        Frame("/usr/lib/python3.11/queue.py", 180, "get"),
+        Frame(f"{TORCH}/utils/data/dataloader.py", 1275, "_try_get_data"),
+        own(line),
+    )
+
+
+def at(line: int) -> Stack:
+    return (own(line), own(1, "<module>"))
+
+
+def call(op: str, seq: int, size: int | None = None, **fields: Any) -> Call:
+    sizes = () if size is None else ((size,),)
+    standard: dict[str, Any] = {
+        "group": "0",
+        "backend": "gloo",
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "dtypes": () if size is None else ("float",),
+        "time_s": TIME - 100.0 + seq,
+        "thread": 7,
+    }
+    return Call(op=op, seq=seq, **{**standard, **fields})
+
+
+def alike(count: int, **fields: Any) -> tuple[Call, ...]:
+    """Calls that all ranks made and completed."""
+    return tuple(call("all_reduce", seq, 25, **fields) for seq in range(1, count + 1))
+
+
+def state(rank: int, stack: Stack | None = None, *calls: Call, **fields: Any) -> RankState:
+    """A rank that waits or is blocked: none of the processor's time passes."""
+    completed = {}
+    for made in calls:
+        # All but a group's last call, as Gloo says it.
+        completed[f"{made.backend}:{made.group}"] = made.seq - 1
+    standard: dict[str, Any] = {
+        "host": "a",
+        "pid": 100 + rank,
+        "alive": True,
+        "state": "S",
+        "cpu_s": 5.0,
+        "main_cpu_s": 4.0,
+        "stack": stack,
+        "threads": (),
+        "answered": True,
+        "calls": calls,
+        "completed": completed,
+        "groups": (Group("0", "default_pg", (0, 1)),),
+        "steps": 5,
+    }
+    return RankState(rank=rank, **{**standard, **fields})
+
+
+def ended(rank: int, code: int | None = 0, signal: int | None = None) -> RankState:
+    return state(rank, alive=False, exit_code=code, signal=signal, answered=None)
+
+
+def looks(
+    *later: RankState, working: Sequence[int] = (), seconds: float = 1.0
+) -> tuple[Snapshot, Snapshot]:
+    """Two looks between which nothing moves, but the ranks `working` compute."""
+    earlier = [
+        replace(s, cpu_s=s.cpu_s - seconds, main_cpu_s=s.main_cpu_s - seconds)
+        if s.rank in working and s.cpu_s is not None and s.main_cpu_s is not None
+        else s
+        for s in later
+    ]
+    return Snapshot(TIME - seconds, tuple(earlier)), Snapshot(TIME, tuple(later))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+from made_up import call, in_backward, own
+
+from lockstep.errors import name_ranks
+from lockstep.watchdog.messages import Finding, Row, describe, render, verb
+from lockstep.watchdog.waiting import Parting
+
+SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
+
+
+def read_line(file: str, line: int) -> str:
+    assert file == "/home/me/train.py"
+    return SOURCE.get(line, "")
+
+
+def test_a_deadlock_is_told() -> None:
+    parting = Parting(
+        "the default group",
+        6,
+        ((0, call("broadcast", 6, 8, frames=(own(95),))),
+         (1, call("all_reduce", 6, 25, frames=in_backward(20))), (2, None)),
+        lines_differ_since=4,
+    )  # fmt: skip
+    rows = (
+        Row(0, "a", "waits in broadcast of 8 float", own(95), 12.4),
+        Row(1, "a", "waits in all_reduce of 25 float, in backward", own(20), 12.2),
+        Row(2, "a", "waits in all_reduce of 25 float, in backward", own(20), 12.1),
+        Row(3, "b", "is stopped", None),
+    )
+    finding = Finding("deadlock", True, (0,), "deadlock: so it is", rows, parting, ("think",), 12.0)
+    assert render(finding, read_line) == "\n".join(
+        [
+            "deadlock: so it is",
+            "  rank 0 on a: waits in broadcast of 8 float, for 12 s",
+            "    train.py:95: evaluate(model, " + "a_long_argument, " * 3 + "a_long_argume" + "...",
+            "  ranks 1-2 on a: wait in all_reduce of 25 float, in backward, for 12 s",
+            "    train.py:20: loss.backward()",
+            "  rank 3 on b: is stopped",
+            "  they parted at call 6 of the default group:",
+            "    rank 0: broadcast of 8 float",
+            "      train.py:95: evaluate(model, " + "a_long_argument, " * 3 + "a_long_argu" + "...",
+            "    rank 1: all_reduce of 25 float",
+            "      train.py:20: loss.backward()",
+            "    rank 2: has not come to it",
+            "    (already from call 4 on they called from different lines)",
+            "  do: think",
+        ]
+    )
+
+
+def test_no_line_is_longer_than_100_columns() -> None:
+    rows = tuple(Row(r, "host" * r, "waits in " + "x " * 90, own(95), 1.0) for r in range(9))
+    text = render(Finding("working", False, (0,), "long " * 50, rows), read_line)
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_without_its_source_a_line_has_the_function() -> None:
+    finding = Finding("working", False, (0,), "x", (Row(0, "a", "works", own(3, "evaluate")),))
+    assert render(finding).splitlines()[-1] == "    train.py:3, in evaluate"
+    assert render(finding, read_line).splitlines()[-1] == "    train.py:3, in evaluate"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((3, 1, 5, 4), "ranks 1, 3-5")],
+)  # fmt: skip
+def test_ranks_have_names(ranks: tuple[int, ...], name: str) -> None:
+    assert name_ranks(ranks) == name
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (call("barrier", 1), "barrier"),
+        (call("all_reduce", 1, 25), "all_reduce of 25 float"),
+        (call("all_reduce", 1, input_sizes=((),), dtypes=("long",)), "all_reduce of 1 long"),
+        (call("broadcast", 1, input_sizes=((3, 4),), dtypes=("half",)), "broadcast of 3x4 half"),
+        (call("scatter", 1, output_sizes=((2,),)), "scatter of 2 element"),
+        (
+            call("all_to_all", 1, input_sizes=((1,), (2,), (3,), (4,), (5,)), dtypes=("int",)),
+            "all_to_all of 1 + 2 + 3 + 2 more int",
+        ),
+    ],
+)
+def test_calls_are_told(made: object, told: str) -> None:
+    assert describe(made) == told  # type: ignore[arg-type]
+
+
+def test_verbs() -> None:
+    assert verb("is stopped", 1) == "is stopped"
+    assert verb("is stopped", 2) == "are stopped"
+    assert verb("waits", 3) == "wait"
+    assert verb("cannot be seen", 3) == "cannot be seen"

@@ -1,0 +1,643 @@
+"""What failed first: a table of runs, each with how its ranks ended and what must be said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lockstep.watchdog.exit_status import Ending, ErrorRecord, Interruption, LostNode, ending_from
+from lockstep.watchdog.first_failure import first_failure, lost_peer, render
+from lockstep.watchdog.messages import Finding, Row
+from lockstep.watchdog.snapshot import Frame
+
+# As torch 2.13 says it, recorded from runs of two processes.
+CLOSED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
+    "peer [127.0.0.1]:37080. This is typically caused by a remote worker crashing. Check the logs "
+    "of the remote worker before reporting an error."
+)
+RESET = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
+    "[127.0.0.1]:49328: Connection reset by peer. This is typically caused by a remote worker "
+    "hanging or bugs in the application."
+)
+TIMED_OUT = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
+    "waiting 2000ms for recv operation to complete"
+)
+MONITORED = (
+    f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms\n Original exception: \n{CLOSED}"
+)
+NCCL = (
+    "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL "
+    "version 2.27.3\nncclRemoteError: A call failed possibly due to a network error or a remote "
+    "process exiting prematurely."
+)
+ZERO_PARAMS = (
+    "DDP expects same model across all ranks, but Rank 0 has 161 params, while rank 1 has "
+    "inconsistent 0 params."
+)
+
+
+def raised(
+    rank: int,
+    text: str,
+    at: float,
+    type: str = "RuntimeError",
+    line: str | None = "train.py:12: loss.backward()",
+    **rest: Any,
+) -> Ending:
+    """A rank that raised, seen 0.1 s later."""
+    error = ErrorRecord(
+        type=type,
+        message=text,
+        headline=f"{type}: {text.partition(chr(10))[0]}",
+        line=line,
+        time=at,
+        chain=rest.pop("chain", ()),
+        exit_code=rest.pop("exit_code", 1),
+        from_lockstep=rest.pop("from_lockstep", False),
+    )
+    code = rest.pop("code", error.exit_code)
+    rest = {"host": "a", "time": at + 0.1, "how": f"exit code {code}", **rest}
+    return Ending(rank=rank, code=code, error=error, **rest)
+
+
+def exited(rank: int, code: int, at: float, **rest: Any) -> Ending:
+    line = rest.pop("line", None)
+    error = None
+    if line:
+        error = ErrorRecord(
+            type="SystemExit",
+            message=str(code),
+            headline=f"sys.exit({code})",
+            line=line,
+            time=at,
+            exit_code=code,
+        )
+    rest = {"host": "a", "how": f"exit code {code}", **rest}
+    return Ending(rank=rank, code=code, time=at, error=error, **rest)
+
+
+def killed(rank: int, number: int, name: str, at: float, **rest: Any) -> Ending:
+    rest = {"host": "a", "how": f"killed by {name}", **rest}
+    return Ending(rank=rank, code=-number, time=at, **rest)
+
+
+def ours(rank: int, at: float, since: float, host: str = "a") -> Ending:
+    return killed(rank, 15, "SIGTERM", at, asked_to_end=since, host=host)
+
+
+def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Finding:
+    rows = tuple(
+        Row(rank, "a", "waits in all_reduce", Frame("train.py", 10 + rank, "main"))
+        for rank in ranks
+    )
+    return Finding("deadlock", True, ranks, "the ranks wait for each other", rows, None, ("do x",))
+
+
+def hang(kind: Any, ranks: tuple[int, ...], headline: str) -> Finding:
+    rows = (Row(ranks[0], "a", "is stopped", None),)
+    return Finding(kind, True, ranks, headline, rows, None, ("do as the hang says",))
+
+
+@dataclass
+class Case:
+    endings: list[Ending]
+    kind: str | None
+    ranks: tuple[int, ...] = ()
+    code: int = 1
+    says: tuple[str, ...] = ()
+    """Parts of the printed block."""
+    silent: tuple[str, ...] = ()
+    """What must not be in it."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "nothing failed": Case([exited(0, 0, 1.0), exited(1, 0, 2.0)], None),
+    "exception, the other is ended by us": Case(
+        [raised(1, "loss is NaN", 10.0, "ValueError"), ours(0, 10.5, 10.2)],
+        "exception",
+        (1,),
+        says=(
+            "FIRST FAILURE: rank 1 on host a\n  ValueError: loss is NaN\n  train.py:12: loss.",
+            "ended by lockstep: rank 0",
+        ),
+    ),
+    "the peer's error is a consequence": Case(
+        [raised(0, CLOSED, 10.1), raised(1, "loss is NaN", 10.0, "ValueError")],
+        "exception",
+        (1,),
+        says=("consequences: rank 0 (Connection closed by peer)",),
+        silent=("network",),
+    ),
+    "... also where its record is earlier: the group was closed while unwinding": Case(
+        [raised(0, RESET, 10.0), raised(1, "loss is NaN", 10.6, "ValueError")],
+        "exception",
+        (1,),
+        says=("ValueError: loss is NaN", "rank 0 (Connection reset by peer)"),
+    ),
+    "... also where it was wrapped by the script": Case(
+        [
+            raised(0, "training failed", 10.1, chain=(f"RuntimeError: {CLOSED}",)),
+            exited(1, 3, 10.3, line="train.py:7: sys.exit(3)"),
+        ],
+        "exit",
+        (1,),
+        code=3,
+        says=("sys.exit(3)\n  train.py:7: sys.exit(3)", "rank 0 (Connection closed by peer)"),
+    ),
+    "a clear failure much later is not the cause": Case(
+        [raised(0, CLOSED, 10.0), raised(1, "bad label", 40.0, "ValueError")],
+        "exception",
+        (0,),
+        says=("Connection closed by peer", "rank 1 (ValueError: bad label, 30.0 s later)"),
+    ),
+    "os._exit": Case(
+        [exited(1, 3, 10.0, last_lines=("giving up",)), raised(0, CLOSED, 10.0)],
+        "exit",
+        (1,),
+        code=3,
+        says=("exit code 3, without an exception (os._exit", "giving up"),
+    ),
+    "a program of its own, with a traceback": Case(
+        [exited(1, 1, 10.0, last_lines=("Traceback (most recent call last):", "ValueError: x"))],
+        "exit",
+        (1,),
+        says=("exit code 1, after a traceback in stderr.log", "ValueError: x"),
+        silent=("without an exception",),
+    ),
+    "an excepthook has chosen another code": Case(
+        [raised(1, "bad", 10.0, "ValueError", code=9)], "exception", (1,), code=9
+    ),
+    "Ctrl-C of somebody else's": Case(
+        [raised(1, "", 10.0, "KeyboardInterrupt", exit_code=-2)],
+        "exception",
+        (1,),
+        code=130,
+    ),
+    "a message that is a file": Case(
+        [raised(1, "x" * 100_000, 10.0, "ValueError")],
+        "exception",
+        (1,),
+        says=("ValueError: xxx", "xxx... (all of it is in the logs)"),
+        silent=("x" * 2000,),
+    ),
+    "a signal goes before those who noticed": Case(
+        [raised(0, RESET, 10.0), raised(2, CLOSED, 10.02), killed(1, 9, "SIGKILL", 10.4)],
+        "signal",
+        (1,),
+        code=71,
+        says=(
+            "killed by SIGKILL",
+            "scheduler",
+            "rank 0 (Connection reset by peer), rank 2 (Connection closed by peer)",
+        ),
+    ),
+    "equal consequences are folded": Case(
+        [
+            killed(4, 9, "SIGKILL", 10.0),
+            *[raised(rank, CLOSED, 10.0 + rank / 100) for rank in (0, 1, 2, 3, 5)],
+        ],
+        "signal",
+        (4,),
+        code=71,
+        says=("consequences: ranks 0-3, 5 (Connection closed by peer)",),
+    ),
+    "out of memory": Case(
+        [
+            killed(1, 9, "SIGKILL", 10.0, oom="certain", peak_bytes=3 << 30, step=7),
+            raised(0, RESET, 10.0),
+        ],
+        "oom",
+        (1,),
+        code=71,
+        says=(
+            "FIRST FAILURE: rank 1 on host a, after step 7",
+            "killed by the kernel's out-of-memory killer (SIGKILL; it had used 3.0 GiB)",
+            "fewer DataLoader workers",
+        ),
+    ),
+    "out of memory, perhaps": Case(
+        [killed(1, 9, "SIGKILL", 10.0, oom="likely")],
+        "oom",
+        (1,),
+        code=71,
+        says=("probably killed by the kernel's out-of-memory killer",),
+    ),
+    "a loader's worker was killed for memory": Case(
+        [
+            raised(
+                0,
+                "DataLoader worker (pid(s) 4711) exited unexpectedly",
+                10.0,
+                oom="certain",
+            )
+        ],
+        "exception",
+        (0,),
+        says=("the kernel's out-of-memory killer ended a worker",),
+    ),
+    "segmentation fault": Case(
+        [
+            killed(
+                1, 11, "SIGSEGV", 10.0, crash_line="train.py:9: f(0)", last_lines=("step 3", "ab")
+            )
+        ],
+        "signal",
+        (1,),
+        code=71,
+        says=("killed by SIGSEGV", "  train.py:9: f(0)", "crash.txt", "    ab"),
+    ),
+    "abort by C++ that names a lost peer is a consequence": Case(
+        [
+            killed(0, 6, "SIGABRT", 10.2, last_lines=("terminate called", f"  what():  {NCCL}")),
+            killed(1, 11, "SIGSEGV", 10.0),
+        ],
+        "signal",
+        (1,),
+        code=71,
+        says=("rank 0 (remote process exited or there was a network error)",),
+    ),
+    "abort for a reason of its own": Case(
+        [killed(0, 6, "SIGABRT", 10.2, last_lines=("Assertion `i < n' failed.",))],
+        "signal",
+        (0,),
+        code=71,
+        says=("Assertion `i < n' failed.",),
+    ),
+    "left early": Case(
+        [exited(1, 0, 9.0, step=40), raised(0, CLOSED, 10.0)],
+        "left",
+        (1,),
+        code=71,
+        says=("rank 1 on host a, after step 40", "left early", "rank 0 (Connection closed"),
+    ),
+    "left early, its end noticed after the others'": Case(
+        [raised(0, CLOSED, 10.0), exited(1, 0, 10.6)], "left", (1,), code=71
+    ),
+    "two left early": Case(
+        [exited(1, 0, 9.0), exited(2, 0, 9.05), raised(0, TIMED_OUT, 30.0)],
+        "left",
+        (1, 2),
+        code=71,
+        says=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
+    ),
+    "who ended well is no cause where another failed": Case(
+        [exited(2, 0, 9.0), raised(1, "x", 10.0, "KeyError"), raised(0, CLOSED, 10.1)],
+        "exception",
+        (1,),
+        silent=("left early",),
+    ),
+    "a lost connection, and nobody has ended": Case(
+        [raised(0, CLOSED, 10.0), raised(1, CLOSED, 10.05)],
+        "exception",
+        (0, 1),
+        says=("FIRST FAILURE: ranks 0-1", "look at the network"),
+    ),
+    "a timeout, and nobody has ended": Case(
+        [raised(0, TIMED_OUT, 10.0), ours(1, 10.4, 10.3)],
+        "exception",
+        (0,),
+        says=("Timed out waiting", "within the timeout"),
+    ),
+    "monitored barrier": Case(
+        [raised(0, MONITORED, 10.0), exited(1, 9, 10.0)],
+        "exit",
+        (1,),
+        code=9,
+        says=("rank 0 (Rank 1 failed to pass monitoredBarrier)",),
+    ),
+    "model of 0 parameters": Case(
+        [raised(0, ZERO_PARAMS, 10.0), raised(1, "no file", 9.9, "FileNotFoundError")],
+        "exception",
+        (1,),
+        says=("FileNotFoundError", "rank 0 (inconsistent 0 params)"),
+    ),
+    "a download's reset connection is no lost peer": Case(
+        [
+            raised(1, "[Errno 104] Connection reset by peer", 10.0, "ConnectionResetError"),
+            raised(0, CLOSED, 10.1),
+        ],
+        "exception",
+        (1,),
+        says=("ConnectionResetError", "rank 0 (Connection closed by peer)"),
+        silent=("network",),
+    ),
+    "the same on all ranks": Case(
+        [
+            raised(rank, f"bad index {rank}", 10.0 + rank / 4, "IndexError", "data.py:3: x[i]")
+            for rank in (3, 1, 0, 2)
+        ],
+        "exception",
+        (0, 1, 2, 3),
+        says=("FIRST FAILURE: ranks 0-3 on host a\n  IndexError: bad index 0\n  data.py:3",),
+        silent=("same time", "consequences"),
+    ),
+    "two of their own in one instant": Case(
+        [
+            raised(0, "first", 10.0, "ValueError"),
+            raised(1, "second", 10.1, "KeyError", line="train.py:30: d[k]"),
+        ],
+        "exception",
+        (0,),
+        says=(
+            "at the same time (the order cannot be told):\n  rank 1: KeyError: second, train.py:30",
+        ),
+    ),
+    "others of one kind in that instant are folded": Case(
+        [
+            raised(1, "first", 10.0, "ValueError"),
+            raised(0, "failed", 10.1, "SystemError"),
+            raised(2, "failed", 10.12, "SystemError"),
+        ],
+        "exception",
+        (1,),
+        says=("cannot be told):\n  ranks 0, 2: SystemError: failed, train.py",),
+    ),
+    "two of their own, one after the other": Case(
+        [raised(0, "first", 10.0, "ValueError"), raised(1, "second", 10.9, "KeyError")],
+        "exception",
+        (0,),
+        says=("consequences: rank 1 (KeyError: second, 0.9 s later)",),
+        silent=("same time",),
+    ),
+    "an error after we asked it to end is ours": Case(
+        [
+            raised(0, "loss is NaN", 10.0, "ValueError"),
+            raised(1, "interrupted in save()", 10.4, "OSError", asked_to_end=10.2),
+        ],
+        "exception",
+        (0,),
+        says=("ended by lockstep: rank 1",),
+        silent=("OSError",),
+    ),
+    "an error before we asked it to end is its own": Case(
+        [
+            raised(0, "loss is NaN", 10.1, "ValueError"),
+            raised(1, "first", 9.0, "OSError", time=10.6, asked_to_end=10.4),
+        ],
+        "exception",
+        (1,),
+    ),
+    "signal from outside on all ranks": Case(
+        [killed(rank, 15, "SIGTERM", 10.0) for rank in range(4)],
+        "signal",
+        (0, 1, 2, 3),
+        code=71,
+        says=("killed by SIGTERM", "from outside"),
+    ),
+    "deadlock": Case(
+        [ours(0, 20.2, 20.1), ours(1, 20.2, 20.1)],
+        "deadlock",
+        (0, 1),
+        code=70,
+        says=(
+            "FIRST FAILURE: ranks 0-1 on host a\n  the ranks wait for each other\n  rank 0 on a",
+            "train.py:10",
+            "what to do: do x",
+            "ended by lockstep: ranks 0-1",
+        ),
+        more={"hang": deadlock(), "judged_at": 20.0},
+    ),
+    "a rank that gave up in a deadlock is a consequence": Case(
+        [raised(0, TIMED_OUT, 19.0), ours(1, 20.2, 20.1)],
+        "deadlock",
+        (0, 1),
+        code=70,
+        says=("rank 0 (Timed out waiting",),
+        more={"hang": deadlock(), "judged_at": 20.0},
+    ),
+    "a failure before the verdict is the root": Case(
+        [raised(1, "loss is NaN", 10.0, "ValueError"), ours(0, 20.2, 20.1)],
+        "exception",
+        (1,),
+        more={"hang": hang("lost", (1,), "rank 1 has died"), "judged_at": 20.0},
+    ),
+    "stopped": Case(
+        [ours(0, 20.2, 20.1), killed(1, 9, "SIGKILL", 22.0, asked_to_end=20.1)],
+        "stopped",
+        (1,),
+        code=71,
+        says=("rank 1 is stopped",),
+        more={"hang": hang("stopped", (1,), "rank 1 is stopped"), "judged_at": 20.0},
+    ),
+    "left, seen by the hang detector": Case(
+        [exited(1, 0, 5.0), ours(0, 20.2, 20.1)],
+        "left",
+        (1,),
+        code=71,
+        says=("left early", "what to do: do as the hang says"),
+        more={"hang": hang("left", (1,), "rank 1 has left"), "judged_at": 20.0},
+    ),
+    "Ctrl-C": Case(
+        [
+            raised(0, "", 10.1, "KeyboardInterrupt", exit_code=130, code=-2),
+            ours(1, 10.4, 10.05),
+        ],
+        "interrupted",
+        (),
+        code=130,
+        says=("INTERRUPTED: lockstep was sent SIGINT (Ctrl-C)", "ended by lockstep: ranks 0-1"),
+        silent=("FIRST",),
+        more={"interrupted": Interruption(signal=2, time=10.0)},
+    ),
+    "Ctrl-C after a failure": Case(
+        [raised(1, "loss is NaN", 9.0, "ValueError"), ours(0, 10.4, 10.05)],
+        "exception",
+        (1,),
+        more={"interrupted": Interruption(signal=2, time=10.0)},
+    ),
+    "hang-up": Case(
+        [ours(0, 10.4, 10.05)],
+        "interrupted",
+        (),
+        code=129,
+        more={"interrupted": Interruption(signal=1, time=10.0)},
+    ),
+    "a machine is gone": Case(
+        [raised(0, CLOSED, 10.0), raised(1, RESET, 10.1)],
+        "node_lost",
+        (2, 3),
+        code=71,
+        says=("FIRST FAILURE: ranks 2-3 on host b\n  the machine has left the run: no heartbeat",),
+        more={
+            "lost_nodes": [LostNode(host="b", ranks=(2, 3), time=20.0, reason="no heartbeat")],
+        },
+    ),
+    "a machine of unknown ranks is gone": Case(
+        [ours(0, 20.4, 20.2)],
+        "node_lost",
+        (),
+        code=71,
+        says=("FIRST FAILURE: host b\n  the machine",),
+        more={"lost_nodes": [LostNode(host="b", ranks=(), time=20.0)]},
+    ),
+    "a machine went because a rank here had failed": Case(
+        [raised(0, "loss is NaN", 10.0, "ValueError")],
+        "exception",
+        (0,),
+        says=("rank 0 on host a", "host b (the machine has left the run, 10.0 s later)"),
+        more={"lost_nodes": [LostNode(host="b", ranks=(), time=20.0)]},
+    ),
+    "two machines whose clocks differ: cause after consequence": Case(
+        [raised(0, CLOSED, 10.0), raised(2, "loss is NaN", 12.5, "ValueError", host="b")],
+        "exception",
+        (2,),
+        says=("rank 2 on host b", "rank 0 (Connection closed by peer)"),
+    ),
+    "two machines: who was first cannot be told": Case(
+        [
+            raised(0, "first", 10.0, "ValueError"),
+            raised(2, "second", 12.5, "KeyError", host="b"),
+        ],
+        "exception",
+        (0,),
+        says=("the order cannot be told):\n  rank 2 on host b: KeyError: second",),
+    ),
+    "two machines: more than 5 s apart": Case(
+        [
+            raised(0, "first", 10.0, "ValueError"),
+            raised(2, "second", 16.0, "KeyError", host="b"),
+        ],
+        "exception",
+        (0,),
+        says=("rank 2 (KeyError: second, 6.0 s later)",),
+        silent=("order",),
+    ),
+    "an error of Lockstep's own": Case(
+        [
+            raised(
+                0,
+                "shares 1:2\n  found: 3 ranks\n  do:    give 3 shares\n  at:    rank 0, t.py:3: x",
+                10.0,
+                "SettingError",
+                exit_code=2,
+                from_lockstep=True,
+            )
+        ],
+        "exception",
+        (0,),
+        code=2,
+        says=("SettingError: shares 1:2\n    found: 3 ranks\n    do:    give 3 shares\n  train",),
+        silent=("at:    rank",),
+    ),
+    "it raised, and crashed while it ended": Case(
+        [raised(0, "x", 10.0, "KeyError", code=-6, how="killed by SIGABRT")],
+        "exception",
+        (0,),
+        says=("KeyError: x", "its process was then killed by SIGABRT"),
+    ),
+    "CUDA out of memory": Case(
+        [raised(0, "CUDA out of memory. Tried to allocate 2 MiB", 1.0, "torch.OutOfMemoryError")],
+        "exception",
+        (0,),
+        says=("smaller --micro-batch",),
+    ),
+    "a CUDA error, which comes late": Case(
+        [
+            raised(
+                0, "CUDA error: device-side assert triggered\nCUDA kernel errors might be ...", 1.0
+            )
+        ],
+        "exception",
+        (0,),
+        says=("CUDA_LAUNCH_BLOCKING=1",),
+    ),
+    "a long message stays in the folder": Case(
+        [raised(0, "head\n" + "\n".join(f"line {i}" for i in range(50)), 1.0)],
+        "exception",
+        (0,),
+        says=("RuntimeError: head\n  train.py:12",),
+        silent=("line 7",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    case = CASES[name]
+    for endings in (case.endings, case.endings[::-1]):
+        first = first_failure(endings, folder="logs/x", **case.more)
+        if case.kind is None:
+            assert first is None
+            return
+        assert first is not None
+        assert (first.kind, first.ranks, first.exit_code) == (case.kind, case.ranks, case.code)
+        text = render(first)
+        for part in case.says:
+            assert part in text
+        for part in case.silent:
+            assert part not in text
+        assert text.endswith("\ntraceback and logs: logs/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (CLOSED, "Connection closed by peer"),
+        (RESET, "Connection reset by peer"),
+        (TIMED_OUT, "Timed out waiting 2000ms for recv operation"),
+        (MONITORED, "Rank 1 failed to pass monitoredBarrier"),
+        (NCCL, "remote process exited or there was a network error"),
+        ("wait timeout after 6000ms, keys: /default_pg/0//nokey", "wait timeout after 6000ms"),
+        (
+            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+            "Watchdog caught collective operation timeout",
+        ),
+        (
+            "[c10d] recvValue failed on SocketImpl(fd=3): Failed to recv, got 0 bytes. Connection "
+            "was likely closed. Did the remote server shutdown or crash?",
+            "Connection was likely closed",
+        ),
+        (
+            'Failed to check the "should dump" flag on TCPStore, with error: Broken pipe',
+            'Failed to check the "should dump" flag on TCPStore',
+        ),
+        ("writev [10.0.0.1]:4: Broken pipe", "Broken pipe"),
+        ("ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog got stuck"),
+        ("torch...ChildFailedError: train.py FAILED", "ChildFailedError"),
+        ("rank 1 did not come within 300 s; came: rank 0", "rank 1 did not come within 300 s"),
+        ("[Errno 32] Broken pipe", None),
+        ("loss is NaN", None),
+    ],
+)
+def test_texts_of_lost_peers(text: str, shown: str | None) -> None:
+    assert lost_peer([text]) == shown
+
+
+def test_source_lines_are_read_where_the_caller_can() -> None:
+    first = first_failure(
+        [], hang=deadlock(), judged_at=1.0, read_line=lambda file, line: f"code {line}\n"
+    )
+    assert first is not None
+    assert "train.py:11: code 11" in render(first)
+
+
+def test_an_ending_crosses_to_another_machine() -> None:
+    end = raised(2, "x", 1.0, chain=("KeyError: y",), last_lines=("a", "b"), oom="likely")
+    assert ending_from(json.loads(json.dumps(end.to_values()))) == end
+    plain = exited(0, 0, 1.0)
+    assert ending_from(json.loads(json.dumps(plain.to_values()))) == plain
+
+
+def test_the_whole_block() -> None:
+    endings = [
+        raised(1, "loss is NaN", 10.0, "ValueError", step=12),
+        raised(0, CLOSED, 10.1),
+        ours(2, 10.6, 10.5),
+        ours(3, 10.6, 10.5),
+    ]
+    first = first_failure(endings, folder="runs/logs")
+    assert first is not None
+    assert render(first) == (
+        "FIRST FAILURE: rank 1 on host a, after step 12\n"
+        "  ValueError: loss is NaN\n"
+        "  train.py:12: loss.backward()\n"
+        "consequences: rank 0 (Connection closed by peer), ended by lockstep: ranks 2-3\n"
+        "traceback and logs: runs/logs"
+    )

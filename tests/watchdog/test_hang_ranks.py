@@ -1,0 +1,339 @@
+"""Verdicts on real processes that hang, seen through the instruments. Gloo on loopback."""
+
+from __future__ import annotations
+
+import datetime
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hanging_ranks import Ranks, running
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.watchdog import straggler
+from lockstep.watchdog.hang import judge
+from lockstep.watchdog.messages import Finding, render
+
+FOREVER = datetime.timedelta(hours=1)
+
+
+def join() -> None:
+    dist.init_process_group("gloo", timeout=FOREVER)
+    dist.barrier()
+
+
+def trained(
+    rank: int, steps: int, *, buffers: bool = True
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = DistributedDataParallel(net, broadcast_buffers=buffers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def all_reduce_against_barrier(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        dist.all_reduce(torch.ones(5))
+    else:
+        dist.barrier()
+
+
+def uneven_steps(rank: int, size: int) -> None:
+    join()
+    trained(rank, 3 + (rank == 0), buffers=False)
+    dist.barrier()
+
+
+def uneven_steps_with_buffers(rank: int, size: int) -> None:
+    join()
+    trained(rank, 3 + (rank == 0))
+    dist.barrier()
+
+
+def evaluation_on_rank_0(rank: int, size: int) -> None:
+    join()
+    model, _ = trained(rank, 3)
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(8, 4))
+    dist.barrier()
+
+
+def other_groups(rank: int, size: int) -> None:
+    join()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2), group=groups[rank])
+
+
+def one_rank_never_comes(rank: int, size: int) -> None:
+    join()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(2), group=pair)
+    if rank == 0:
+        dist.all_reduce(torch.ones(2), group=pair)
+    dist.barrier()
+
+
+def contradicted_without_a_frame(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        assert work is not None
+        work.wait()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fn", "size", "ranks", "told"),
+    [
+        (all_reduce_against_barrier, 2, (0, 1), "all_reduce of 5 float"),
+        (uneven_steps, 2, (0, 1), "in backward"),
+        (uneven_steps_with_buffers, 2, (0,), "same number of batches"),
+        (evaluation_on_rank_0, 2, (0,), "model.module"),
+        (other_groups, 2, (0, 1), "process groups"),
+        (one_rank_never_comes, 3, (0,), "has not come to it"),
+        (contradicted_without_a_frame, 2, (0, 1), "all_reduce of 5 float"),
+    ],
+)
+def test_deadlock(tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], told: str) -> None:
+    with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
+        finding = run.verdict_of_kind("deadlock")
+    assert finding.fatal
+    assert finding.ranks == ranks
+    assert finding.parting is not None
+    assert told in render(finding)
+    for row in finding.rows:
+        assert row.line is not None
+        assert (row.line.file, row.line.function) in {(__file__, fn.__name__), (__file__, "step")}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fn", "line", "advice"),
+    [
+        (evaluation_on_rank_0, "model(torch.randn(8, 4))", "model.module"),
+        (uneven_steps_with_buffers, "model(torch.randn(8, 4)).sum()", "same number of batches"),
+    ],
+)
+def test_with_the_lines_of_earlier_calls_an_evaluation_is_told_from_a_step_too_many(
+    tmp_path: Path, fn: object, line: str, advice: str
+) -> None:
+    with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
+        run.verdict_of_kind("deadlock")
+        earlier = run.look()
+        time.sleep(1.0)
+        finding = judge(earlier, run.look(20.0, lines=True), 1.0)
+    assert finding is not None
+    assert [advice in text for text in finding.advice] == [True]
+    text = render(finding, linecache.getline)
+    parted = text[text.index("they parted") :]
+    assert re.search(rf"test_hang_ranks.py:\d+: {re.escape(line)}", parted)
+    assert re.search(r"test_hang_ranks.py:\d+: dist.barrier\(\)", parted)
+
+
+def computes(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        while True:
+            torch.ones(100).sum()
+    dist.barrier()
+
+
+def endless_loop(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        while True:
+            pass
+    dist.barrier()
+
+
+def sleeps(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        time.sleep(1000)
+    dist.all_gather_object([None, None], rank)
+
+
+def reads(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        sys.stdin = os.fdopen(os.pipe()[0])
+        input()
+    dist.broadcast_object_list([None])
+
+
+def holds_the_lock(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        re.match(r"(a+)+b", "a" * 60)
+    dist.barrier()
+
+
+class Stuck(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= 4:
+            time.sleep(1000)
+        return torch.ones(1)
+
+
+def waits_for_data(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        for _ in DataLoader(Stuck(), batch_size=4):
+            pass
+    dist.barrier()
+
+
+def joins_late(rank: int, size: int) -> None:
+    if rank == 0:
+        time.sleep(1000)
+    join()
+
+
+def constructs_late(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        time.sleep(1000)
+    trained(rank, 1)
+
+
+def monitored(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        time.sleep(1000)
+    dist.monitored_barrier(timeout=FOREVER)
+
+
+def own_wait(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        time.sleep(1000)
+    work = dist.all_reduce(torch.ones(5), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def saves_in_a_thread(rank: int, size: int) -> None:
+    """Rank 1 waits for what that thread will do, and rank 0's main thread for rank 1."""
+    join()
+    group = dist.new_group(timeout=FOREVER)
+    if rank == 0:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        threading.Thread(target=save, args=(group,), daemon=True).start()
+    else:
+        dist.barrier(group)
+    dist.all_reduce(torch.ones(5))
+
+
+def save(group: dist.ProcessGroup) -> None:
+    time.sleep(1000)
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (computes, "working"),
+        (saves_in_a_thread, "working"),
+        (endless_loop, "working"),
+        (sleeps, "blocked"),
+        (reads, "blocked"),
+        (holds_the_lock, "gil"),
+        (waits_for_data, "loading"),
+        (joins_late, "blocked"),
+        (constructs_late, "blocked"),
+        (monitored, "blocked"),
+        (own_wait, "blocked"),
+    ],
+)
+def test_the_others_wait_for_a_rank_that_does_something_else(
+    tmp_path: Path, fn: object, kind: str
+) -> None:
+    with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
+        finding = waited_for(run, kind)
+    assert (finding.fatal, finding.ranks) == (False, (0,))
+    line = finding.rows[0].line
+    assert line is not None
+    assert line.file == __file__
+    assert "waits in" in finding.rows[1].does
+
+
+def waited_for(run: Ranks, kind: str) -> Finding:
+    """The verdict on rank 0; rank 1 may be late at first."""
+    limit = time.monotonic() + 60
+    while True:
+        finding = run.verdict_of_kind(kind)
+        if finding.ranks == (0,) or time.monotonic() > limit:
+            return finding
+
+
+def stops(rank: int, size: int) -> None:
+    join()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    with running(stops, 2, tmp_path) as run:
+        finding = run.verdict_of_kind("stopped")
+    assert (finding.fatal, finding.ranks) == (True, (0,))
+
+
+def slow_on_one_rank(rank: int, size: int) -> None:
+    join()
+    model, optimizer = trained(rank, 1)
+    while True:
+        time.sleep(0.06 if rank == 1 else 0.02)
+        step(model, optimizer)
+
+
+def even(rank: int, size: int) -> None:
+    join()
+    model, optimizer = trained(rank, 1)
+    while True:
+        time.sleep(0.01)
+        step(model, optimizer)
+
+
+def test_a_straggler(tmp_path: Path) -> None:
+    with running(slow_on_one_rank, 2, tmp_path) as run:
+        run.wait_until(lambda snapshot: straggler.find(snapshot) is not None)
+        finding = straggler.find(run.look())
+    assert finding is not None
+    assert (finding.kind, finding.fatal, finding.ranks) == ("straggler", False, (1,))
+
+
+def test_a_run_that_moves_has_no_verdict(tmp_path: Path) -> None:
+    with running(even, 2, tmp_path) as run:
+        run.wait_until(lambda snapshot: all((s.steps or 0) > 20 for s in snapshot.ranks))
+        for _ in range(3):
+            earlier = run.look()
+            time.sleep(1.0)
+            assert judge(earlier, run.look(), 1.0) is None

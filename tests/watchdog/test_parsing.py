@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import faulthandler
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.watchdog.snapshot import Frame, Group, parse_flight, parse_stack
+
+DUMP = """Stack (most recent call first):
+  File "/an/earlier/one.py", line 1 in main
+Stack (most recent call first):
+  Garbage-collecting
+  File "/a b/x, line 3.py", line 24 in watcher
+  File "???", line ??? in ???
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+# As torch 2.13.0 writes it (`_dump_fr_trace_json`, Gloo, 2 ranks); two of three calls.
+JSON_RECORD = """{"comm_lib_version":"","entries":[
+{"collective_seq_id":2,"input_dtypes":["Float"],"input_sizes":[[5]],"is_p2p":false,"op_id":2,
+ "output_dtypes":["Float"],"output_sizes":[[5]],"p2p_seq_id":0,"pg_id":0,
+ "process_group":["0","default_pg"],"profiling_name":"gloo:all_reduce","record_id":1,
+ "retired":false,"state":"scheduled","thread_id":"140715032198016","thread_name":"python",
+ "time_created_ns":1795284343628692034,"time_discovered_completed_ns":0,
+ "time_discovered_started_ns":0,"timeout_ms":1800000},
+{"collective_seq_id":3,"input_dtypes":[],"input_sizes":[],"is_p2p":false,"op_id":3,
+ "output_dtypes":[],"output_sizes":[],"p2p_seq_id":0,"pg_id":1,
+ "process_group":["mesh_dp","undefined"],"profiling_name":"gloo:barrier","record_id":2,
+ "retired":false,"state":"scheduled","thread_id":"140715032198016","thread_name":"python",
+ "time_created_ns":1795284343628692999,"time_discovered_completed_ns":0,
+ "time_discovered_started_ns":0,"timeout_ms":1800000}],
+"nccl_comm_state":{},"pg_config":{"":{"desc":"","name":"","ranks":"[0, 1]"}},
+"pg_status":{"0":{"last_completed_collective":"1","last_enqueued_collective":"2",
+ "last_started_collective":"-1"},"1":{"last_completed_collective":"-1",
+ "last_enqueued_collective":"3","last_started_collective":"-1"}},"version":"2.10"}"""
+
+
+STACKS = {"5": [["/home/me/train.py", 3, "main"]]}
+
+
+def answer(*records: Any, request: int = 7) -> str:
+    groups = [{"name": "0", "description": "default_pg", "ranks": [0, 1]}]
+    return json.dumps({"request": request, "groups": groups, "records": records, "stacks": STACKS})
+
+
+def test_the_last_stack() -> None:
+    assert parse_stack(DUMP) == (
+        Frame("/a b/x, line 3.py", 24, "watcher"),
+        Frame("???", 0, "???"),
+        Frame("<frozen runpy>", 88, "_run_code"),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "Fatal Python error: Aborted\n", "Stack (most recent"])
+def test_what_is_no_stack(text: str) -> None:
+    assert parse_stack(text) is None
+
+
+def test_what_faulthandler_writes_is_understood(tmp_path: Path) -> None:
+    with open(tmp_path / "dump", "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=False)
+        file.seek(0)
+        stack = parse_stack(file.read())
+    assert stack is not None
+    assert stack[0].file == __file__
+    assert stack[0].function == "test_what_faulthandler_writes_is_understood"
+
+
+def test_calls_as_torch_writes_them_without_lines() -> None:
+    flight = parse_flight(answer(json.loads(JSON_RECORD)))
+    assert flight is not None
+    assert flight.request == 7
+    assert flight.groups == (Group("0", "default_pg", (0, 1)),)
+    assert flight.stacks == {5: (Frame("/home/me/train.py", 3, "main"),)}
+    # By the group's name, not by torch's number of it.
+    assert flight.completed == {"gloo:0": 1, "gloo:mesh_dp": -1}
+    first, second = flight.calls
+    assert (first.op, first.backend, first.group, first.seq) == ("all_reduce", "gloo", "0", 2)
+    assert (first.input_sizes, first.dtypes, first.frames) == (((5,),), ("float",), None)
+    assert first.time_s == pytest.approx(1795284343.628692)
+    assert first.thread == 140715032198016
+    assert (second.op, second.input_sizes) == ("barrier", ())
+
+
+def test_calls_with_lines() -> None:
+    record = json.loads(JSON_RECORD)
+    for entry in record["entries"]:
+        entry["frames"] = [{"filename": "/home/me/train.py", "line": 3, "name": "main"}]
+    flight = parse_flight(answer(record))
+    assert flight is not None
+    assert flight.calls[0].frames == (Frame("/home/me/train.py", 3, "main"),)
+
+
+def test_records_of_two_recorders_are_put_in_the_order_of_time() -> None:
+    gloo, nccl = json.loads(JSON_RECORD), json.loads(JSON_RECORD)
+    nccl["entries"] = nccl["entries"][:1]
+    nccl["entries"][0] |= {"profiling_name": "nccl:send", "is_p2p": True, "p2p_seq_id": 9}
+    nccl["entries"][0] |= {"state": "started", "time_created_ns": 1}
+    flight = parse_flight(answer(gloo, nccl))
+    assert flight is not None
+    assert [(c.backend, c.seq, c.p2p) for c in flight.calls] == [
+        ("nccl", 9, True), ("gloo", 2, False), ("gloo", 3, False),
+    ]  # fmt: skip
+
+
+def test_no_calls_so_far() -> None:
+    flight = parse_flight(answer({"pg_status": {}, "version": "2.10"}))
+    assert flight is not None
+    assert (flight.calls, flight.completed) == ((), {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"request": 3, "error": "no recorder"}', '{"records": [{}]}',
+     '{"request": 1, "groups": [], "stacks": {}, "records": [{"entries": [{}]}]}'],
+)  # fmt: skip
+def test_what_is_no_answer(text: str) -> None:
+    assert parse_flight(text) is None

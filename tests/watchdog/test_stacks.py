@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from made_up import (
+    C10D,
+    TORCH,
+    at,
+    in_backward,
+    in_ddp_buffers,
+    in_ddp_constructor,
+    in_init,
+    in_loader,
+    in_op,
+    on_wire,
+    own,
+)
+
+from lockstep import errors
+from lockstep.launcher import worker
+from lockstep.strategies.pipeline.wire import Wire
+from lockstep.watchdog.snapshot import Frame, Stack
+from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, Wait, is_loading, own_line, waits_in
+
+LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+SITE = "/opt/venv/lib/python3.12/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("stack", "line"),
+    [
+        (at(7), 7),
+        (in_backward(8), 8),
+        (in_loader(9), 9),
+        ((Frame("<string>", 1, "f"), own(3)), 3),
+        ((Frame(str(errors.__file__), 1, "f"), own(4)), 4),
+        ((Frame(subprocess.__file__, 1, "run"), own(5)), 5),
+        ((Frame(torch.__file__, 1, "f"), Frame(f"{SITE}/rich/a.py", 6, "f"), own(6)), 6),
+        # A module of an installed package is run: its line, not torch's.
+        ((Frame(C10D, 1, "barrier"), Frame(f"{SITE}/titan/train.py", 10, "main")), 10),
+        ((Frame(C10D, 11, "barrier"), Frame("<frozen runpy>", 1, "f")), 11),
+    ],
+)
+def test_own_line(stack: Stack, line: int) -> None:
+    found = own_line(stack)
+    assert found is not None
+    assert found.line == line
+
+
+def test_what_lies_below_the_program_is_not_its_line() -> None:
+    """At a program's end nothing of it is on the stack: the launcher's command is not its line."""
+    launcher = (Frame(worker.__file__, 170, "leave"), Frame("/opt/venv/bin/lockstep", 8, "f"))
+    shutdown = Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown")
+    assert own_line((shutdown, *launcher)) == shutdown
+    assert own_line((own(3), *launcher)) == own(3)
+    assert own_line(launcher) is None
+
+
+def test_no_stack_has_no_line() -> None:
+    assert own_line(None) is None
+    assert own_line(()) is None
+
+
+@pytest.mark.parametrize(
+    ("stack", "wait"),
+    [
+        (in_op("barrier", 3), Wait("barrier")),
+        (in_op("destroy_process_group", 3), Wait("destroy_process_group")),
+        (in_init(3), Wait("init_process_group")),
+        (in_ddp_buffers(3), Wait("", IN_BUFFERS)),
+        (in_ddp_constructor(3), Wait("", "while DDP is constructed")),
+        (in_backward(3), Wait("", "in backward", sure=False)),
+        # The function that the user called, not the one that it is made of.
+        (
+            (Frame(C10D, 3151, "broadcast"), LOGGER, Frame(C10D, 4026, "broadcast_object_list"),
+             LOGGER, own(3)),
+            Wait("broadcast_object_list"),
+        ),
+        (
+            (Frame(C10D, 2169, "_new_process_group_helper"),
+             Frame(C10D, 6056, "_new_group_with_tag"), Frame(C10D, 5863, "new_group"), own(3)),
+            Wait("new_group"),
+        ),
+        # Its own frames between do not hide what a backward pass waits for.
+        (
+            (Frame(C10D, 3252, "all_reduce"), LOGGER, Frame(str(errors.__file__), 1, "f"),
+             *in_backward(4)),
+            Wait("all_reduce", "in backward"),
+        ),
+    ],
+)  # fmt: skip
+def test_where_ranks_wait(stack: Stack, wait: Wait) -> None:
+    assert waits_in(stack) == wait
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        (), at(3), in_loader(3),
+        # Pickling a large object is work.
+        (Frame(C10D, 1, "_object_to_tensor"), Frame(C10D, 2, "all_gather_object"), own(3)),
+        # A hook of the user's in a backward pass.
+        (own(9, "hook"), *in_backward(3)),
+        (Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 1, "write"), own(3)),
+        (Frame(f"{TORCH}/nn/functional.py", 1, "linear"), own(3)),
+        (Frame("/home/me/torch_distributed/distributed_c10d.py", 1, "all_reduce"), own(3)),
+    ],
+)  # fmt: skip
+def test_where_ranks_do_not_wait(stack: Stack) -> None:
+    assert waits_in(stack) is None
+
+
+def test_a_loader_is_told_from_others() -> None:
+    assert is_loading(in_loader(3))
+    assert not is_loading(in_op("barrier", 3))
+    assert not is_loading(None)
+
+
+def test_a_pipeline_waits_in_these_functions() -> None:
+    assert waits_in(on_wire("take", 5)) == Wait("recv", IN_PIPELINE)
+    assert waits_in(on_wire("wait", 5)) == Wait("send", IN_PIPELINE)
+    assert waits_in((*in_op("recv", 5)[:2], *on_wire("receive", 5))) == Wait("recv", IN_PIPELINE)
+    assert waits_in(on_wire("expect", 5)) is None
+    named = {frame.function for name in ("take", "wait") for frame in on_wire(name, 5)[:1]}
+    assert all(callable(getattr(Wire, name)) for name in named)
+    assert Path(inspect.getfile(Wire)).match("lockstep/strategies/pipeline/wire.py")
