@@ -45,7 +45,7 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 # Half the rate every 3 epochs, after a warm-up of one: a run may be resumed with more --epochs.
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3 * len(train), gamma=0.5)
-scheduler = lockstep.warmup(scheduler, steps=len(train))
+scheduler = lockstep.optim.warmup(scheduler, steps=len(train))
 model, optimizer, scheduler, train, test = world.prepare(model, optimizer, scheduler, train, test)
 checkpoint = world.checkpoint(
     args.folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=train

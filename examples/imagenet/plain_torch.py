@@ -14,7 +14,7 @@ from resnet50 import ResNet50
 from torch.optim.lr_scheduler import PolynomialLR
 from torch.utils.data import DataLoader
 
-from lockstep import LARS, scale_learning_rate, warmup
+from lockstep.optim import LARS, scale_learning_rate, warmup
 
 
 def main(args: argparse.Namespace) -> None:

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import PolynomialLR
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep import LARS, scale_learning_rate, warmup
+from lockstep.optim import LARS, scale_learning_rate, warmup
 
 
 def main(args: argparse.Namespace) -> None:
     world = lockstep.init(seed=0)
     device = world.device
-    with world.main_first():  # rank 0 makes the images, where they are made
+    with world.main_process_first():  # rank 0 makes the images, where they are made
         train_set, test_set = load_imagenet(args)
     world.print(describe(args, train_set))
     train = DataLoader(

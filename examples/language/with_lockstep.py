@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> None:
             characters = count(text).clamp(min=1)
             loss = loss_sum(model, text) / characters
             world.backward(loss)
-            world.clip_grad_norm(model, 1.0)
+            world.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             trained = trained + torch.stack([loss.detach() * characters, count(text)]).cpu()

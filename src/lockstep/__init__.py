@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import errors as errors
+    from lockstep import optim as optim
     from lockstep import strategies as strategies
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.checkpoint.weights import save_weights as save_weights
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
-    from lockstep.optim.large_batch import LAMB as LAMB
-    from lockstep.optim.large_batch import LARS as LARS
-    from lockstep.optim.learning_rate import scale_learning_rate as scale_learning_rate
-    from lockstep.optim.learning_rate import warmup as warmup
     from lockstep.strategies.data_parallel.module import (
         BalancedDataParallel as BalancedDataParallel,
     )
@@ -30,8 +27,6 @@ __version__ = "0.1.0"
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {
     "BalancedDataParallel": "lockstep.strategies.data_parallel.module",
-    "LAMB": "lockstep.optim.large_batch",
-    "LARS": "lockstep.optim.large_batch",
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
     "World": "lockstep.world",
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",
@@ -39,10 +34,9 @@ _WHERE = {
     "init": "lockstep.world",
     "launch": "lockstep.launcher.spawn",
     "load_weights": "lockstep.checkpoint.weights",
+    "optim": "lockstep.optim",
     "save_weights": "lockstep.checkpoint.weights",
-    "scale_learning_rate": "lockstep.optim.learning_rate",
     "strategies": "lockstep.strategies",
-    "warmup": "lockstep.optim.learning_rate",
 }
 
 __all__ = sorted(_WHERE)

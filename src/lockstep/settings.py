@@ -34,7 +34,7 @@ JOIN_TIMEOUT_S = 30.0
 INSTEAD = "LOCKSTEP_VERIFY"
 """Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
 AUTO = "auto"
-"""What is measured instead of given: shares, micro_batch."""
+"""What is measured instead of given: shares, micro_batch_size."""
 T = TypeVar("T")
 
 
@@ -51,9 +51,9 @@ class Settings:
     init_method: str | None = None
     shares: Any = None
     """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
-    micro_batch: int | str | None = None
+    micro_batch_size: int | str | None = None
     """Samples, `"auto"`, or None: the whole part."""
-    timeout_s: float = JOIN_TIMEOUT_S
+    join_timeout_s: float = JOIN_TIMEOUT_S
     """Seconds that ranks wait for each other in `init`."""
     collective_timeout_s: float | None = None
     """Seconds that a collective may take; None: torch's default for the backend."""
@@ -80,8 +80,8 @@ def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Se
         "device": str,
         "init_method": str,
         "shares": str,
-        "micro_batch": _whole_number_or_auto,
-        "timeout": float,
+        "micro_batch_size": _whole_number_or_auto,
+        "join_timeout": float,
         "ledger": str,
     }
     values = {name: value for name, value in given.items() if value is not None}
@@ -99,7 +99,7 @@ def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Se
         values.setdefault(name, outside)
     if environ.get(INSTEAD):
         values |= json.loads(environ[INSTEAD])
-    for name in ("timeout", "collective_timeout"):
+    for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = _seconds(name, values.pop(name))
     if not isinstance(values.get("seed", 0), int) or values.get("seed", 0) < 0:

@@ -26,7 +26,13 @@ from lockstep.data.shares import first_shares
 from lockstep.data.source import Source
 from lockstep.data.weighting import Weight
 from lockstep.distributed.device import add_memory_advice
-from lockstep.distributed.process_group import Run, close_at_exit, join_run, leave, main_first
+from lockstep.distributed.process_group import (
+    Run,
+    close_at_exit,
+    join_run,
+    leave,
+    main_process_first,
+)
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError
 from lockstep.guards.loss import LossGuard
@@ -95,7 +101,7 @@ class World:
         self._evaluates_together = strategy.evaluates_together
         self._pieces = strategy.pieces(run)
         self._devices = strategy.devices(run)
-        self._of_process = partial(strategy.micro_batch, run)
+        self._of_process = partial(strategy.micro_batch_size, run)
         self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
@@ -152,7 +158,7 @@ class World:
         batch_size_per_device: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        micro_batch: int | str | None = None,
+        micro_batch_size: int | str | None = None,
         shares: Any = None,
         weight: Weight | None = None,
         sample_rng: bool = True,
@@ -171,7 +177,7 @@ class World:
             batch_size_per_device: samples a device; the global batch is that times the world size.
             shuffle: a new order every epoch, the same on any number of devices.
             drop_last: leave a last batch that is not full out.
-            micro_batch: the most samples a rank computes at a time, or `"auto"`; the rest follows.
+            micro_batch_size: the most samples a rank computes at a time, or `"auto"`.
             shares: how the batch is divided, `"1:2"` or `"auto"`; None: as `init` was told.
             weight: gives a batch's weight in the mean, such as its number of tokens; the loss is
                 then the mean over that. Called on the CPU batch.
@@ -202,7 +208,11 @@ class World:
             options=options,
         )
         loader = self._make_loader(
-            source, micro_batch=micro_batch, shares=shares, weight=weight, sample_rng=sample_rng
+            source,
+            micro_batch_size=micro_batch_size,
+            shares=shares,
+            weight=weight,
+            sample_rng=sample_rng,
         )
         agree_on_loader(self._run, loader)
         self._preparer.loaders.append(loader)
@@ -232,7 +242,7 @@ class World:
         if present.scale == 0.0 and self.collectives.counts and (present.local or not scaled):
             self._check_loss.after_backward(loss, self._preparer.gradients())
 
-    def clip_grad_norm(
+    def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
         """Clips by the norm of the whole gradient of the global batch.
@@ -268,10 +278,10 @@ class World:
         """Returns when every rank has called it."""
         self.collectives.barrier()
 
-    def main_first(self) -> AbstractContextManager[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, the others when it is done (however long that takes)."""
         self._turns += 1
-        return main_first(self._run, str(self._turns))
+        return main_process_first(self._run, str(self._turns))
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Prints on rank 0 alone, above a running progress bar."""
@@ -373,12 +383,14 @@ class World:
             say_closing(self._run.step, self._folders)
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
-        shares, own = options.pop("shares", None), options.pop("micro_batch", None)
+        shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
         made = loader_of(
             source,
             wish=self._preparer.settling.wish(shares, own),
             shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
-            micro_batch=self._of_process(self.settings.micro_batch if own is None else own),
+            micro_batch_size=self._of_process(
+                self.settings.micro_batch_size if own is None else own
+            ),
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
@@ -413,11 +425,11 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     rank: int | None = None,
     world_size: int | None = None,
     shares: Any = None,
-    micro_batch: int | str | None = None,
+    micro_batch_size: int | str | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
-    timeout: float | timedelta | None = None,
+    join_timeout: float | timedelta | None = None,
     collective_timeout: float | timedelta | None = None,
 ) -> World:
     """Joins the run: process group, device, seeds. Started plainly, the run is one process.
@@ -436,13 +448,13 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         world_size: likewise.
         shares: how a global batch is divided, `"1:2"` or `(1, 2)`; `"auto"`: by how fast the ranks
             are, which is measured in the first batch; left out, equally.
-        micro_batch: the most samples a rank computes at a time; `"auto"`: as many as fit into its
-            memory; left out, its whole part.
+        micro_batch_size: the most samples a rank computes at a time; `"auto"`: as many as fit into
+            its memory; left out, its whole part.
         device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: folder in which every rank writes down which samples it trains in which step; left
             out, nothing is written. `lockstep verify --ledger` reads it.
-        timeout: seconds that the ranks wait for each other here (left out: 30).
+        join_timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
 
     Raises:

@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp": "ddp",
     "fsdp": "fsdp",
     "hsdp": HSDP(shard_size=1),
-    "pipeline": Pipeline(micro_batches=3),
+    "pipeline": Pipeline(num_micro_batches=3),
 }
 COMBINATIONS = [
     ("fsdp", 3), ("pipeline", 2), ("single", 1), ("ddp", 3), ("hsdp", 2), ("pipeline", 1),
@@ -134,7 +134,7 @@ def train_in_pieces(folder: Path) -> list[tuple[Record, dict[str, Tensor]] | Non
         place = {} if size == 1 else {"rank": rank, "world_size": size}
         if size > 1:
             place["init_method"] = f"file://{folder}/meet-{piece}"
-        with lockstep.init(STRATEGIES[strategy], seed=5, timeout=60, **place) as world:
+        with lockstep.init(STRATEGIES[strategy], seed=5, join_timeout=60, **place) as world:
             parts.append(train(world, folder / "run", (piece + 1) * STEPS_A_PIECE))
     return parts
 

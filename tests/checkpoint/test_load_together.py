@@ -27,7 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp": "ddp",
     "fsdp": "fsdp",
     "hsdp": HSDP(shard_size=1),
-    "pipeline": Pipeline(micro_batches=2),
+    "pipeline": Pipeline(num_micro_batches=2),
 }
 
 

@@ -43,7 +43,7 @@ def test_our_flags_and_torchruns_in_any_order(
             script="t.py",
             arguments=("--seed", "4", "--", "-x"),
             nproc="2",
-            settings=Settings(seed=3, shares="1:2", timeout=5.0),
+            settings=Settings(seed=3, shares="1:2", join_timeout=5.0),
             torchrun=("--max-restarts", "1", "--standalone", "--rdzv_conf", "a=1"),
         )
     ]

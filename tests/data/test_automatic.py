@@ -73,7 +73,7 @@ def test_no_rank_gets_more_than_fits(limit):
 def test_limits_that_leave_no_choice():
     shares = choose_shares([1.0, 1.0, 1.0], (1, 1, 1), 101, [50, 37, 14])
     assert parts(101, shares) == [50, 37, 14]
-    with pytest.raises(SettingError, match="micro_batch='auto' too"):
+    with pytest.raises(SettingError, match="micro_batch_size='auto' too"):
         chosen((1.0, 1.0), batch=100, limits=[50, 49])
 
 

@@ -165,5 +165,5 @@ def test_shares_are_reduced_to_lowest_terms():
     assert parse_shares("2:4", 2) == (1, 2)
     assert parse_shares([3, 3], 2) == (1, 1)
     assert parse_shares(None, 3) == (1, 1, 1)
-    with pytest.raises(SettingError, match="micro_batch=0"):
+    with pytest.raises(SettingError, match="micro_batch_size=0"):
         micro_batches_needed(8, (1,), 0)

@@ -34,7 +34,7 @@ def train(folder: Path, stop: int | None = None, stream: bool = False, kill: boo
         model, optimizer = world.prepare(model, optimizer)
         data = Rows() if stream else tensors(SAMPLES)
         unused = world.loader(tensors(5), 5)
-        train = world.loader(data, BATCH, shuffle=not stream, micro_batch=1)
+        train = world.loader(data, BATCH, shuffle=not stream, micro_batch_size=1)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": train}
         checkpoint = world.checkpoint(folder / "checkpoints", **state)
         checkpoint.resume()
@@ -85,7 +85,7 @@ def test_what_a_resume_without_its_loader_does_is_found(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = world.prepare(model, optimizer)
         world.loader(tensors(5), 5)
-        train_set = world.loader(tensors(SAMPLES), BATCH, shuffle=True, micro_batch=1)
+        train_set = world.loader(tensors(SAMPLES), BATCH, shuffle=True, micro_batch_size=1)
         world.load_state_dict(world.state_dict() | {"step": 8, "epoch": 1})  # and no position
         for x, y in train_set:
             world.backward(F.cross_entropy(model(x), y))

@@ -85,7 +85,7 @@ def test_an_empty_part_is_an_empty_batch_when_training_and_skipped_when_not():
 
 
 def test_micro_batches_are_marked():
-    loader = make(numbers(10, 8), micro_batch=3)
+    loader = make(numbers(10, 8), micro_batch_size=3)
     seen = []
     for batch in loader:
         now = loader.current
@@ -105,7 +105,8 @@ def test_micro_batches_are_marked():
 def test_the_scales_of_a_global_batch_make_the_exact_mean(size):
     for shares, micro in (((1,) * size, None), (tuple(range(1, size + 1)), 3)):
         loaders = [
-            make(numbers(11, 8), r, size, shares=shares, micro_batch=micro) for r in range(size)
+            make(numbers(11, 8), r, size, shares=shares, micro_batch_size=micro)
+            for r in range(size)
         ]
         weights = np.zeros(11)
         for loader in loaders:
@@ -140,7 +141,7 @@ def test_position_and_resume_on_another_number_of_ranks():
 
 
 def test_a_position_inside_a_global_batch_is_that_before_it():
-    loader = make(numbers(20, 8), micro_batch=4)
+    loader = make(numbers(20, 8), micro_batch_size=4)
     iterator = iter(loader)
     next(iterator)
     assert loader.state_dict()["step"] == 0

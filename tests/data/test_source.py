@@ -256,7 +256,7 @@ def plain(**options: Any) -> Source:
         ({"num_worker": 4}, "num_worker=.*did you mean num_workers\\?"),
         ({"prefetch": 4, "num_workers": 1}, "prefetch=.*did you mean prefetch_factor\\?"),
         ({"shufle": True}, "shufle=.*did you mean shuffle\\?"),
-        ({"micro_batchs": 2}, "micro_batchs=.*did you mean micro_batch\\?"),
+        ({"micro_batchs": 2}, "micro_batchs=.*did you mean micro_batch_size\\?"),
         ({"zzz": 2}, "zzz=.*use one of num_workers, prefetch_factor"),
         ({"sampler": SequentialSampler(DATA)}, "sampler=.*give a DataLoader instead"),
         ({"batch_sampler": None}, "batch_sampler=.*give a DataLoader instead"),

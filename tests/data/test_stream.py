@@ -43,7 +43,7 @@ FORKED = {"multiprocessing_context": "fork"}
 
 
 OPEN = SimpleNamespace(
-    open=True, shares=False, micro_batch=True, found=SimpleNamespace(tried=False)
+    open=True, shares=False, micro_batch_size=True, found=SimpleNamespace(tried=False)
 )
 
 
@@ -137,7 +137,7 @@ def every_nth(opened: list[int], start: int, step: int) -> Iterator[int]:
 
 def make(data: Any, batch_size: int | None = None, **options: Any) -> Loader:
     """A loader on one process."""
-    own = {name: options.pop(name) for name in ("micro_batch", "shares", "sample_rng", "wish")
+    own = {name: options.pop(name) for name in ("micro_batch_size", "shares", "sample_rng", "wish")
            if name in options}  # fmt: skip
     collectives = Collectives(Topology(), torch.device("cpu"))
     settings = {"seed": 3, "shares": (1,), "collectives": collectives, "step": Step()} | own
@@ -190,14 +190,16 @@ def cases() -> dict[str, Any]:
             seeks = world.loader(Numbers(), BATCH, shard=partial(every_nth, opened), **options)
             found[f"seeks, {name}"] = [handed_of(seeks)]
         assert opened == []  # in the workers
-        seeks = world.loader(Numbers(), 4, micro_batch=1, shard=partial(every_nth, opened),
+        seeks = world.loader(Numbers(), 4, micro_batch_size=1, shard=partial(every_nth, opened),
                              drop_last=True)  # fmt: skip
         found["seeks, dropped"] = handed_of(seeks)
         assert opened in ([rank], [rank, 0])  # once, and where a sample is needed to empty it
         own = world.loader(SplitByRank(rank, size), BATCH, shard=False)
         found["own"] = sorted(sum(handed_of(own), []))
         found["fewer than ranks"] = handed_of(world.loader(Numbers(1), BATCH))
-        found["dropped"] = handed_of(world.loader(Numbers(), BATCH, drop_last=True, micro_batch=2))
+        found["dropped"] = handed_of(
+            world.loader(Numbers(), BATCH, drop_last=True, micro_batch_size=2)
+        )
         found["shares"] = handed_of(world.loader(Numbers(), BATCH, shares=range(1, size + 1)))
         shuffled = world.loader(Shuffled(), BATCH)
         found["shuffled"] = [handed_of(shuffled), handed_of(shuffled)]
@@ -270,7 +272,7 @@ class Rows(IterableDataset[Any]):
 
 def trained(options: dict[str, Any], stream: bool = True) -> dict[str, torch.Tensor]:
     with lockstep.init(seed=3) as world:
-        model = mlp(batch_norm="micro_batch" not in options)  # which is looked for in pieces
+        model = mlp(batch_norm="micro_batch_size" not in options)  # which is looked for in pieces
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(Rows() if stream else tensors(LENGTH), 8, **options)
@@ -289,13 +291,13 @@ def trained_in_many_ways() -> list[dict[str, torch.Tensor]]:
 WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"weight": lambda batch: len(batch[1])},
-    {"micro_batch": "auto"},
+    {"micro_batch_size": "auto"},
     {"shard": lambda start, step: itertools.islice(tensors(LENGTH), start, None, step)},
 )
 
 
 def test_the_weights_are_those_of_data_with_an_index():
-    expected = [trained(options, stream=False) for options in ({}, {}, {"micro_batch": 8}, {})]
+    expected = [trained(options, stream=False) for options in ({}, {}, {"micro_batch_size": 8}, {})]
     for found in run_ranks(trained_in_many_ways, 2):
         same = [difference(a, b) < 1e-9 for a, b in zip(found, expected, strict=True)]
         assert same == [True] * len(WAYS)
@@ -360,7 +362,7 @@ def test_a_length_that_the_stream_tells():
         def __len__(self) -> int:
             return self.length
 
-    loader = make(Told(), BATCH, micro_batch=4)
+    loader = make(Told(), BATCH, micro_batch_size=4)
     assert loader.steps == 4
     assert len(loader) == len(list(loader)) == 8
     assert "6 of 23" in loader.choice.value
@@ -402,7 +404,7 @@ def test_a_position_is_refused_where_it_means_other_samples():
             SettingError,
             "leave shard out",
             Numbers(),
-            {"shard": False, "micro_batch": "auto", "wish": OPEN},
+            {"shard": False, "micro_batch_size": "auto", "wish": OPEN},
         ),
         (SettingError, "all parts are equal", Numbers(), {"shard": every_nth, "shares": (1, 2)}),
     ],

@@ -27,12 +27,14 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return each.sum() / (y + 1).sum().clamp(min=1)
 
 
-def trained(world: lockstep.World, place: str, micro_batch: int | None = None) -> Any:
+def trained(world: lockstep.World, place: str, micro_batch_size: int | None = None) -> Any:
     """Three passes, each left in its middle; something is summed up between them."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = world.prepare(model, optimizer)
-    train = world.loader(tensors(), 7, shuffle=True, micro_batch=micro_batch, weight=heavy)
+    train = world.loader(
+        tensors(), 7, shuffle=True, micro_batch_size=micro_batch_size, weight=heavy
+    )
     sums = []
     for epoch in range(3):
         try:
@@ -59,7 +61,7 @@ PLACES = ("top", "end", "error")
 def all_places() -> Any:
     with lockstep.init(seed=1) as world:
         found = [trained(world, place) for place in PLACES]
-        return [*found, trained(world, "end", micro_batch=2)]
+        return [*found, trained(world, "end", micro_batch_size=2)]
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,17 @@ def test_it_says_what_to_do_once():
     add_memory_advice(error, 9)
     (note,) = error.__notes__
     assert note.startswith(f"{NOTE} 9 samples")
-    for advice in ("micro_batch=4", "micro_batch='auto'", "bf16", "fsdp", "checkpoint_activations"):
+    for advice in (
+        "micro_batch_size=4",
+        "micro_batch_size='auto'",
+        "bf16",
+        "fsdp",
+        "checkpoint_activations",
+    ):
         assert advice in note
     smallest = torch.OutOfMemoryError("CUDA out of memory")
     add_memory_advice(smallest, 1)
-    assert "micro_batch=" not in smallest.__notes__[0]
+    assert "micro_batch_size=" not in smallest.__notes__[0]
     add_memory_advice(None, 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import errors, strategies
+from lockstep import errors, optim, strategies
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.cli.main import COMMANDS
 from lockstep.data.loader import Loader
@@ -40,6 +40,7 @@ def public(kind: type) -> set[str]:
         ("World", public(lockstep.World) | OF_THE_RUN | {"strategy"}),
         ("Prepared loaders", public(Loader)),
         ("Checkpoints", public(Checkpoint) | CHECKPOINT),
+        ("lockstep.optim", set(optim.__all__)),
         ("lockstep.strategies", set(strategies.__all__)),
         ("Commands", set(COMMANDS)),
     ],

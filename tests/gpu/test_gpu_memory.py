@@ -85,10 +85,10 @@ class Wide(nn.Module):
         return h.mean(1, keepdim=True)
 
 
-def within_a_fraction(micro_batch: int | str) -> dict[str, Any]:
+def within_a_fraction(micro_batch_size: int | str) -> dict[str, Any]:
     """Some steps of a model of whose global batch a part fits."""
     torch.cuda.set_per_process_memory_fraction(FRACTION, 0)
-    with lockstep.init(seed=1, micro_batch=micro_batch, device="cuda") as world:
+    with lockstep.init(seed=1, micro_batch_size=micro_batch_size, device="cuda") as world:
         model = Wide(torch.cuda.get_device_properties(world.device).total_memory)
         model, optimizer = world.prepare(
             model, torch.optim.SGD(model.parameters(), lr=len(model.weight))
@@ -132,4 +132,4 @@ def too_much() -> list[str]:
 def test_a_real_error_says_what_can_be_done() -> None:
     [[note]] = run_on(too_much, 1)
     assert note.startswith(f"lockstep: out of memory with {SAMPLES} samples at a time")
-    assert "micro_batch=32" in note
+    assert "micro_batch_size=32" in note

@@ -25,7 +25,7 @@ STRATEGIES: dict[str, tuple[int, Any, str | None]] = {
     "dp": (1, DP(device_ids=[0]), None),
     "ddp": (2, "ddp", None),
     "ddp, uneven shares": (2, "ddp", "1:3"),
-    "pipeline": (2, Pipeline(split=["4"], micro_batches=PIECES), None),
+    "pipeline": (2, Pipeline(split=["4"], num_micro_batches=PIECES), None),
     "fsdp": (2, FSDP(**SHARDED), None),
     "fsdp, offloaded": (2, FSDP(**SHARDED, cpu_offload=True), None),
     "hsdp": (2, HSDP(**SHARDED, shard_size=2), None),
@@ -52,13 +52,13 @@ def train(device: str, strategy: Any, shares: str | None) -> dict[str, Tensor]:
         micro = None
         if world.strategy != "pipeline":  # which has said how many
             micro = -(-BATCH * max(world.shares) // (PIECES * sum(world.shares)))
-        loader = world.loader(Augmented(44), BATCH, shuffle=True, micro_batch=micro)
+        loader = world.loader(Augmented(44), BATCH, shuffle=True, micro_batch_size=micro)
         assert loader.micro_batches == PIECES
         for _ in world.epochs(2):
             for x, y in loader:
                 assert x.device.type == device
                 world.backward(mean_loss(model, (x, y)))
-                world.clip_grad_norm(model, 0.5)
+                world.clip_grad_norm_(model, 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
         at_home = "cpu" if getattr(strategy, "cpu_offload", False) else device

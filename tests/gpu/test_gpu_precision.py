@@ -33,7 +33,7 @@ def learn(device: str, precision: str) -> list[float]:
                 assert output.dtype == torch.float32
                 loss = torch.nn.functional.cross_entropy(output, y)
                 world.backward(loss)
-                world.clip_grad_norm(model, 5.0)
+                world.clip_grad_norm_(model, 5.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 total += loss.detach() * loader.current.local

@@ -138,7 +138,7 @@ class Seen(nn.Module):
 
 def through_the_loader(device: str, workers: int) -> list[Tensor]:
     """The inputs of every micro-batch of two epochs, on the CPU."""
-    with lockstep.init(seed=3, micro_batch=4, **settings(device)) as world:
+    with lockstep.init(seed=3, micro_batch_size=4, **settings(device)) as world:
         model = Seen()
         model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         seen = getattr(model, "module", model)

@@ -41,18 +41,23 @@ def test_threads_fill_the_cores(cores: int, nproc: int, threads: int) -> None:
 
 def test_only_given_settings_reach_the_environment() -> None:
     assert settings_environment(Settings()) == {}
-    assert settings_environment(Settings(seed=0, timeout=2.5)) == {
+    assert settings_environment(Settings(seed=0, join_timeout=2.5)) == {
         "LOCKSTEP_SEED": "0",
-        "LOCKSTEP_TIMEOUT": "2.5",
+        "LOCKSTEP_JOIN_TIMEOUT": "2.5",
     }
     given = Settings(
-        strategy="ddp", precision="bf16", shares="1:2", micro_batch=8, backend="gloo", device="cpu"
+        strategy="ddp",
+        precision="bf16",
+        shares="1:2",
+        micro_batch_size=8,
+        backend="gloo",
+        device="cpu",
     )
     assert settings_environment(given) == {
         "LOCKSTEP_STRATEGY": "ddp",
         "LOCKSTEP_PRECISION": "bf16",
         "LOCKSTEP_SHARES": "1:2",
-        "LOCKSTEP_MICRO_BATCH": "8",
+        "LOCKSTEP_MICRO_BATCH_SIZE": "8",
         "LOCKSTEP_BACKEND": "gloo",
         "LOCKSTEP_DEVICE": "cpu",
     }

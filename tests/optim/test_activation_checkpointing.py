@@ -505,16 +505,18 @@ def train_prepared(strategy: str | None, when: str) -> dict[str, Tensor]:
         model = Layers().double()
         if when == "before":
             assert checkpoint_activations(model) == 3
-        optimizer = lockstep.LARS(model.parameters(), lr=5.0, weight_decay=0.01)
+        optimizer = lockstep.optim.LARS(model.parameters(), lr=5.0, weight_decay=0.01)
         model, optimizer = world.prepare(model, optimizer)
         if when == "after":
             assert checkpoint_activations(model, every=2) == 2
-        loader = world.loader(tensors(), 9, shuffle=True, micro_batch=6 if world.size == 1 else 3)
+        loader = world.loader(
+            tensors(), 9, shuffle=True, micro_batch_size=6 if world.size == 1 else 3
+        )
         assert loader.micro_batches == 2
         for _ in world.epochs(2):
             for batch in loader:
                 world.backward(mean_loss(model, batch))
-                world.clip_grad_norm(model, 0.5)
+                world.clip_grad_norm_(model, 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
         state = getattr(model, "module", model).state_dict()

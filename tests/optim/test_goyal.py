@@ -52,10 +52,10 @@ def lockstep_steps(in_loss: bool) -> dict[str, Tensor]:
         model = mlp()
         decay = 0.0 if in_loss else DECAY
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay)
-        lockstep.scale_learning_rate(optimizer, batch_size=BATCH, base_batch_size=BATCH // 3)
+        lockstep.optim.scale_learning_rate(optimizer, batch_size=BATCH, base_batch_size=BATCH // 3)
         model, optimizer = world.prepare(model, optimizer)
         shares = SHARES[world.size]
-        loader = world.loader(tensors(), BATCH, shuffle=True, shares=shares, micro_batch=5)
+        loader = world.loader(tensors(), BATCH, shuffle=True, shares=shares, micro_batch_size=5)
         for batch in loader:
             loss = mean_loss(model, batch)
             world.backward(loss + penalty(model) if in_loss else loss)
@@ -108,7 +108,7 @@ def rates() -> list[float]:
     """The rates of a warm-up over 4 steps and a drop by 10 after two more."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     drop = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-    schedule = lockstep.warmup(drop, steps=4, start=0.25)
+    schedule = lockstep.optim.warmup(drop, steps=4, start=0.25)
     found = []
     for _ in range(STEPS):
         found.append(optimizer.param_groups[0]["lr"])
@@ -134,7 +134,7 @@ def by_torch(optimizer_class: Any, **options: Any) -> Tensor:
     w = nn.Parameter(torch.ones((), dtype=torch.float64))
     optimizer = optimizer_class([w], lr=1.0, momentum=0.9, **options)
     drop = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-    schedule = lockstep.warmup(drop, steps=4, start=0.25)
+    schedule = lockstep.optim.warmup(drop, steps=4, start=0.25)
     for g in GRADIENT:
         w.grad = g.clone()
         optimizer.step()
@@ -149,7 +149,9 @@ def test_remark_2_momentum_is_corrected_when_the_learning_rate_changes() -> None
     assert abs(right - absorbed(GRADIENT, corrected=False)) > 0.1, "the trap"
     # Torch's SGD and LARS keep the rate out of the momentum (equation 9): nothing to correct.
     torch.testing.assert_close(by_torch(torch.optim.SGD), right, rtol=0, atol=1e-12)
-    torch.testing.assert_close(by_torch(lockstep.LARS, adapt=False), right, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        by_torch(lockstep.optim.LARS, adapt=False), right, rtol=0, atol=1e-12
+    )
 
 
 def test_remark_2_lars_is_the_papers_with_the_correction() -> None:
@@ -167,7 +169,7 @@ def test_remark_2_lars_is_the_papers_with_the_correction() -> None:
         return w
 
     w = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
-    optimizer = lockstep.LARS([w], 1.0, 0.9, 0.05, trust_coefficient=0.1, eps=0.0)
+    optimizer = lockstep.optim.LARS([w], 1.0, 0.9, 0.05, trust_coefficient=0.1, eps=0.0)
     for g, lr in zip(gradients, rates(), strict=True):
         optimizer.param_groups[0]["lr"] = lr
         w.grad = g.clone()
@@ -264,8 +266,8 @@ def test_remark_4_one_shuffle_an_epoch_is_divided_over_all_workers(ranks) -> Non
 def test_gradual_warmup_goes_from_the_small_batchs_rate_to_the_scaled_one(k: int) -> None:
     """Section 2.2: from lr to k lr, by a constant increment each iteration."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    lockstep.scale_learning_rate(optimizer, batch_size=256 * k, base_batch_size=256)
-    schedule = lockstep.warmup(optimizer, steps=10, start=1 / k)
+    lockstep.optim.scale_learning_rate(optimizer, batch_size=256 * k, base_batch_size=256)
+    schedule = lockstep.optim.warmup(optimizer, steps=10, start=1 / k)
     found = []
     for _ in range(12):
         found.append(optimizer.param_groups[0]["lr"])

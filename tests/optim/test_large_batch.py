@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard  # imported inside a group, it wo
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep import LAMB, LARS
 from lockstep.errors import SettingError, UsageError
+from lockstep.optim import LAMB, LARS
 
 Array = np.ndarray
 SHAPES = [(4, 3), (2, 3, 2, 2), (5,), ()]
@@ -416,7 +416,7 @@ def train_prepared(folder: str) -> dict[str, dict[str, Tensor]]:
             with lockstep.init(seed=5) as world:
                 model = mlp(batch_norm=True)
                 optimizer = kind(model.parameters(), lr=1.0 if kind is LARS else 0.01)
-                schedule = lockstep.warmup(optimizer, steps=5, start=0.1)
+                schedule = lockstep.optim.warmup(optimizer, steps=5, start=0.1)
                 model, optimizer, schedule = world.prepare(model, optimizer, schedule)
                 shares = {1: "1", 2: "1:2"}[world.size]
                 loader = world.loader(tensors(), 9, shuffle=True, shares=shares)
@@ -431,7 +431,7 @@ def train_prepared(folder: str) -> dict[str, dict[str, Tensor]]:
                 for _ in world.epochs(2):
                     for batch in loader:
                         world.backward(mean_loss(model, batch))
-                        world.clip_grad_norm(model, 0.5)
+                        world.clip_grad_norm_(model, 0.5)
                         optimizer.step()
                         schedule.step()
                         optimizer.zero_grad()

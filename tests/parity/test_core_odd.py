@@ -239,7 +239,7 @@ def arrays(world: lockstep.World) -> Found:
 
 SAME: dict[str, tuple[Callable[[lockstep.World], Found], dict[str, Any]]] = {
     "two losses": (two_losses, {}),
-    "two losses, micro-batches": (two_losses, {"micro_batch": 2}),
+    "two losses, micro-batches": (two_losses, {"micro_batch_size": 2}),
     "heads apart": (lambda w: heads(w, nn.Identity(), "ab"), {}),
     "heads on a trunk": (lambda w: heads(w, nn.Linear(6, 6), "a", "b"), {"strategy": UNUSED}),
     "adversaries": (adversaries, {}),
@@ -278,7 +278,7 @@ def test_the_numbers_are_those_of_one_process(results, name, size):
 
 def clipped(world: lockstep.World) -> None:
     model, optimizer = ready(world, mlp())
-    for batch in world.loader(tensors(), 8, micro_batch=2):
+    for batch in world.loader(tensors(), 8, micro_batch_size=2):
         world.backward(mean_loss(model, batch))
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -286,7 +286,7 @@ def clipped(world: lockstep.World) -> None:
 
 def cleared_to_zero(world: lockstep.World) -> None:
     model, optimizer = ready(world, mlp())
-    for batch in world.loader(tensors(), 8, micro_batch=2):
+    for batch in world.loader(tensors(), 8, micro_batch_size=2):
         model.zero_grad(set_to_none=False)
         world.backward(mean_loss(model, batch))
         optimizer.step()
@@ -295,14 +295,14 @@ def cleared_to_zero(world: lockstep.World) -> None:
 def own_scaler(world: lockstep.World) -> None:
     model, optimizer = ready(world, mlp())
     scaler = torch.amp.GradScaler("cpu")
-    for batch in world.loader(tensors(), 8, micro_batch=2):
+    for batch in world.loader(tensors(), 8, micro_batch_size=2):
         world.backward(scaler.scale(mean_loss(model, batch)))
         scaler.step(optimizer)
         scaler.update()
 
 
 def clip_of_parameters(world: lockstep.World) -> None:
-    world.clip_grad_norm(world.prepare(mlp()).parameters(), 1.0)
+    world.clip_grad_norm_(world.prepare(mlp()).parameters(), 1.0)
 
 
 def renewed_statistics(world: lockstep.World) -> None:
@@ -336,7 +336,7 @@ ALONE: dict[Callable[[lockstep.World], None], str] = {
     clipped: "written to between the micro-batches",
     cleared_to_zero: "written to between the micro-batches",
     own_scaler: "a GradScaler of your own",
-    clip_of_parameters: "clip_grad_norm of a generator",
+    clip_of_parameters: "clip_grad_norm_ of a generator",
 }
 TOGETHER: dict[Callable[[lockstep.World], None], str] = {
     **ALONE,
@@ -416,7 +416,7 @@ def test_gradients_are_not_written_to_while_they_are_scaled():
         for number, batch in enumerate(world.loader(tensors(dtype=torch.float32), 10)):
             world.backward(mean_loss(model, batch))
             if number < 2:
-                world.clip_grad_norm(model, float("inf"))
+                world.clip_grad_norm_(model, float("inf"))
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if number == 2:
                 with pytest.raises(UsageError, match="written to before optimizer"):

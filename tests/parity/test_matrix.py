@@ -87,8 +87,8 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp, 3 ranks": (3, lambda pieces: "ddp"),
     "fsdp": (2, lambda pieces: "fsdp"),
     "hsdp": (4, lambda pieces: HSDP(shard_size=2)),
-    "pipeline": (2, lambda pieces: Pipeline(micro_batches=pieces)),
-    "pipeline x data parallel": (4, lambda pieces: Pipeline(stages=2, micro_batches=pieces)),
+    "pipeline": (2, lambda pieces: Pipeline(num_micro_batches=pieces)),
+    "pipeline x data parallel": (4, lambda pieces: Pipeline(stages=2, num_micro_batches=pieces)),
 }
 
 
@@ -107,14 +107,14 @@ def train(cell: tuple[Any, ...], strategy: str | None) -> dict[str, Tensor]:
         model, optimizer, _ = world.prepare(model, optimizer, DataLoader(samples, 4))
         parts = len(world.shares) * (2 if strategy == "dp" else 1)
         micro = None if pieces == 1 or "pipeline" in str(strategy) else -(-BATCH // pieces // parts)
-        loader = world.loader(samples, BATCH, shuffle=True, micro_batch=micro)
+        loader = world.loader(samples, BATCH, shuffle=True, micro_batch_size=micro)
         assert loader.micro_batches == pieces
         moved = 0.0
         while world._run.step.number < STEPS:
             for x, y in loader:
                 world.backward(F.cross_entropy(model(x), y))
                 if clips:
-                    world.clip_grad_norm(model, 0.2)
+                    world.clip_grad_norm_(model, 0.2)
                 if strategy is None and loader.current.last:
                     gradients = [p.grad for p in model.parameters() if p.grad is not None]
                     moved += RATE * max(float(g.abs().max()) for g in gradients)

@@ -60,7 +60,7 @@ def train(
             BATCH,
             shuffle=True,
             shares=SHARES[world.size] if uneven else None,
-            micro_batch=MICRO[world.size, uneven] if micro else None,
+            micro_batch_size=MICRO[world.size, uneven] if micro else None,
             weight=(lambda batch: (batch[1] + 1).sum()) if weighted else None,
         )
         assert loader.micro_batches == (3 if micro else 1)
@@ -73,7 +73,7 @@ def train(
                     loss = mean_loss(model, (x, y))
                 world.backward(loss)
                 if clip is not None:
-                    world.clip_grad_norm(model, clip)
+                    world.clip_grad_norm_(model, clip)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

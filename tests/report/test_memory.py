@@ -144,9 +144,9 @@ def test_live_tensors_sees_what_is_made_and_what_is_freed():
     assert live._total == 1000
 
 
-def train(ask_before: int | None, strategy: Any, micro_batch: int | None) -> dict[str, Any]:
+def train(ask_before: int | None, strategy: Any, micro_batch_size: int | None) -> dict[str, Any]:
     """Two epochs; the question is asked before the epoch of that number."""
-    with lockstep.init(strategy, seed=3, micro_batch=micro_batch) as world:
+    with lockstep.init(strategy, seed=3, micro_batch_size=micro_batch_size) as world:
         model = nn.Sequential(*mlp(batch_norm=True), nn.Dropout(0.3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
@@ -171,8 +171,8 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(model).items() if not value.is_meta}
 
 
-def train_all(strategy: Any, micro_batch: int | None) -> list[dict[str, Any]]:
-    return [train(when, strategy, micro_batch) for when in (None, 0, 1)]
+def train_all(strategy: Any, micro_batch_size: int | None) -> list[dict[str, Any]]:
+    return [train(when, strategy, micro_batch_size) for when in (None, 0, 1)]
 
 
 @pytest.mark.parametrize("strategy", ["single", DP(replicas=2)], ids=["single", "dp"])
@@ -186,9 +186,9 @@ def ranks(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: ask(name) for name in ("ddp", "fsdp")}
     found["uneven"] = ask("ddp", ":".join("3" + "1" * (size - 1)))
     found["weights"] = train_all("ddp", 3)
-    pipeline = Pipeline(schedule="gpipe", micro_batches=4)
+    pipeline = Pipeline(schedule="gpipe", num_micro_batches=4)
     found["pipeline"] = ask(pipeline)
-    found["weights of stages"] = train_all(Pipeline(micro_batches=2), None)
+    found["weights of stages"] = train_all(Pipeline(num_micro_batches=2), None)
     return found
 
 

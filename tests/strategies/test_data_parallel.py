@@ -74,7 +74,7 @@ def train(
             Augmented(samples, dtype) if augment else tensors(samples, dtype),
             BATCH,
             shuffle=True,
-            micro_batch=most,
+            micro_batch_size=most,
             weight=(lambda batch: (batch[1] + 1).sum()) if weighted else None,
         )
         assert loader.micro_batches == (-(-BATCH // largest[1]) if largest else 1)
@@ -87,7 +87,7 @@ def train(
                     loss = mean_loss(model, (x, y))
                 world.backward(loss)
                 if clip is not None:
-                    world.clip_grad_norm(model, clip)
+                    world.clip_grad_norm_(model, clip)
                 optimizer.step()
                 optimizer.zero_grad()
                 if world._run.step.number == 20:
@@ -166,12 +166,12 @@ def test_what_is_said(capsys):
 
 
 def test_sizes_for_each_device():
-    with lockstep.init(DP(replicas=3), shares="2:3:3", micro_batch=3) as world:
+    with lockstep.init(DP(replicas=3), shares="2:3:3", micro_batch_size=3) as world:
         assert world.loader(tensors(), 16).micro_batches == 2
-        assert world.loader(tensors(), 16, micro_batch=6).micro_batches == 1
+        assert world.loader(tensors(), 16, micro_batch_size=6).micro_batches == 1
         assert world.loader(tensors(), batch_size_per_device=4).batch_size == 12
-        with pytest.raises(SettingError, match="micro_batch=0"):
-            world.loader(tensors(), 16, micro_batch=0)
+        with pytest.raises(SettingError, match="micro_batch_size=0"):
+            world.loader(tensors(), 16, micro_batch_size=0)
 
 
 def test_shares_are_set_between_batches():
@@ -225,7 +225,7 @@ def test_a_checkpoint_fits_another_number_of_replicas(tmp_path: Path):
 def test_balanced_data_parallel_in_a_prepared_loop():
     """Under `single`, with the module of its own: 2+3+3 in each of two micro-batches."""
     seen: list[int] = []
-    with lockstep.init("single", micro_batch=8, device="cpu") as world:
+    with lockstep.init("single", micro_batch_size=8, device="cpu") as world:
         model = mlp()
         model[0].register_forward_hook(lambda m, args, out: seen.append(len(out)))
         balanced = lockstep.BalancedDataParallel(2, model, replicas=3)

@@ -23,7 +23,7 @@ def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
 
 
 def train(world: lockstep.World, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    for batch in world.loader(tensors(), 7, micro_batch=2):
+    for batch in world.loader(tensors(), 7, micro_batch_size=2):
         world.backward(mean_loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()

@@ -518,8 +518,8 @@ def test_numbers_of_numpy_and_outputs_on_the_cpu():
     assert wrapped(data(8)).device.type == "cpu"
 
 
-def with_micro_batch(micro_batch: Any, strategy: Any) -> dict[str, Tensor]:
-    with lockstep.init(strategy, seed=4, device="cpu", micro_batch=micro_batch) as world:
+def with_micro_batch(micro_batch_size: Any, strategy: Any) -> dict[str, Tensor]:
+    with lockstep.init(strategy, seed=4, device="cpu", micro_batch_size=micro_batch_size) as world:
         model = mlp(batch_norm=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = torch.utils.data.DataLoader(tensors(), batch_size=16, shuffle=True)
@@ -571,7 +571,7 @@ def test_a_first_batch_that_is_short_is_no_error(tmp_path):
     found, balanced = trained("single", gpu0_bsz=4, folder=tmp_path)
     assert difference(expected, found) < 1e-12
     assert balanced.sizes(16) == [4, 6, 6]
-    found, balanced = trained("single", gpu0_bsz=5, micro_batch="auto")
+    found, balanced = trained("single", gpu0_bsz=5, micro_batch_size="auto")
     assert difference(expected, found) < 1e-12
     assert balanced.sizes(16) == [5, 6, 5]
 
@@ -599,12 +599,12 @@ def test_samples_in_another_dimension_are_tried_at_other_sizes():
                 optimizer.zero_grad()
             return weights(model)
 
-    found = run(DP(replicas=3, dim=1), shares="auto", micro_batch="auto")
+    found = run(DP(replicas=3, dim=1), shares="auto", micro_batch_size="auto")
     assert difference(run("single"), found) < 1e-12
 
 
 def test_one_device_has_its_share_before_it_is_measured():
-    with lockstep.init("dp", device="cpu", shares="auto", micro_batch=4) as world:
+    with lockstep.init("dp", device="cpu", shares="auto", micro_batch_size=4) as world:
         assert world.loader(tensors(), 16).micro_batches == 4
 
 
@@ -630,7 +630,7 @@ def test_out_of_memory_is_met_with_fewer_samples_of_one_device():
         train()
     advice = caught.value.__notes__[1]
     assert "16 samples at a time on this rank of 4 devices" in advice
-    assert "micro_batch=2:" in advice
+    assert "micro_batch_size=2:" in advice
 
 
 @dataclass(frozen=True, slots=True)

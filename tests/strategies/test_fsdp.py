@@ -142,7 +142,7 @@ def train(
             BATCH,
             shuffle=True,
             shares=SHARES[world.size] if uneven else None,
-            micro_batch=MICRO[world.size, uneven] if micro else None,
+            micro_batch_size=MICRO[world.size, uneven] if micro else None,
             weight=(lambda batch: (batch[1] != PAD).sum()) if weighted else None,
         )
         assert loader.micro_batches == (3 if micro else 1)
@@ -150,7 +150,7 @@ def train(
             for batch in loader:
                 world.backward(loss_of(model, batch, weighted))
                 if clip is not None:
-                    norms.append(world.clip_grad_norm(model, clip))
+                    norms.append(world.clip_grad_norm_(model, clip))
                 optimizer.step()
                 optimizer.zero_grad()
                 if world._run.step.number == steps:
@@ -265,7 +265,7 @@ def in_the_course_of_a_training(strategy: str) -> dict[str, Any]:
 
         with torch.inference_mode():
             found["before"] = evaluate()
-        loader = world.loader(data("transformer", 32), 16, micro_batch=8 // world.size)
+        loader = world.loader(data("transformer", 32), 16, micro_batch_size=8 // world.size)
         for number, batch in enumerate(loader):
             world.backward(loss_of(model, batch, False))
             if number == 2:  # in the middle of the second global batch
@@ -274,7 +274,7 @@ def in_the_course_of_a_training(strategy: str) -> dict[str, Any]:
             optimizer.zero_grad()
         for batch in loader:
             world.backward(loss_of(model, batch, False))
-            norm = world.clip_grad_norm(model, 0.1, float("inf"))
+            norm = world.clip_grad_norm_(model, 0.1, float("inf"))
             found["norm"] = norm if norm is not None else found.get("norm")
             with torch.no_grad():  # what it gathers must not outlive the step
                 found["between"] = evaluate()
@@ -313,7 +313,7 @@ def sent() -> dict[str, list[int]]:
         with lockstep.init(FSDP(**values)) as world:
             model = world.prepare(build("transformer"))
             counts[option] = []
-            for batch in world.loader(data("transformer", 16), 16, micro_batch=4):
+            for batch in world.loader(data("transformer", 16), 16, micro_batch_size=4):
                 with CommDebugMode() as seen:
                     world.backward(loss_of(model, batch, False))
                 calls = {str(call): n for call, n in seen.get_comm_counts().items()}
@@ -471,7 +471,7 @@ def overflow(strategy: str) -> tuple[list[bool], list[float], dict[str, Tensor]]
             if number == 2 and world.rank == world.size - 1:
                 loss = loss * float("inf")
             world.backward(loss)
-            world.clip_grad_norm(model, 1.0)
+            world.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             skipped.append(optimizer.skipped)

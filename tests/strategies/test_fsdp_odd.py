@@ -68,15 +68,15 @@ def train(
     between: Callable[[nn.Module, int], Any] = lambda model, step: None,
     optimizer: Callable[..., Any] = torch.optim.SGD,
     samples: int = 50,
-    micro_batch: int | None = None,
+    micro_batch_size: int | None = None,
     steps: int = 4,
 ) -> dict[str, Tensor]:
     """Weights after some steps; `between` is called after the backward passes of each."""
     with lockstep.init(strategy, seed=5) as world:
         opt = optimizer(model.parameters(), lr=0.1)
         model, opt = world.prepare(model, opt)
-        each = None if micro_batch is None else micro_batch // world.size
-        loader = world.loader(tensors(samples), 16, shuffle=True, micro_batch=each)
+        each = None if micro_batch_size is None else micro_batch_size // world.size
+        loader = world.loader(tensors(samples), 16, shuffle=True, micro_batch_size=each)
         while world._run.step.number < steps:
             for batch in loader:
                 world.backward(loss(model, batch))
@@ -176,7 +176,7 @@ def frozen_within_a_batch(strategy: Any) -> dict[str, Tensor]:
             model.blocks.requires_grad_(passes[-1] == 5)
         return entropy(model, batch)
 
-    return train(strategy, net(), loss, micro_batch=8, samples=64)
+    return train(strategy, net(), loss, micro_batch_size=8, samples=64)
 
 
 class Normed(nn.Module):
@@ -268,21 +268,21 @@ def norms(strategy: Any) -> dict[str, Tensor]:
         found = {}
         world.backward(1e3 * model(x).square().sum())
         for kind in (2.0, 3.0, float("inf")):
-            found[f"{kind}"] = world.clip_grad_norm(model, 1e9, kind)
-        found["smallest"] = world.clip_grad_norm(model.head, 1e9, float("-inf"))
+            found[f"{kind}"] = world.clip_grad_norm_(model, 1e9, kind)
+        found["smallest"] = world.clip_grad_norm_(model.head, 1e9, float("-inf"))
         return found
 
 
 EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "terms in attributes": lambda s: train(s, net(lambda: Net(Aside)), of_aside),
     "terms in attributes, micro-batches": lambda s: train(
-        s, net(lambda: Net(Aside)), of_aside, micro_batch=6
+        s, net(lambda: Net(Aside)), of_aside, micro_batch_size=6
     ),
     "an object": lambda s: train(s, net(Policy), lambda m, b: -m(b[0]).log_prob(b[1]).mean()),
     "an attribute alone": lambda s: train(
         s, net(Silent), lambda m, b: F.cross_entropy((m(b[0]), m.kept)[1][0], b[1])
     ),
-    "gradient of a gradient": lambda s: train(s, net(), penalty, micro_batch=8),
+    "gradient of a gradient": lambda s: train(s, net(), penalty, micro_batch_size=8),
     "and another forward": lambda s: train(s, net(), lambda m, b: penalty(m, b, again=True)),
     "evaluation that is left": lambda s: train(s, net(), between=left),
     "forward that is left": lambda s: train(s, net(), between=lambda m, n: left(m, n, grad=True)),
@@ -472,14 +472,14 @@ def test_a_state_that_one_rank_alone_has_loaded(two):
 
 
 def in_turn() -> list[str]:
-    """What is said of a forward pass, and of a collective, inside of `main_first`."""
+    """What is said of a forward pass, and of a collective, inside of `main_process_first`."""
     said = []
     with lockstep.init("fsdp", seed=5) as world:
         model = world.prepare(net())
         x = torch.ones(2, FEATURES, dtype=torch.float64)
         for work in (lambda: model(x), world.barrier):
             try:
-                with torch.no_grad(), world.main_first():
+                with torch.no_grad(), world.main_process_first():
                     work()
             except LockstepError as error:
                 said.append(error.parts)

@@ -149,7 +149,7 @@ def train(
 ) -> dict[str, Any]:
     """Some steps; the weights of this rank, the losses and a sum over an evaluation."""
     make, data, loss_of = PROBLEMS[problem]
-    strategy = Pipeline(micro_batches=micro_batches, **options)
+    strategy = Pipeline(num_micro_batches=micro_batches, **options)
     with lockstep.init(strategy, seed=3) as world:
         torch.manual_seed(1 + world.rank)  # the weights of rank 0 are taken
         model = make().double()
@@ -160,7 +160,7 @@ def train(
             data(samples),
             BATCH,
             shuffle=True,
-            micro_batch=None if world.size > 1 else math.ceil(BATCH / micro_batches),
+            micro_batch_size=None if world.size > 1 else math.ceil(BATCH / micro_batches),
             shares=shares if world.collectives.part.count > 1 else None,
             weight=count_words if weighted else None,
         )
@@ -181,7 +181,7 @@ def train(
                     world.barrier()
                 losses.append(loss.item())
                 if clip is not None:
-                    norms.append(world.clip_grad_norm(model, clip))
+                    norms.append(world.clip_grad_norm_(model, clip))
                 optimizer.step()
                 optimizer.zero_grad()
                 if world._run.step.number == STEPS:
@@ -319,7 +319,7 @@ def wrong_uses() -> dict[str, str]:
     with lockstep.init("pipeline") as world:
         found["norm"] = refused(world.prepare, residual_net())
         found["few"] = refused(world.prepare, nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    with lockstep.init(Pipeline(split=["head"], micro_batches=2)) as world:
+    with lockstep.init(Pipeline(split=["head"], num_micro_batches=2)) as world:
         inner = Language()
         model = world.prepare(inner)
         optimizer = world.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -340,7 +340,7 @@ def test_wrong_uses_are_refused_on_every_rank():
         "stages": "the world size 2 is not a multiple of it",
         "cuts": "begin at 1 cut",
         "fp16": "use precision='bf16'",
-        "norm": "Pipeline(micro_batches=...)",
+        "norm": "Pipeline(num_micro_batches=...)",
         "few": "the model can be cut into 1 parts: 0",
         "nothing": "world.backward without a forward pass",
         "inside": "no rank holds the whole model",
@@ -392,7 +392,7 @@ class Backwards(nn.Module):
 
 
 def use(make: Any, cut: str) -> None:
-    with lockstep.init(Pipeline(split=[cut], micro_batches=1)) as world:
+    with lockstep.init(Pipeline(split=[cut], num_micro_batches=1)) as world:
         model = world.prepare(make())
         world.backward(model(torch.ones(2, 3)).sum())
 
@@ -411,14 +411,14 @@ def test_models_that_cannot_be_cut_there(make, cut, message):
 
 def half_precision() -> list[float]:
     """The losses in bf16; under autocast a stage sends what the layer before it gives."""
-    with lockstep.init(Pipeline(micro_batches=3), precision="bf16", seed=3) as world:
+    with lockstep.init(Pipeline(num_micro_batches=3), precision="bf16", seed=3) as world:
         torch.manual_seed(1)
         model = Language()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = world.prepare(model, optimizer)
         pieces = None if world.size > 1 else 4
         losses = []
-        for batch in world.loader(text(36), BATCH, shuffle=True, micro_batch=pieces):
+        for batch in world.loader(text(36), BATCH, shuffle=True, micro_batch_size=pieces):
             loss = language_loss(model, batch)
             losses.append(loss.item())
             world.backward(loss)

@@ -211,7 +211,7 @@ class Wide(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_memory_of_a_gpu() -> None:
-    with lockstep.init(micro_batch="auto") as world:
+    with lockstep.init(micro_batch_size="auto") as world:
         model = Wide(torch.cuda.mem_get_info()[1])
         model, optimizer = world.prepare(model, torch.optim.Adam(model.parameters()))
         loader = world.loader(torch.utils.data.TensorDataset(torch.randn(256, 1)), 128)

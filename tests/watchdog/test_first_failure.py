@@ -536,7 +536,7 @@ CASES = {
         [raised(0, "CUDA out of memory. Tried to allocate 2 MiB", 1.0, "torch.OutOfMemoryError")],
         "exception",
         (0,),
-        says=("smaller --micro-batch",),
+        says=("smaller --micro-batch-size",),
     ),
     "a CUDA error, which comes late": Case(
         [

@@ -70,7 +70,7 @@ MESSAGES: dict[str, str] = {
         "  do:    give one whole number a rank, for example shares='2:3:3'"
     ),
     "micro-batch of nothing": (
-        "micro_batch=0\n"
+        "micro_batch_size=0\n"
         "  found: a micro-batch holds at least one sample on each rank\n"
         "  do:    give the number of samples one device computes at a time, or leave it out"
     ),
@@ -165,7 +165,7 @@ MESSAGES: dict[str, str] = {
     "loss that is NaN": (
         "world.backward(loss)\n"
         "  found: the loss of step 1 is NaN on this rank\n"
-        "  do:    look at the batch of this step, lower the learning rate, or clip the gradients (world.clip_grad_norm)"
+        "  do:    look at the batch of this step, lower the learning rate, or clip the gradients (world.clip_grad_norm_)"
     ),
     "weight that is no number": (
         "weight=<lambda>\n"
@@ -204,7 +204,7 @@ MESSAGES: dict[str, str] = {
         "  do:    set it in one place"
     ),
     "variable that does not parse": (
-        "LOCKSTEP_MICRO_BATCH=few\n  found: it is not a valid whole number or auto\n  do:    correct or unset it"
+        "LOCKSTEP_MICRO_BATCH_SIZE=few\n  found: it is not a valid whole number or auto\n  do:    correct or unset it"
     ),
     "forward through .module": (
         "a training forward pass through .module\n"

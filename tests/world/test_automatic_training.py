@@ -70,7 +70,7 @@ def train(
     slow: int | None = None,
     fits: dict[int, int] | None = None,
     shares: Any = None,
-    micro_batch: Any = None,
+    micro_batch_size: Any = None,
     weighted: bool = False,
     resume_after: int = 0,
     own_batches: bool = False,
@@ -88,7 +88,7 @@ def train(
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
         model, optimizer, scheduler = world.prepare(net, optimizer, scheduler)
         data, weight = Recorded(), (lambda b: (b[1] + 1).sum()) if weighted else None
-        given = {"shares": shares, "micro_batch": micro_batch, "weight": weight}
+        given = {"shares": shares, "micro_batch_size": micro_batch_size, "weight": weight}
         if own_batches:
             batches = BatchSampler(SequentialSampler(data), BATCH, drop_last=False)
             loader = world.loader(DataLoader(data, batch_sampler=batches), **given)
@@ -137,7 +137,7 @@ def train(
         "turns": turns,
         "said": said.getvalue(),
         "shares": shares,
-        "micro_batch": found,
+        "micro_batch_size": found,
         "evaluation": test.shares,
         "sizes": net.sizes,
         "gradients": all(gradients),
@@ -154,13 +154,16 @@ def records(ranks: list[dict[str, Any]]) -> list[list[int]]:
     return found
 
 
-AUTO = {"shares": "auto", "micro_batch": "auto"}
+AUTO = {"shares": "auto", "micro_batch_size": "auto"}
 CASES: dict[str, dict[str, Any]] = {
     "shares": {"init": {"shares": "auto"}, "slow": SLOW},
     "shares with BatchNorm": {"init": {"shares": "auto"}, "slow": SLOW, "batch_norm": True},
-    "shares and a given micro-batch": {"init": {"shares": "auto", "micro_batch": 4}, "slow": SLOW},
-    "the whole part fits": {"init": {"micro_batch": "auto"}},
-    "a small memory": {"init": {"micro_batch": "auto"}, "fits": {0: FITS}},
+    "shares and a given micro-batch": {
+        "init": {"shares": "auto", "micro_batch_size": 4},
+        "slow": SLOW,
+    },
+    "the whole part fits": {"init": {"micro_batch_size": "auto"}},
+    "a small memory": {"init": {"micro_batch_size": "auto"}, "fits": {0: FITS}},
     "both": {"init": AUTO, "slow": SLOW, "fits": {0: FITS}},
     "of one loader, resumed in mid-epoch": {
         **AUTO,
@@ -304,7 +307,7 @@ def test_on_three_ranks(expected):
     for found in ranks:
         assert difference(expected["weighted"]["weights"], found["weights"]) < 1e-9
         assert found["shares"][SLOW] < min(found["shares"][0], found["shares"][2])
-        assert found["micro_batch"] == FITS
+        assert found["micro_batch_size"] == FITS
 
 
 @pytest.mark.parametrize("case", [name for name, c in CASES.items() if "slow" in c])
@@ -323,9 +326,9 @@ def test_the_slow_rank_gets_less(results, case):
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.get("fits") == {0: FITS}])
 def test_the_smallest_memory_counts(results, case, size):
     for found in (results[size][rank][case] for rank in range(size)):
-        assert found["micro_batch"] == FITS
+        assert found["micro_batch_size"] == FITS
         assert all(len(indices) <= FITS for _, indices in found["turns"])
-    assert f"micro_batch auto: {FITS} samples at a time" in results[size][0][case]["said"]
+    assert f"micro_batch_size auto: {FITS} samples at a time" in results[size][0][case]["said"]
 
 
 def pieces(result: dict[str, Any]) -> list[int]:
@@ -337,9 +340,9 @@ def pieces(result: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_where_the_whole_part_fits_only_the_first_batch_is_cut(results, size):
     found = results[size][0]["the whole part fits"]
-    assert found["micro_batch"] is None
+    assert found["micro_batch_size"] is None
     assert pieces(found)[:4] == [2, 1, 1, 1]
-    assert f"micro_batch auto: {BATCH // size}, the whole part of a rank fits" in found["said"]
+    assert f"micro_batch_size auto: {BATCH // size}, the whole part of a rank fits" in found["said"]
 
 
 def test_batchnorm_sees_the_planned_batch(results):
@@ -374,26 +377,26 @@ def test_what_cannot_be_tried_is_said_on_all_ranks(results):
     ],
 )
 def test_what_cannot_be_tried_is_said(kind, said):
-    assert said in refused(kind, None, micro_batch="auto")
+    assert said in refused(kind, None, micro_batch_size="auto")
 
 
 def test_the_settings_from_outside(monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH", "auto")
+    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH_SIZE", "auto")
     monkeypatch.setenv("LOCKSTEP_SHARES", "auto")
     found = train(3, fits={0: FITS})
-    assert found["micro_batch"] == FITS
-    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH", "many")
+    assert found["micro_batch_size"] == FITS
+    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH_SIZE", "many")
     with pytest.raises(SettingError, match="not a valid whole number or auto"):
         train(3)
 
 
 def test_strategies_that_cannot_try_refuse(monkeypatch):
     monkeypatch.setattr(lockstep.strategies.Single, "settles", False)
-    for setting in ("shares", "micro_batch"):
+    for setting in ("shares", "micro_batch_size"):
         with pytest.raises(SettingError, match=f"{setting}='auto'(.|\n)*strategy 'single'"):
             lockstep.init(**{setting: "auto"})
     with lockstep.init() as world, pytest.raises(SettingError, match="cannot try"):
-        world.loader(Recorded(), 4, micro_batch="auto")
+        world.loader(Recorded(), 4, micro_batch_size="auto")
 
 
 def test_several_optimizers(results):
@@ -406,7 +409,7 @@ def test_several_optimizers(results):
 def on_replicas(**init: Any) -> tuple[dict[str, Tensor], Any, Any, str]:
     said = StringIO()
     with redirect_stdout(said), lockstep.init(seed=5, **init) as world:
-        model = Net(slow=None, fits=FITS if "micro_batch" in init else None)
+        model = Net(slow=None, fits=FITS if "micro_batch_size" in init else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(Recorded(), BATCH, shuffle=True)
@@ -430,10 +433,10 @@ def test_the_devices_of_one_process(monkeypatch, settings):
     assert "shares auto: 1:1 -> 1:2; a sample took device 0 2 s, device 1 1 s" in said
     assert loader.shares == (1,)
     if settings is AUTO:  # of 8 samples 3 and 5
-        assert f"micro_batch auto: 8 samples at a time, of a part of {BATCH}" in said
+        assert f"micro_batch_size auto: 8 samples at a time, of a part of {BATCH}" in said
         assert loader.micro_batches == 3
 
 
 def test_a_given_micro_batch_of_devices_whose_shares_are_open():
-    with pytest.raises(SettingError, match="set micro_batch='auto' too"):
-        on_replicas(strategy=DP(replicas=2), shares="auto", micro_batch=4)
+    with pytest.raises(SettingError, match="set micro_batch_size='auto' too"):
+        on_replicas(strategy=DP(replicas=2), shares="auto", micro_batch_size=4)

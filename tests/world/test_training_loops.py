@@ -30,10 +30,10 @@ def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
     return world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def two_models(world: lockstep.World, micro_batch: int | None, *, separate: bool) -> Any:
+def two_models(world: lockstep.World, micro_batch_size: int | None, *, separate: bool) -> Any:
     """Two models with an optimizer each, cleared at the start and in turns."""
     pairs = [ready(world), ready(world)]
-    for batch in world.loader(tensors(), 10, micro_batch=micro_batch):
+    for batch in world.loader(tensors(), 10, micro_batch_size=micro_batch_size):
         for _, optimizer in pairs:
             optimizer.zero_grad()
         if separate:
@@ -64,7 +64,7 @@ def test_two_losses_of_two_optimizers_work_on_whole_batches_and_are_refused_on_p
 def test_clearing_through_the_model_is_noticed(world):
     model, optimizer = ready(world)
     with pytest.raises(UsageError, match="gradients cleared between the micro-batches"):
-        for batch in world.loader(tensors(), 10, micro_batch=5):
+        for batch in world.loader(tensors(), 10, micro_batch_size=5):
             model.zero_grad()
             world.backward(mean_loss(model, batch))
             optimizer.step()
@@ -74,7 +74,7 @@ def test_an_optimizer_that_is_not_prepared_and_steps_in_each_micro_batch_is_noti
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = world.prepare(model)
-    loader = world.loader(tensors(), 10, micro_batch=5)
+    loader = world.loader(tensors(), 10, micro_batch_size=5)
     with pytest.raises(UsageError, match="whose optimizer is not prepared"):
         for batch in loader:
             world.backward(mean_loss(model, batch))
@@ -97,7 +97,7 @@ def test_an_optimizer_that_is_not_prepared_is_noticed_under_fp16():
 
 def test_gradients_of_a_global_batch_that_was_broken_off_are_dropped(world):
     model, optimizer = ready(world)
-    loader = world.loader(tensors(), 10, micro_batch=5)
+    loader = world.loader(tensors(), 10, micro_batch_size=5)
     for batch in loader:
         world.backward(mean_loss(model, batch))
         optimizer.step()
@@ -114,7 +114,7 @@ def test_two_loaders_in_one_step(world):
         optimizer.step()
         optimizer.zero_grad()
     assert world._run.step.number == 5
-    parts = world.loader(tensors(), 10, micro_batch=5)
+    parts = world.loader(tensors(), 10, micro_batch_size=5)
     with pytest.raises(UsageError, match="two prepared loaders at a time"):
         for a, b in zip(one, parts, strict=False):
             mean_loss(model, a)
@@ -123,7 +123,7 @@ def test_two_loaders_in_one_step(world):
 
 def test_an_iterator_that_is_kept_does_not_hold_the_step(world):
     model, optimizer = ready(world)
-    loader = world.loader(tensors(), 10, micro_batch=5)
+    loader = world.loader(tensors(), 10, micro_batch_size=5)
     kept = iter(loader)
     next(kept)
     kept.close()
@@ -258,7 +258,7 @@ def test_a_scheduler_that_was_not_prepared_is_noticed_with_micro_batches(world):
     model, optimizer = ready(world)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     with pytest.raises(UsageError, match=r"give the scheduler to world\.prepare"):
-        for batch in world.loader(tensors(), 10, micro_batch=5):
+        for batch in world.loader(tensors(), 10, micro_batch_size=5):
             world.backward(mean_loss(model, batch))
             optimizer.step()
             scheduler.step()
@@ -291,7 +291,7 @@ def test_a_part_that_counts_nothing_may_not_poison_the_gradients(world):
     def train(clamp: bool) -> dict[str, torch.Tensor]:
         model, optimizer = ready(world)
         data = torch.utils.data.TensorDataset(*tensors(10).tensors, torch.arange(10).lt(5).double())
-        for x, y, counts in world.loader(data, 10, micro_batch=5, weight=lambda b: b[2].sum()):
+        for x, y, counts in world.loader(data, 10, micro_batch_size=5, weight=lambda b: b[2].sum()):
             each = nn.functional.cross_entropy(model(x), y, reduction="none")
             total = counts.sum().clamp(min=1) if clamp else counts.sum()
             world.backward((each * counts).sum() / total)
@@ -311,7 +311,7 @@ def test_fp16_with_two_optimizers_and_clipping_steps_like_fp32():
                 for model, _ in pairs:
                     world.backward(mean_loss(model, batch))
                 for model, optimizer in pairs:
-                    world.clip_grad_norm(model, 0.1)
+                    world.clip_grad_norm_(model, 0.1)
                     optimizer.step()
                     optimizer.zero_grad()
             return [weights(model) for model, _ in pairs]
@@ -393,7 +393,7 @@ def on_two(tmp: str) -> dict[str, Any]:
     with lockstep.init(lockstep.strategies.DDP(static_graph=True)) as world:
         model, optimizer = ready(world)
         try:
-            for batch in world.loader(tensors(), 10, micro_batch=3):
+            for batch in world.loader(tensors(), 10, micro_batch_size=3):
                 world.backward(mean_loss(model, batch))
                 optimizer.step()
         except SettingError as error:
@@ -426,7 +426,7 @@ def reductions(world: lockstep.World) -> tuple[int, int]:
 
     model.register_comm_hook(None, count)
     before = world._run.step.number
-    for batch in world.loader(tensors(48), 12, micro_batch=2):
+    for batch in world.loader(tensors(48), 12, micro_batch_size=2):
         world.backward(mean_loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()

@@ -79,7 +79,7 @@ def closed(world: lockstep.World) -> None:
 
 def plain_backward_of_micro_batches(world: lockstep.World) -> None:
     model, optimizer = model_and_optimizer(world)
-    for x, _ in world.loader(tensors(), 8, micro_batch=4):
+    for x, _ in world.loader(tensors(), 8, micro_batch_size=4):
         model(x).mean().backward()
         optimizer.step()
 
@@ -115,13 +115,13 @@ ALONE_CASES: dict[str, Case] = {
     "more shares than ranks": lambda: init(shares="1:2"),
     "shares of nothing": lambda: init(shares="0"),
     "shares of words": lambda: init(shares="half"),
-    "micro-batch of nothing": lambda: within(lambda w: w.loader(tensors(), 4, micro_batch=0)),
+    "micro-batch of nothing": lambda: within(lambda w: w.loader(tensors(), 4, micro_batch_size=0)),
     "unknown strategy": lambda: init(strategy="pipelin"),
     "unknown precision": lambda: init(precision="bf61"),
     "unknown device": lambda: init(device="gpu"),
     "nccl on the CPU": lambda: init(device="cpu", backend="nccl"),
     "rank without world size": lambda: init(rank=0),
-    "timeout below zero": lambda: init(timeout=-1),
+    "timeout below zero": lambda: init(join_timeout=-1),
     "seed of words": lambda: init(seed="lucky"),
     "foreign parameters": lambda: within(
         lambda w: w.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
@@ -165,7 +165,7 @@ def test_outside_and_inside_contradict_each_other(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PRECISION", "bf16")
     assert message_of(lambda: init(precision="fp16")) == MESSAGES["contradiction"]
     init(precision="bf16")
-    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH", "few")
+    monkeypatch.setenv("LOCKSTEP_MICRO_BATCH_SIZE", "few")
     assert message_of(init) == MESSAGES["variable that does not parse"]
 
 

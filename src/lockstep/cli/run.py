@@ -91,7 +91,7 @@ def samples_or_auto(
     "--shares", metavar="A:B:...|auto", help="How a global batch is divided over the ranks."
 )
 @click.option(
-    "--micro-batch",
+    "--micro-batch-size",
     callback=samples_or_auto,
     metavar="SAMPLES|auto",
     help="Most samples computed at a time; auto: as many as fit.",
@@ -133,7 +133,7 @@ def command(
         arguments=args,
         nproc=nproc,
         module=module,
-        settings=Settings(timeout=join_timeout, **settings),  # type: ignore[arg-type]
+        settings=Settings(join_timeout=join_timeout, **settings),  # type: ignore[arg-type]
         torchrun=ctx.meta[_TORCHRUN],
         warm=warm,
         hang=HangRules(on_hang, hang_after),

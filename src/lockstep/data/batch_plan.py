@@ -140,7 +140,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
         return 1
     if largest < 1:
         raise SettingError(
-            f"micro_batch={largest}",
+            f"micro_batch_size={largest}",
             "a micro-batch holds at least one sample on each rank",
             "give the number of samples one device computes at a time, or leave it out",
         )

@@ -131,7 +131,7 @@ class Coverage:
                 "every sample of an epoch's plan once",
                 f"all ranks together were handed {count} samples, the plan has {planned.count}"
                 + ("" if count != planned.count else ": some came twice, and others not at all"),
-                "give the loader the same shares and micro_batch on every rank, and do not change "
+                "give every rank's loader the same shares and micro_batch_size, and do not change "
                 "its sampler while a pass is running",
                 code="LS102" if count < planned.count else "LS101",
             )

@@ -107,7 +107,7 @@ class StreamLoader(Loader):
         self._raw_begins = 0
         if source.shard is not None and self._division.open:
             raise SettingError(
-                "shares='auto' or micro_batch='auto' for a stream with shard=",
+                "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are found by dividing a global batch that a rank has read as a whole",
                 "give numbers, or leave shard out",
             )

@@ -42,8 +42,8 @@ class Loader:
     Args:
         source: the data and its order.
         shares: one whole number a rank.
-        micro_batch: the most samples this rank computes at a time; None: its whole part. `"auto"`
-            is None until it is found.
+        micro_batch_size: the most samples this rank computes at a time; None: its whole part.
+            `"auto"` is None until it is found.
         weight: a batch's weight in the mean, instead of its number of samples.
         sample_rng: give every sample random streams of its own.
         seed: of the run.
@@ -52,7 +52,7 @@ class Loader:
         together: forward passes without gradients, too, involve other ranks, so every rank gets
             every micro-batch of an evaluation, one without samples as well.
         pieces: micro-batches of a global batch, at least.
-        wish: what of shares and micro_batch is found in the first pass that trains.
+        wish: what of shares and micro_batch_size is found in the first pass that trains.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Loader:
         source: Source,
         *,
         shares: tuple[int, ...],
-        micro_batch: int | str | None = None,
+        micro_batch_size: int | str | None = None,
         weight: Weight | None = None,
         sample_rng: bool = True,
         seed: int,
@@ -77,7 +77,7 @@ class Loader:
             source.batch_size,
             varying=source.batch_sampler is not None,
             shares=shares,
-            micro_batch=micro_batch,
+            micro_batch_size=micro_batch_size,
             least_pieces=pieces,
             wish=wish,
         )
@@ -164,7 +164,7 @@ class Loader:
     def __len__(self) -> int:
         """Micro-batches of an epoch, which is the number of turns of a training loop.
 
-        While `micro_batch="auto"` is not found, one for each global batch is counted.
+        While `micro_batch_size="auto"` is not found, one for each global batch is counted.
 
         Raises:
             LengthUnknownError: of a stream that does not say its length.

@@ -38,8 +38,8 @@ class Division:
         batch_size: samples of a global batch.
         varying: global batches may be of any size: each is cut by its own.
         shares: one whole number a rank.
-        micro_batch: the most samples a rank computes at a time; None: its whole part. `"auto"` is
-            None until it is found.
+        micro_batch_size: the most samples a rank computes at a time; None: its whole part. `"auto"`
+            is None until it is found.
         least_pieces: micro-batches of a global batch, at least.
         wish: what is found in the first pass that trains; None: nothing.
     """
@@ -50,14 +50,14 @@ class Division:
         *,
         varying: bool,
         shares: tuple[int, ...],
-        micro_batch: int | str | None,
+        micro_batch_size: int | str | None,
         least_pieces: int,
         wish: AutotuneRequest | None,
     ) -> None:
         self.shares = shares
         self._batch_size = batch_size
         self._varying = varying
-        self._micro_batch = parse_micro_batch(micro_batch)
+        self._micro_batch = parse_micro_batch(micro_batch_size)
         self._least_pieces = least_pieces
         self._wish = wish
         self.follow()
@@ -73,8 +73,8 @@ class Division:
             found = self._wish.found
             if self._wish.shares and found.shares is not None:
                 self.shares = found.shares
-            if self._wish.micro_batch and found.tried:
-                self._micro_batch = found.micro_batch
+            if self._wish.micro_batch_size and found.tried:
+                self._micro_batch = found.micro_batch_size
         self.micro_batches = self._needed(self._batch_size)
 
     def planned(self, count: int) -> Indices:
@@ -125,9 +125,9 @@ class Division:
             local=int(end - begin),
             batch_size=self._batch_size,
             shares=self.shares,
-            micro_batch=self._micro_batch,
+            micro_batch_size=self._micro_batch,
             find_shares=wish.shares and wish.found.shares is None,
-            find_micro_batch=wish.micro_batch and not wish.found.tried,
+            find_micro_batch=wish.micro_batch_size and not wish.found.tried,
         )
         done = int(first[0, -1, 1])
         portion = Portion(deque(_marked(step, batch, first, part)))

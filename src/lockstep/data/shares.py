@@ -1,4 +1,4 @@
-"""What `shares="auto"` and `micro_batch="auto"` decide from what was measured, as pure functions.
+"""What `shares="auto"` and `micro_batch_size="auto"` decide from measurements: pure functions.
 
 The measuring is done by `strategies.settling`, in the first global batch that is trained on. It
 can be, because shares and micro-batches change how a global batch is computed and never what: the
@@ -42,7 +42,7 @@ class Question:
     batch_size: int
     shares: tuple[int, ...]
     """As they are now, one a rank."""
-    micro_batch: int | None
+    micro_batch_size: int | None
     """The most samples that a rank computes at a time, where that is given."""
     find_shares: bool
     find_micro_batch: bool
@@ -56,12 +56,12 @@ class Automatic(Protocol):
         """None: not yet found."""
 
     @property
-    def micro_batch(self) -> int | None:
+    def micro_batch_size(self) -> int | None:
         """The most samples that fit at a time; None: no limit was met."""
 
     @property
     def tried(self) -> bool:
-        """Whether `micro_batch` has been looked for."""
+        """Whether `micro_batch_size` has been looked for."""
 
     @property
     def whole(self) -> bool:
@@ -77,18 +77,18 @@ class AutotuneRequest:
 
     found: Automatic
     shares: bool
-    micro_batch: bool
+    micro_batch_size: bool
 
     @property
     def whole(self) -> bool:
         """Whether the first piece is the plan's own: it is known to be no larger than wanted."""
-        return self.found.whole and not (self.micro_batch and not self.found.tried)
+        return self.found.whole and not (self.micro_batch_size and not self.found.tried)
 
     @property
     def open(self) -> bool:
         """Whether something of it is not known yet."""
         return (self.shares and self.found.shares is None) or (
-            self.micro_batch and not self.found.tried
+            self.micro_batch_size and not self.found.tried
         )
 
 
@@ -111,7 +111,7 @@ def parse_micro_batch(value: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise SettingError(
-            f"micro_batch={value!r}",
+            f"micro_batch_size={value!r}",
             "a micro-batch holds a whole number of samples on each rank",
             "give the number of samples one device computes at a time, or 'auto', or leave it out",
         )
@@ -267,7 +267,7 @@ def choose_shares(
         raise SettingError(
             f"shares='auto' with a global batch of {batch_size}",
             "of it fit " + ", ".join(f"{n} on rank {r}" for r, n in enumerate(room)),
-            "set micro_batch='auto' too: the batch is then computed in pieces",
+            "set micro_batch_size='auto' too: the batch is then computed in pieces",
         )
     ideal = _ideal(seconds, room, batch_size)
     ranks = len(present)

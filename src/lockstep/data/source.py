@@ -47,7 +47,7 @@ _ARGUMENTS = (
     "batch_size_per_device",
     "shuffle",
     "drop_last",
-    "micro_batch",
+    "micro_batch_size",
     "shares",
     "weight",
     "sample_rng",

@@ -53,7 +53,7 @@ class Collectives:
         self.blocked: str | None = None
         """Why a collective would hang just now (set by an evaluation loop), or None."""
         self.in_turn = False
-        """Whether this rank is inside of `main_first`, where other ranks are not."""
+        """Whether this rank is inside of `main_process_first`, where other ranks are not."""
 
     @property
     def alone(self) -> bool:
@@ -203,10 +203,10 @@ class Collectives:
         raise _differ(calls)
 
     def check_turn(self, doing: str) -> None:
-        """Raises UsageError inside of `main_first`: what all ranks do together never ends there."""
+        """Raises UsageError inside of `main_process_first`, where other ranks are not."""
         if self.in_turn:
             raise UsageError(
-                f"{doing} inside of `with world.main_first()`",
+                f"{doing} inside of `with world.main_process_first()`",
                 "all ranks do it together, and they run this block one after the other",
                 "move it behind the block",
             )

@@ -139,7 +139,7 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     Args:
         error: anything; None: nothing.
         samples: what this rank was computing at a time.
-        devices: of this rank, which divide them; `micro_batch` is of one.
+        devices: of this rank, which divide them; `micro_batch_size` is of one.
     """
     if error is None or not is_out_of_memory(error):
         return
@@ -149,8 +149,9 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     each = -(-samples // devices)
     if each > 1:
         pieces = (
-            f"Set a smaller micro_batch, such as micro_batch={each // 2}: the global batch and "
-            "the numbers stay the same; micro_batch='auto' finds the largest that fits. Or "
+            f"Set a smaller micro_batch_size, such as micro_batch_size={each // 2}: the global "
+            "batch and the numbers stay the same; micro_batch_size='auto' finds the largest that "
+            "fits. Or "
         )
     error.add_note(
         f"{_BEGIN} with {samples} sample{'s' * (samples != 1)} at a time on this rank"

@@ -102,7 +102,7 @@ def join_run(
         world_size: likewise.
 
     Raises:
-        JoinError: the ranks did not come together within `settings.timeout_s`.
+        JoinError: the ranks did not come together within `settings.join_timeout_s`.
         RanksDifferError: they run other code, arguments, versions or settings.
         SettingError: something that was set cannot be honoured.
         UsageError: this process is in a run already.
@@ -144,7 +144,7 @@ def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) ->
         topology,
         settings.init_method,
         record=collect(topology, _compared(settings, environ)),
-        timeout=settings.timeout_s,
+        timeout=settings.join_timeout_s,
         attempt=".".join((*launch, str(_joins))),
     )
 
@@ -158,7 +158,7 @@ def _open(
         topology,
         environ,
         may_share=settings.backend == "gloo",
-        on_this_machine=partial(_on_this_machine, topology, joined, settings.timeout_s),
+        on_this_machine=partial(_on_this_machine, topology, joined, settings.join_timeout_s),
     )
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
@@ -271,7 +271,7 @@ def close_at_exit(close: Callable[..., None]) -> None:
 
 
 @contextmanager
-def main_first(run: Run, turn: str) -> Iterator[None]:
+def main_process_first(run: Run, turn: str) -> Iterator[None]:
     """Rank 0 runs the block, then the others; they wait at the store, where no timeout is short.
 
     Raises:
@@ -280,7 +280,7 @@ def main_first(run: Run, turn: str) -> Iterator[None]:
     if run.joined is None:
         yield
         return
-    key = f"main_first/{turn}"
+    key = f"main_process_first/{turn}"
     if run.topology.is_main:
         try:
             with _turn(run.collectives):
@@ -293,7 +293,7 @@ def main_first(run: Run, turn: str) -> Iterator[None]:
     run.joined.store.wait([key], _MAIN_FIRST)
     if run.joined.store.get(key) == b"failed":
         raise UsageError(
-            "with world.main_first()",
+            "with world.main_process_first()",
             "rank 0 raised in its block",
             "look at rank 0's error",
         )
@@ -359,7 +359,7 @@ def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, objec
         "precision": settings.precision,
         "backend": settings.backend,
         "shares": settings.shares,
-        "micro_batch": settings.micro_batch,
+        "micro_batch_size": settings.micro_batch_size,
         "sync_batchnorm": settings.sync_batchnorm,
         "ledger": settings.ledger is not None,
         "threads": environ.get("OMP_NUM_THREADS"),

@@ -31,7 +31,7 @@ class GradientVersionGuard:
                 "gradients that are written to between the micro-batches of a global batch",
                 "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
                 "they add up to something else",
-                "use world.clip_grad_norm(model, max_norm); change gradients by hand only where "
+                "use world.clip_grad_norm_(model, max_norm); change gradients by hand only where "
                 "loader.current.last",
                 code="LS406",
             )
@@ -44,7 +44,7 @@ class GradientVersionGuard:
                 "gradients that are written to before optimizer.step() under precision='fp16'",
                 "they are still multiplied by the scale of the loss, so that clip_grad_norm_ of "
                 "torch clips nearly all of them away",
-                "use world.clip_grad_norm(model, max_norm); after it (max_norm=math.inf clips "
+                "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
                 "nothing) they have their true size and may be changed",
                 code="LS406",
             )

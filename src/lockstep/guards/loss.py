@@ -97,5 +97,5 @@ class LossGuard:
             "world.backward(loss)",
             f"the loss of step {number} is NaN on this rank",
             "look at the batch of this step, lower the learning rate, or clip the gradients "
-            "(world.clip_grad_norm)",
+            "(world.clip_grad_norm_)",
         )

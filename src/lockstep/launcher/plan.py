@@ -33,11 +33,11 @@ class Settings:
     strategy: str | None = None
     precision: str | None = None
     shares: str | None = None
-    micro_batch: int | str | None = None
+    micro_batch_size: int | str | None = None
     """Samples per device and micro-batch, or `auto`."""
     backend: str | None = None
     device: str | None = None
-    timeout: float | None = None
+    join_timeout: float | None = None
     """Seconds to wait for all ranks to join."""
     seed: int | None = None
     ledger: str | None = None

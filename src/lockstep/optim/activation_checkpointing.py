@@ -170,7 +170,7 @@ def _fitting(
         f"checkpoint_activations(..., budget={budget!r})",
         f"{size:,} bytes; the least that any choice keeps is {min(peaks):,}, and {peaks[0]:,} "
         "are kept as it is",
-        "make the example (and micro_batch) smaller, or choose other submodules",
+        "make the example (and micro_batch_size) smaller, or choose other submodules",
     )
 
 

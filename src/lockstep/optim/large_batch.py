@@ -201,7 +201,7 @@ class LAMB(_Layerwise):
 
     The ratio is 1 where |w| or |u| is 0.
 
-    The gradient is taken as it is; where it should be clipped, call `world.clip_grad_norm`.
+    The gradient is taken as it is; where it should be clipped, call `world.clip_grad_norm_`.
 
     Args:
         params: as for all optimizers of torch.

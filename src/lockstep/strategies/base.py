@@ -2,8 +2,8 @@
 
 A strategy is a frozen set of options. `World` calls, on every rank:
 
-1. `check(run)`: once, when the run is joined; then `part`, `shares`, `devices` and `micro_batch`,
-   which say how the global batch is divided.
+1. `check(run)`: once, when the run is joined; then `part`, `shares`, `devices` and
+   `micro_batch_size`, which say how the global batch is divided.
 2. `wrap(module, run)`: once for every module given to `prepare`; returns what the user calls, with
    the reasons of what was chosen.
 3. `backward(modules, loss, precision)`: for every micro-batch.
@@ -111,7 +111,7 @@ class Strategy(ABC):
     name: ClassVar[str]
 
     settles: ClassVar[bool] = False
-    """`shares="auto"` and `micro_batch="auto"` can be found, because `alone` keeps its word."""
+    """`shares="auto"` and `micro_batch_size="auto"` can be found: `alone` keeps its word."""
 
     unfreezes: ClassVar[bool] = False
     """Parameters that were frozen in `wrap` may be trained later."""
@@ -142,7 +142,7 @@ class Strategy(ABC):
         """Devices that divide a global batch, whether or not each has a process."""
         return run.collectives.part.count
 
-    def micro_batch(self, run: Run, largest: int | str | None) -> int | str | None:
+    def micro_batch_size(self, run: Run, largest: int | str | None) -> int | str | None:
         """The most samples this process computes at a time.
 
         Args:

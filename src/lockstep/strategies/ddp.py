@@ -52,7 +52,7 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
     settles: ClassVar[bool] = True
 
-    bucket_mib: float | None = None
+    bucket_cap_mb: float | None = None
     """Size of a gradient bucket in MiB; None: torch's default."""
     find_unused_parameters: bool = False
     """Look for parameters without gradient in every step; costs a walk over the graph."""
@@ -62,9 +62,11 @@ class DDP(Strategy):
     """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
 
     def __post_init__(self) -> None:
-        if self.bucket_mib is not None and self.bucket_mib <= 0:
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise SettingError(
-                f"bucket_mib={self.bucket_mib}", "a bucket holds something", "give MiB above 0"
+                f"bucket_cap_mb={self.bucket_cap_mb}",
+                "a bucket holds something",
+                "give MiB above 0",
             )
         if self.check_every < 0:
             raise SettingError(
@@ -104,7 +106,7 @@ class DDP(Strategy):
             run,
             self,
             device_ids=[run.device.index] if run.device.type == "cuda" and not spread else None,
-            bucket_cap_mb=self.bucket_mib,
+            bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
@@ -158,8 +160,8 @@ class DDP(Strategy):
             module.release()
 
     def _bucket_choice(self, size: int) -> Choice:
-        if self.bucket_mib is not None:
-            return Choice("bucket", f"{self.bucket_mib:g} MiB", "as set")
+        if self.bucket_cap_mb is not None:
+            return Choice("bucket", f"{self.bucket_cap_mb:g} MiB", "as set")
         if size <= 2**20 * _TORCH_BUCKET_MIB:
             return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", "torch's default; one holds all")
         reason = "torch's default: large enough to fill a link, small enough to overlap"
@@ -247,7 +249,7 @@ class ExactDDP(DistributedDataParallel):
             raise SettingError(
                 "DDP(static_graph=True) with micro-batches",
                 "torch then needs to communicate in every backward pass",
-                "leave static_graph or micro_batch out",
+                "leave static_graph or micro_batch_size out",
             )
         if self.require_backward_grad_sync is not present.last:
             self.require_backward_grad_sync = present.last

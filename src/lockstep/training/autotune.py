@@ -68,7 +68,7 @@ class Autotune:
         say: Callable[[str], None],
     ) -> None:
         self.shares: tuple[int, ...] | None = None
-        self.micro_batch: int | None = None
+        self.micro_batch_size: int | None = None
         self.tried = False
         self.watching = False
         """A piece is being computed in which something is to be found."""
@@ -95,7 +95,7 @@ class Autotune:
             or getattr(self._strategy, "static_graph", False)
         )
 
-    def wish(self, shares: Any, micro_batch: Any) -> AutotuneRequest | None:
+    def wish(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
         """What a loader leaves open, which was told this itself (None: as the run was told).
 
         Raises:
@@ -103,7 +103,9 @@ class Autotune:
         """
         settings, own = self._run.settings, shares is not None
         shares = settings.shares if shares is None else shares
-        micro_batch = settings.micro_batch if micro_batch is None else micro_batch
+        micro_batch_size = (
+            settings.micro_batch_size if micro_batch_size is None else micro_batch_size
+        )
         open_shares = isinstance(shares, str) and shares == AUTO
         if not open_shares and own and len(self._strategy.computes_on(self._run)) > 1:
             raise SettingError(
@@ -113,19 +115,19 @@ class Autotune:
                 "give the shares to lockstep.init, or --shares; strategies.data_parallel."
                 "set_shares(model, ...) changes them later",
             )
-        if not (open_shares or micro_batch == AUTO):
+        if not (open_shares or micro_batch_size == AUTO):
             return None
         if not self._strategy.settles:
             raise SettingError(
-                "shares='auto'" if open_shares else "micro_batch='auto'",
+                "shares='auto'" if open_shares else "micro_batch_size='auto'",
                 f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
         several = self._strategy.devices(self._run) > 1
-        if micro_batch != AUTO and not several:
+        if micro_batch_size != AUTO and not several:
             return None
         return AutotuneRequest(
-            found=self, shares=open_shares and several, micro_batch=micro_batch == AUTO
+            found=self, shares=open_shares and several, micro_batch_size=micro_batch_size == AUTO
         )
 
     @contextmanager
@@ -142,7 +144,7 @@ class Autotune:
             yield
             if self._calls is calls and self._run.step.running.stepped:
                 raise UsageError(
-                    "loss.backward() where shares or micro_batch are 'auto'",
+                    "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
@@ -171,9 +173,9 @@ class Autotune:
             kind = "rank" if self._run.collectives.part.count > 1 else "device"
             self._say(_shares_in_words(before, after, times, kind))
         if question.find_micro_batch:
-            self.micro_batch = search.micro_batch(shares)
+            self.micro_batch_size = search.micro_batch_size(shares)
             most = max(parts(question.batch_size, shares))
-            self._say(_micro_batch_in_words(self.micro_batch, most))
+            self._say(_micro_batch_in_words(self.micro_batch_size, most))
             self.tried = True
         if question.find_shares:
             self.shares = shares
@@ -205,7 +207,7 @@ class _Search:
         if len(shares) != self._devices:  # the loader knows of this process alone
             before = shares = (1,) * self._devices
         # Where the parts may be computed in pieces, memory does not bound them.
-        bound = question.micro_batch is None and not question.find_micro_batch
+        bound = question.micro_batch_size is None and not question.find_micro_batch
         tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
         while shares not in tried and len(tried) < _DIVISIONS:
@@ -224,7 +226,7 @@ class _Search:
             rounds.append(self._everywhere(self._seconds, self._own, shares))
         return list(zip(*rounds, strict=True))
 
-    def micro_batch(self, shares: tuple[int, ...]) -> int | None:
+    def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
         """The most samples a process computes at a time, by the least memory of all; None: all.
 
         Args:
@@ -241,7 +243,7 @@ class _Search:
         """Samples that the device, or the process, would compute at a time."""
         of_all = parts(self._question.batch_size, shares)
         part = of_all[self._part if device is None else device]
-        return min(part, self._question.micro_batch or part)
+        return min(part, self._question.micro_batch_size or part)
 
     def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """The most samples that fit; None: all that were tried, up to its part, do."""
@@ -282,9 +284,9 @@ class _Search:
         problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
         if problems:
             raise UsageError(
-                "shares='auto'" if self._question.find_shares else "micro_batch='auto'",
+                "shares='auto'" if self._question.find_shares else "micro_batch_size='auto'",
                 f"the model could not be tried at other sizes; {problems[0]}",
-                "give numbers instead, such as shares='2:3' and micro_batch=16",
+                "give numbers instead, such as shares='2:3' and micro_batch_size=16",
             ) from cause
         return [each for found, _ in answers for each in found]
 
@@ -304,8 +306,8 @@ def _shares_in_words(
 
 def _micro_batch_in_words(found: int | None, part: int) -> str:
     if found is None:
-        return f"micro_batch auto: {part}, the whole part of a rank fits"
-    return f"micro_batch auto: {found} samples at a time, of a part of {part}"
+        return f"micro_batch_size auto: {part}, the whole part of a rank fits"
+    return f"micro_batch_size auto: {found} samples at a time, of a part of {part}"
 
 
 def _colons(shares: Sequence[int]) -> str:

@@ -103,7 +103,7 @@ class PreparedOptimizer(Optimizer):
             raise UsageError(
                 "optimizer.step(closure) with micro-batches",
                 "the closure would be evaluated on a part of the global batch",
-                "leave micro_batch out, or use an optimizer without closures",
+                "leave micro_batch_size out, or use an optimizer without closures",
             )
         if not present.first:
             self._check_rates()
@@ -290,8 +290,8 @@ def _check_own_scaler() -> None:
                 "a GradScaler of your own with micro-batches",
                 "it divides the gradients by its scale at each of them, those of the micro-batches "
                 "before once more",
-                "leave it out and scale with lockstep.init(precision='fp16'), or leave micro_batch "
-                "out",
+                "leave it out and scale with lockstep.init(precision='fp16'), or leave "
+                "micro_batch_size out",
                 code="LS406",
             )
         frame = frame and frame.f_back

@@ -142,9 +142,9 @@ class Preparer:
         """Clips the gradients of a module by the norm of all of them; returns that norm."""
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"world.clip_grad_norm of a {type(module).__name__}",
+                f"world.clip_grad_norm_ of a {type(module).__name__}",
                 "it takes a module, whose gradients may be spread over the ranks",
-                "pass the prepared model: world.clip_grad_norm(model, max_norm)",
+                "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
             )
         parameters = list(module.parameters())
         mine = {id(parameter) for parameter in parameters}
@@ -168,7 +168,7 @@ class Preparer:
                 "several backward passes a micro-batch, for several optimizers",
                 "what one leaves in the parameters of another is cleared once per global batch, "
                 "not between the micro-batches, so it would be counted",
-                "leave micro_batch out, or add the losses up and call world.backward once",
+                "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
         if present.first or running.backwards:
             return

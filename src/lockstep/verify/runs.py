@@ -35,7 +35,7 @@ class Way:
 
 def alone(precision: str, batch_times: int = 1) -> Way:
     """The reference: on one process."""
-    instead = {"precision": precision, "shares": None, "micro_batch": None}
+    instead = {"precision": precision, "shares": None, "micro_batch_size": None}
     return Way(name="1 process", nproc=1, instead=instead, batch_times=batch_times)
 
 

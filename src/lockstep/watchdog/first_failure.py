@@ -434,7 +434,7 @@ class _Advice(NamedTuple):
 
 _MEMORY = (
     "give the run more memory (look also at the container's or the job's limit), or use less: "
-    "fewer DataLoader workers, a smaller --micro-batch, data that is read when it is needed"
+    "fewer DataLoader workers, a smaller --micro-batch-size, data that is read when it is needed"
 )
 _SHARED_MEMORY = (
     "enlarge /dev/shm (docker run --shm-size=8g, or --ipc=host), or use fewer DataLoader workers"
@@ -449,7 +449,7 @@ _BY_TEXT = tuple(
         ),
         (
             r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
-            "use a smaller --micro-batch (the global batch and the numbers stay the same), or "
+            "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
             "activation checkpointing",
         ),
         (

@@ -68,7 +68,7 @@ class DP(Strategy):
         """Devices that compute a global batch."""
         return self._wrapped(nn.Identity(), run).count
 
-    def micro_batch(self, run: Run, largest: int | str | None) -> int | str | None:
+    def micro_batch_size(self, run: Run, largest: int | str | None) -> int | str | None:
         """The most samples of a micro-batch of which no device gets more than `largest`.
 
         A device's part of m samples is at most ceil(m * its share / all shares).
@@ -80,9 +80,9 @@ class DP(Strategy):
             return largest
         if _measured(run) and self.devices(run) > 1:
             raise SettingError(
-                f"micro_batch={largest} and shares='auto' under strategy 'dp'",
+                f"micro_batch_size={largest} and shares='auto' under strategy 'dp'",
                 "how many samples that is over all devices depends on shares not yet known",
-                "set micro_batch='auto' too, or give the shares",
+                "set micro_batch_size='auto' too, or give the shares",
             )
         shares = self._wrapped(nn.Identity(), run).shares
         return largest * sum(shares) // max(shares)

@@ -68,8 +68,8 @@ class Pipeline(Strategy):
     """`1f1b` or `gpipe`, which holds the activations of all micro-batches at a time."""
     interleave: int = 1
     """Stages on each rank: several send more, and wait less on two or three ranks."""
-    micro_batches: int | None = None
-    """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch` is set."""
+    num_micro_batches: int | None = None
+    """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch_size` is set."""
 
     def __post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:
@@ -78,7 +78,7 @@ class Pipeline(Strategy):
                 f"schedules are {', '.join(_SCHEDULES)}",
                 "choose one; interleave=2 makes either an interleaved one",
             )
-        for name in ("stages", "interleave", "micro_batches"):
+        for name in ("stages", "interleave", "num_micro_batches"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise SettingError(
@@ -126,10 +126,10 @@ class Pipeline(Strategy):
 
     def pieces(self, run: Run) -> int:
         """Micro-batches that keep the stages busy."""
-        if self.micro_batches is not None:
-            return self.micro_batches
+        if self.num_micro_batches is not None:
+            return self.num_micro_batches
         stages = self._positions(run.topology)
-        wanted = 1 if stages == 1 or run.settings.micro_batch else _MICRO_BATCHES * stages
+        wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
         return max(wanted, run.settings.pieces)
 
     def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
@@ -280,13 +280,13 @@ class Pipeline(Strategy):
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
         normalised = any(isinstance(m, BatchNorm) for m in module.modules())
-        if normalised and self.micro_batches is None and run.settings.micro_batch is None:
+        if normalised and self.num_micro_batches is None and run.settings.micro_batch_size is None:
             raise SettingError(
                 "strategy='pipeline' for a model with BatchNorm",
                 f"a global batch is cut into {self.pieces(run)} micro-batches by default, and "
                 "BatchNorm takes its statistics from one of them, not from the whole batch",
-                "say how many: lockstep.strategies.Pipeline(micro_batches=...), or micro_batch=; "
-                "one device with as many computes the same",
+                "say how many: lockstep.strategies.Pipeline(num_micro_batches=...), or "
+                "micro_batch_size=; one device with as many computes the same",
             )
 
     def _cut(self, module: nn.Module, run: Run, place: Place) -> tuple[Split, str]:

@@ -41,7 +41,7 @@ def tokens(batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 world = lockstep.init(seed=0)
-train = world.loader(sentences(96), batch_size=24, shuffle=True, micro_batch=8, weight=tokens)
+train = world.loader(sentences(96), batch_size=24, shuffle=True, micro_batch_size=8, weight=tokens)
 model = Language()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer = world.prepare(model, optimizer)

@@ -49,7 +49,7 @@ def main() -> None:
             logits = model(inputs).flatten(0, 1)
             loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
             world.backward(loss)
-            world.clip_grad_norm(model, 1.0)
+            world.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
         world.print(f"epoch {epoch}: loss {loss.item():.3f}")

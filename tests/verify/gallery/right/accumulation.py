@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.head(F.dropout(x, 0.3, training=self.training))
 
 
-world = lockstep.init(seed=0, micro_batch=5, precision="bf16")
+world = lockstep.init(seed=0, micro_batch_size=5, precision="bf16")
 train = DataLoader(pictures(110), batch_size=24, shuffle=True)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -39,7 +39,7 @@ for epoch in world.epochs(2):
     for images, labels in train:
         loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
         world.backward(loss)
-        world.clip_grad_norm(model, 0.5)
+        world.clip_grad_norm_(model, 0.5)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -59,7 +59,7 @@ def tokens(batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 world = lockstep.init(seed=0)
-train = world.loader(sentences(70), batch_size=16, shuffle=True, micro_batch=3, weight=tokens)
+train = world.loader(sentences(70), batch_size=16, shuffle=True, micro_batch_size=3, weight=tokens)
 model = Language()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
 model, optimizer = world.prepare(model, optimizer)
@@ -68,7 +68,7 @@ for epoch in world.epochs(2):
         logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
         world.backward(loss)
-        world.clip_grad_norm(model, 1.0)
+        world.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     world.print(f"epoch {epoch}: loss {loss.item():.3f}")

@@ -39,7 +39,7 @@ def network() -> nn.Module:
 
 
 world = lockstep.init(seed=0)
-train = world.loader(pictures(120), batch_size=24, shuffle=True, micro_batch=6 // world.size)
+train = world.loader(pictures(120), batch_size=24, shuffle=True, micro_batch_size=6 // world.size)
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer = world.prepare(model, optimizer)

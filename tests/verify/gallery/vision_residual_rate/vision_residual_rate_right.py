@@ -41,10 +41,10 @@ def network() -> nn.Module:
 world = lockstep.init(seed=0)
 train = DataLoader(pictures(120), batch_size=24, shuffle=True)
 model = network()
-rate = lockstep.scale_learning_rate(0.02, batch_size=24, base_batch_size=24)
+rate = lockstep.optim.scale_learning_rate(0.02, batch_size=24, base_batch_size=24)
 optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * len(train))
-schedule = lockstep.warmup(schedule, steps=3)
+schedule = lockstep.optim.warmup(schedule, steps=3)
 model, optimizer, schedule, train = world.prepare(model, optimizer, schedule, train)
 
 for epoch in world.epochs(2):
