@@ -98,7 +98,7 @@ MESSAGES: dict[str, str] = {
         "  do:    give both, or neither under a launcher"
     ),
     "timeout below zero": (
-        "timeout=-1\n  found: it is not a time above 0\n  do:    give seconds, or a timedelta"
+        "join_timeout=-1\n  found: it is not a time above 0\n  do:    give seconds, or a timedelta"
     ),
     "seed of words": (
         "seed='lucky'\n  found: a seed is a whole number of at least 0\n  do:    give such a one"
