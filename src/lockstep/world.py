@@ -266,6 +266,10 @@ class World:
         """The largest over all ranks."""
         return self.collectives.max(value)
 
+    def min(self, value: Any) -> Any:
+        """The smallest over all ranks."""
+        return self.collectives.min(value)
+
     def gather(self, value: Any) -> Any:
         """All ranks' values: tensors joined along the first dimension, numbers as lists."""
         return self.collectives.gather(value)

@@ -59,7 +59,8 @@ def everything() -> dict[str, Any]:
             "none on rank 1, real": world.sum(0 if r == 1 else torch.tensor(0.25)),
             "mean": world.mean({"x": r, "t": torch.tensor([1, 2]) * r}),
             "max": world.max([r, -float(r), torch.tensor([r, -r])]),
-            "bool": world.max(r == 1),
+            "min": world.min([r + 1, -float(r), torch.tensor([r + 1, -r])]),
+            "bool": [world.max(r == 1), world.min(r == 1), world.min(r >= 0)],
             "gather": world.gather(torch.arange(r + 1)),
             "gather empty": world.gather(torch.zeros(0 if r == 0 else 2, 3)).shape,
             "gather numbers": world.gather({"n": r, "s": f"rank {r}", "z": torch.tensor(r)}),
@@ -87,7 +88,9 @@ def test_collectives(size):
         assert found["mean"]["t"].tolist() == pytest.approx([total / size, 2 * total / size])
         assert found["max"][:2] == [size - 1, 0.0]
         assert found["max"][2].tolist() == [size - 1, 0]
-        assert found["bool"] == 1
+        assert found["min"][:2] == [1, 1.0 - size]
+        assert found["min"][2].tolist() == [1, 1 - size]
+        assert found["bool"] == [1, 0, 1]
         assert found["gather"].tolist() == [i for r in ranks for i in range(r + 1)]
         assert found["gather empty"] == (2 * (size - 1), 3)
         numbers = found["gather numbers"]
@@ -135,6 +138,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda world: world.sum(1.0),
     "mean": lambda world: world.mean(1.0),
     "max": lambda world: world.max([torch.ones(2), 1]),
+    "min": lambda world: world.min([torch.ones(2), 1]),
     "gather": lambda world: world.gather(torch.ones(2 + world.rank)),
 }
 
@@ -163,7 +167,7 @@ def mixed_calls() -> list[tuple[str, str, tuple[str, ...]]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_different_collectives_are_the_same_error_on_every_rank(size):
     first = same_on_all_ranks(mixed_calls, size)
-    assert len(first) == 22
+    assert len(first) == 29
     for most, other, (kind, _, found, _) in first:
         assert kind == "RanksDifferError"
         parts = found.split("; ")
@@ -208,6 +212,8 @@ def every_dtype() -> dict[str, Any]:
             if dtype not in COMPLEX:
                 results["max"] = world.max(mine)
                 results["max of one"] = world.max(mine[0])
+                results["min"] = world.min(mine)
+                results["min of one"] = world.min(mine[0])
                 results["none on rank 1"] = world.sum(0 if r == 1 else mine[1])
             assert all(x.dtype == dtype for x in results.values() if isinstance(x, torch.Tensor))
             found[str(dtype)] = {
@@ -240,6 +246,8 @@ def test_every_dtype(size):
             if dtype not in COMPLEX:
                 assert has["max"] == [8, 2, 4]
                 assert has["max of one"] == 8
+                assert has["min"] == [1, 2, 1]
+                assert has["min of one"] == 1
                 assert has["none on rank 1"] == stored(2 * (size - 1), dtype)
 
 
@@ -253,9 +261,11 @@ def exact_ends() -> dict[str, Any]:
         mask = torch.tensor([True, r == 0, False])
         alone = torch.tensor(r > 0)
         return {
-            "uint64": [x.tolist() for x in (world.max(large), world.gather(large[:1]))],
+            "uint64": [
+                x.tolist() for x in (world.max(large), world.min(large), world.gather(large[:1]))
+            ],
             "uint64 sum": world.sum(torch.tensor([2**62 + r], dtype=torch.uint64)).tolist(),
-            "uint64 0-dim": world.max(large[0]).item(),
+            "uint64 0-dim": [world.max(large[0]).item(), world.min(large[0]).item()],
             "uint16": plain(
                 world.sum(torch.tensor([60000 if r == 0 else 1000], dtype=torch.uint16))
             ),
@@ -265,6 +275,7 @@ def exact_ends() -> dict[str, Any]:
             "strided": world.gather(torch.arange(6, dtype=torch.int16).view(2, 3).T).tolist(),
             "bool": [plain(world.sum(x)) for x in (mask, alone)] + [world.sum(r > 0)],
             "bool max": [plain(world.max(x)) for x in (mask, alone)] + [world.max(r > 0)],
+            "bool min": [plain(world.min(x)) for x in (mask, alone)] + [world.min(r > 0)],
             "bool gather": [plain(world.gather(mask)), world.gather(r > 0)],
             "bool mean": world.mean(mask).tolist(),
             "bool on a rank": world.sum(0 if r == 1 else torch.tensor(True)),
@@ -278,10 +289,11 @@ def test_exact_to_the_ends_of_a_dtype(size):
     for rank, found in enumerate(run_ranks(exact_ends, size)):
         assert found["uint64"] == [
             [2**64 - 1, 2**63 + size - 1, size - 1],
+            [2**64 - size, 2**63, 0],
             [2**64 - 1 - r for r in range(size)],
         ]
         assert found["uint64 sum"] == [size * 2**62 + sum(range(size))]
-        assert found["uint64 0-dim"] == 2**64 - 1
+        assert found["uint64 0-dim"] == [2**64 - 1, 2**64 - size]
         assert found["uint16"] == ("torch.uint16", [60000 + 1000 * (size - 1)])
         assert found["nan"].tolist() == [0x7FC12345]
         rows = [[1 - 2j, 3 - r + 0j] for r in range(size)]
@@ -294,6 +306,11 @@ def test_exact_to_the_ends_of_a_dtype(size):
             ("torch.bool", [True, True, False]),
             ("torch.bool", True),
             True,
+        ]
+        assert found["bool min"] == [
+            ("torch.bool", [True, False, False]),
+            ("torch.bool", False),
+            False,
         ]
         masks = [x for r in range(size) for x in (True, r == 0, False)]
         assert found["bool gather"] == [("torch.bool", masks), [r > 0 for r in range(size)]]
@@ -351,6 +368,7 @@ def not_on_one_rank() -> list[tuple[str, ...]]:
             lambda: world.max(complex_ones if last else torch.ones(2)),
             lambda: world.max(complex_ones),
             lambda: world.max(complex_ones[0]),
+            lambda: world.min(complex_ones),
             lambda: world.sum(0 if last else small) if world.size > 2 else world.sum(small),
             lambda: world.broadcast(1, source=world.size),
             lambda: world.broadcast(1, source=-1 if last else 0),
@@ -364,9 +382,9 @@ def not_on_one_rank() -> list[tuple[str, ...]]:
 def test_what_one_rank_cannot_reduce_is_the_same_error_on_every_rank(size):
     first = same_on_all_ranks(not_on_one_rank, size)
     assert {kind for kind, *_ in first} == {"UsageError"}
-    for place, found in ((0, "NoneType"), (1, "str"), (3, "bytes"), (5, "complex64")):
+    for place, found in ((0, "NoneType"), (1, "str"), (3, "bytes"), (5, "complex64"), (7, "min")):
         assert found in first[place][1]
-    assert "200, does not fit into int8" in first[7][2]
+    assert "200, does not fit into int8" in first[8][2]
 
 
 def digests() -> dict[str, int]:
@@ -398,12 +416,13 @@ def test_where_all_agree_one_digest_is_all():
         "exchange": 3,
         "mean": 3,
         "max": 3,
+        "min": 3,
     }
 
 
 def test_alone_they_are_the_identity():
     tensor = torch.ones(3)
-    for call in (ALONE.sum, ALONE.max, ALONE.broadcast):
+    for call in (ALONE.sum, ALONE.max, ALONE.min, ALONE.broadcast):
         assert call(tensor) is tensor
         assert call({"a": 1})["a"] == 1
     assert ALONE.mean([3, 5]) == [3.0, 5.0]
@@ -423,7 +442,7 @@ def test_what_cannot_be_reduced(value):
         ALONE.sum([value])
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max", "gather"])
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "gather"])
 def test_in_an_evaluation_loop(name):
     collectives = Collectives(Topology(), torch.device("cpu"))
     collectives.blocked = "some ranks have no batch"
@@ -442,6 +461,9 @@ def only_the_first_two_count() -> Any:
         found = {
             "sum": world.sum(torch.tensor(values)),
             "max": world.max(torch.tensor(values)),
+            "min": world.min(torch.tensor(values)),
+            "smallest integers": world.min(torch.tensor([5, 7]) - 100 * (not counts)),
+            "smallest bool": world.min(torch.tensor([counts])),
             "integers": world.max(torch.tensor([-5, -7]) + 100 * (not counts)),
             "mean": world.mean(torch.tensor(values)),
             "numbers": [world.sum(10**r), world.mean(r), world.max(r), world.gather(r)],
@@ -457,6 +479,9 @@ def test_ranks_without_results_do_not_count(size):
     assert found == {
         "sum": [3.0, -10.0],
         "max": [2.0, -5.0],
+        "min": [1.0, -5.0],
+        "smallest integers": [5, 7],
+        "smallest bool": [True],
         "integers": [-5, -7],
         "mean": [1.5, -5.0],
         "numbers": [11, 0.5, 1, [0, 1]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def collect(device: str) -> dict[str, Any]:
             "sum": world.sum(mine),
             "mean": world.mean(mine),
             "max": world.max(real),
+            "min": world.min(real),
             "gather": world.gather(rows(world.rank, world.device)),
             "broadcast": world.broadcast(sent if last else None, source=world.size - 1),
             "kept": mine,
@@ -76,14 +78,13 @@ def test_they_give_what_plain_torch_gives(device: str, size: int) -> None:
                 mean = pytree.tree_leaves(values["mean"][name])[place]
                 torch.testing.assert_close(mean, total / size)
                 if "complex" not in name:
-                    largest = of_ranks[0]
-                    for other in of_ranks[1:]:
-                        largest = (
-                            torch.maximum(largest, other)
-                            if isinstance(other, Tensor)
-                            else max(largest, other)
-                        )
-                    same(pytree.tree_leaves(values["max"][name])[place], largest)
+                    for extreme, of_tensors, of_numbers in (
+                        ("max", torch.maximum, max),
+                        ("min", torch.minimum, min),
+                    ):
+                        both = of_tensors if isinstance(of_ranks[0], Tensor) else of_numbers
+                        expected = reduce(both, of_ranks)
+                        same(pytree.tree_leaves(values[extreme][name])[place], expected)
         given = [rows(other, "cpu") for other in range(size)]
         assert values["gather"]["text"] == ["rank 0", "rank 1"][:size]
         same(values["gather"]["one"], torch.stack([other["one"] for other in given]))
@@ -93,7 +94,7 @@ def test_they_give_what_plain_torch_gives(device: str, size: int) -> None:
         same(values["broadcast"]["from the CPU"], torch.arange(4))
         pytree.tree_map(same, values["kept"], brought[rank])
         both = {"cpu", device}
-        kinds = ("sum", "mean", "max", "kept")
+        kinds = ("sum", "mean", "max", "min", "kept")
         assert {p for n, p in found["places"] if n in kinds} == both
         assert {p for n, p in found["places"] if n == "gather"} == {device}
         # The others hold nothing: what the last rank sends from its CPU comes to their device too.

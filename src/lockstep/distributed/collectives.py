@@ -8,9 +8,9 @@ instead of a tensor) or all of them raise the same error. The alternative is wha
 numbers, a hang, an aborted process, or a message without a name.
 
 Communication pattern, after the digest: `barrier` nothing; `exchange` two all-gathers (lengths,
-padded bytes); `sum`, `mean` and `max` one all-reduce for each tensor, all numbers of a nest
-travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest first
-dimension; `broadcast` one exchange and one broadcast for each tensor.
+padded bytes); `sum`, `mean`, `max` and `min` one all-reduce for each tensor, all numbers of a
+nest travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest
+first dimension; `broadcast` one exchange and one broadcast for each tensor.
 
 What a rank brings to a collective: its description, and the forms in which it can travel.
 
@@ -76,15 +76,19 @@ class Collectives:
         Booleans are counted: they become integers, tensors of them int64. Other dtypes stay.
         """
         counted = pytree.tree_map(countable, value)
-        return self._reduce("sum", counted, lambda rows: sum(rows))
+        return self._reduce("sum", counted, sum)
 
     def max(self, value: Any) -> Any:
         """The largest over ranks of every leaf."""
-        return self._reduce("max", value, lambda rows: max(rows))
+        return self._reduce("max", value, max)
+
+    def min(self, value: Any) -> Any:
+        """The smallest over ranks of every leaf."""
+        return self._reduce("min", value, min)
 
     def mean(self, value: Any) -> Any:
         """The mean over ranks of every leaf; integer leaves become floating point."""
-        total = self._reduce("mean", pytree.tree_map(real, value), lambda rows: sum(rows))
+        total = self._reduce("mean", pytree.tree_map(real, value), sum)
         count = self.part.count
         return pytree.tree_map(lambda x: divided(x, count), total)
 
@@ -168,8 +172,10 @@ class Collectives:
         return pytree.tree_unflatten(reduced, spec)
 
     def _all_reduce(self, name: str, leaf: Tensor) -> Tensor:
-        operation = dist.ReduceOp.MAX if name == "max" else dist.ReduceOp.SUM
-        return all_reduced(leaf if self.counts else neutral(leaf, name), operation)
+        operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(
+            name, dist.ReduceOp.SUM
+        )
+        return all_reduced(leaf if self.counts else identity_element(leaf, operation), operation)
 
     def _open(
         self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
@@ -376,14 +382,18 @@ def call_on(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Call:
     return Call(name, "", str(spec), tuple(_describe(leaf) for leaf in leaves), problem)
 
 
-def neutral(leaf: Tensor, name: str) -> Tensor:
-    """What changes nothing in the reduction `name`, like `leaf` in shape and dtype."""
-    if name != "max" or leaf.dtype == torch.bool:
+def identity_element(leaf: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """What changes nothing in a reduction, like `leaf` in shape and dtype."""
+    if operation == dist.ReduceOp.SUM:
         return torch.zeros_like(leaf)
-    if not leaf.is_floating_point():
-        return torch.full_like(leaf, torch.iinfo(leaf.dtype).min)
-    # Some dtypes of 8 bits have no infinity.
-    return torch.full_like(leaf, -torch.inf if leaf.itemsize > 1 else torch.finfo(leaf.dtype).min)
+    largest = operation == dist.ReduceOp.MIN
+    if leaf.dtype == torch.bool:
+        return torch.full_like(leaf, largest)
+    if leaf.is_floating_point() and leaf.itemsize > 1:
+        return torch.full_like(leaf, torch.inf if largest else -torch.inf)
+    # Some floating-point dtypes of 8 bits have no infinity.
+    limits = torch.finfo(leaf.dtype) if leaf.is_floating_point() else torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, limits.max if largest else limits.min)
 
 
 def same_or_numbers(column: Sequence[Leaf]) -> bool:
@@ -425,8 +435,8 @@ def _problem_with_tensor(name: str, tensor: Tensor) -> Problem | None:
         return was_set, "no backend can carry this dtype", "convert it first"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
-    if name == "max" and tensor.is_complex():
-        return was_set, "complex numbers have no order", "take the maximum of its .abs()"
+    if name in {"max", "min"} and tensor.is_complex():
+        return was_set, "complex numbers have no order", f"take the {name}imum of its .abs()"
     return None
 
 
