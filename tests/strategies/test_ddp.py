@@ -9,51 +9,15 @@ import torch
 from problems import difference, mean_loss, mlp, tensors, weights
 from ranks import run_ranks
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.optim import precision
 from lockstep.strategies.base import place
 
 
 def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
     model = mlp() if model is None else model
     return world.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-def train(world: lockstep.World, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    for batch in world.loader(tensors(), 7, micro_batch_size=2):
-        world.backward(mean_loss(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-def bits_of_both_ways() -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
-    """The short forward pass, that under a profiler, and torch's own."""
-    ways, found = [], []
-    with lockstep.init(seed=1) as world:
-        for way in ("short", "profiled", "torch's"):
-            with pytest.MonkeyPatch.context() as patch:
-                if way == "torch's":
-                    patch.setattr(precision, "knows_forward", lambda: False)
-                model, optimizer = ready(world)
-            ways.append(model._way.short)
-            if way == "profiled":
-                with profile(activities=[ProfilerActivity.CPU]) as seen:
-                    found.append(train(world, model, optimizer))
-                names = {event.key for event in seen.key_averages()}
-                ways.append("DistributedDataParallel.forward" in names)
-            else:
-                found.append(train(world, model, optimizer))
-    return ways, found
-
-
-def test_the_short_forward_pass_gives_the_same_bits():
-    for ways, (short, *others) in run_ranks(bits_of_both_ways, 2):
-        assert ways == [True, True, True, False]
-        assert all(torch.equal(short[name], other[name]) for other in others for name in short)
 
 
 class Calls(nn.Module):
@@ -143,7 +107,6 @@ def compiled() -> list[Any]:
             elif where == "in place":
                 model.compile(backend="eager")
             model, optimizer = ready(world, model)
-            short = model._way.short
             if where == "outside":
                 model = torch.compile(model, backend="eager")
             for batch in world.loader(tensors(14), 7):
@@ -151,16 +114,15 @@ def compiled() -> list[Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            found.append((short, graphs, [p.detach().clone() for p in model.parameters()]))
+            found.append((graphs, [p.detach().clone() for p in model.parameters()]))
     return found
 
 
 def test_compiled_models_train_and_know_that_they_are_inside():
     for found in run_ranks(compiled, 2):
-        assert [short for short, _, _ in found] == [True, False, False, True]
-        assert [graphs for _, graphs, _ in found] == [0, 1, 1, 1]
-        for _, _, parameters in found[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(found[0][2], parameters, strict=True))
+        assert [graphs for graphs, _ in found] == [0, 1, 1, 1]
+        for _, parameters in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0][1], parameters, strict=True))
 
 
 class OnTwo(nn.Module):

@@ -12,15 +12,17 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.dropout import _DropoutNd
+    from torch.nn.parallel import DistributedDataParallel
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     NormBase: TypeAlias = _NormBase
     DropoutNd: TypeAlias = _DropoutNd
     pytree = _pytree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NAMES = {
     "BatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
@@ -46,6 +51,41 @@ def __getattr__(name: str) -> Any:
     module, attribute = _NAMES[name]
     globals()[name] = value = getattr(import_module(module), attribute)
     return value
+
+
+def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Torch's compiler leaves this function alone, and compiles what it calls (2.11 and 2.13).
+
+    `torch.compiler.disable` would load the compiler, which takes a second, at once.
+    """
+    import torch
+
+    made: Callable[P, T] = torch._disable_dynamo(function, recursive=False)
+    return made
+
+
+def enclosing_ddp() -> DistributedDataParallel | None:
+    """The DDP module in whose forward pass this is called (torch 2.11 and 2.13)."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._active_ddp_module
+
+
+def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
+    """Lets DDP average the gradients of one more backward pass of the same forward passes.
+
+    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`, torch
+    2.11 and 2.13). Where gradients are awaited still, the next backward pass is to bring them.
+
+    Args:
+        module: after a forward pass.
+        roots: where to look for unused parameters from; empty: all are used.
+    """
+    try:
+        module.reducer._rebuild_buckets()  # raises before an unfinished reduction is given up
+    except RuntimeError:
+        return
+    module.reducer.prepare_for_backward(list(roots))
 
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")

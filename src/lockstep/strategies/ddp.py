@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
 from lockstep.errors import SettingError, UsageError, some
 from lockstep.guards.replicas import EVERY, check_replicas, due, fingerprint
-from lockstep.optim import precision
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Strategy, Wrapped, place, take_from_first
@@ -126,7 +126,7 @@ class DDP(Strategy):
         self, module: nn.Module, device: int | None = None
     ) -> AbstractContextManager[nn.Module]:
         """The user's module, whose gradients nobody averages."""
-        return module.unwatched() if isinstance(module, ExactDDP) else nullcontext(module)
+        return module.direct_calls() if isinstance(module, ExactDDP) else nullcontext(module)
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -168,21 +168,21 @@ class DDP(Strategy):
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
-class _Watch:
-    """A pre-hook of the wrapped module: sees forward passes that go around the wrapper.
-
-    It is taken off while the wrapper's own one runs: a module without hooks is called faster.
-    """
+class _AroundWrapper:
+    """A pre-hook of the wrapped module: refuses forward passes that go around the wrapper."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = (lambda: None) if module is None else weakref.ref(module)
+        self.allowed = False
 
-    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
-        """Copies of the module are nobody's business; nor is the process group part of them."""
-        return _Watch, ()
+    def __reduce__(self) -> tuple[type[_AroundWrapper], tuple[()]]:
+        """Copies of the module may be called; nor is the process group part of them."""
+        return _AroundWrapper, ()
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and module.training and module is self._module():
+        if self.allowed or module is not self._module():
+            return
+        if torch.is_grad_enabled() and module.training:
             raise UsageError(
                 "a training forward pass through .module",
                 "DDP averages the gradients of its own forward passes only; these would stay here",
@@ -192,24 +192,13 @@ class _Watch:
             )
 
 
-class _Way:
-    """How forward passes go; beside the module, whose own attributes are slow to set."""
+@dataclass(slots=True)
+class _Forwards:
+    """Counts forward passes with gradients; beside the module, whose attributes are slow to set."""
 
-    __slots__ = ("forwards", "hook", "hooks", "passed", "short")
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.forwards = 0
-        """Those with gradients, until now."""
-        self.passed = 0
-        """Those until the last backward pass."""
-        self.hook = module.register_forward_pre_hook(_Watch(module)).id
-        self.hooks = module._forward_pre_hooks
-        # torch cuts what it compiles at the bounds of buckets where it knows that it is inside DDP.
-        compiled = any(
-            hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules()
-        )
-        self.short = device.type == "cpu" and not compiled and precision.knows_forward()
-        """Torch's marks may be left out; on a GPU, which works behind, they cost nothing."""
+    number: int = 0
+    at_backward: int = 0
+    """How many there were at the last backward pass."""
 
 
 class ExactDDP(DistributedDataParallel):
@@ -220,13 +209,16 @@ class ExactDDP(DistributedDataParallel):
         self.run = run
         self.options = options
         self.moving_buffers = MovingBuffers(module)
-        self._way = _Way(module, run.device)
+        self._forwards = _Forwards()
+        self._around = _AroundWrapper(module)
+        module.register_forward_pre_hook(self._around)
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
 
+    @never_compiled  # compiled code would keep the process group after the run
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
@@ -237,8 +229,8 @@ class ExactDDP(DistributedDataParallel):
                 "the process group is closed, so gradients cannot be averaged",
                 "close at the very end, or evaluate under torch.no_grad()",
             )
-        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if around is not None and not isinstance(around, ExactDDP):
+        outer = enclosing_ddp()
+        if outer is not None and not isinstance(outer, ExactDDP):
             raise UsageError(
                 "a prepared model in DistributedDataParallel",
                 "both average the gradients, so they would come out too small",
@@ -253,13 +245,10 @@ class ExactDDP(DistributedDataParallel):
             )
         if self.require_backward_grad_sync is not present.last:
             self.require_backward_grad_sync = present.last
-        way = self._way
-        way.forwards += 1
-        watch = way.hooks.pop(way.hook, None)  # gone already in a module that holds itself
+        self._forwards.number += 1
         try:
-            if way.short and not precision.watched():
-                return self._short_forward(*inputs, **kwargs)
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            with self.direct_calls():
+                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             add_memory_advice(error, present.local)
             if present.count and not present.local:
@@ -270,14 +259,6 @@ class ExactDDP(DistributedDataParallel):
                     "batches out with drop_last=True."
                 )
             raise
-        finally:
-            if watch is not None:
-                way.hooks[way.hook] = watch
-
-    def _short_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What torch's forward does, without its marks (`profiling`)."""
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        return self._post_forward(self.module(*inputs, **kwargs))  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """What the user's module has, as on one process, where it is what `prepare` returns."""
@@ -290,7 +271,7 @@ class ExactDDP(DistributedDataParallel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the user's module, not of this one, are set there."""
-        if name not in self.__dict__ and "_way" in self.__dict__:
+        if name not in self.__dict__ and "_around" in self.__dict__:
             module = self.module
             if hasattr(module, name) and not hasattr(type(self), name):
                 setattr(module, name, value)
@@ -308,27 +289,22 @@ class ExactDDP(DistributedDataParallel):
         Torch awaits one backward pass, that of the last forward pass. The gradients of a second one
         would stay on this rank.
         """
-        way = self._way
-        fresh, way.passed = way.forwards - way.passed, way.forwards
-        if fresh == 1 or not way.passed or not self.require_backward_grad_sync:
-            return
-        try:
-            self.reducer._rebuild_buckets()  # as before each forward pass
-        except RuntimeError:  # this pass brings what is still awaited of the one before
+        forwards = self._forwards
+        fresh = forwards.number - forwards.at_backward
+        forwards.at_backward = forwards.number
+        if fresh == 1 or not forwards.number or not self.require_backward_grad_sync:
             return
         used = self.options.find_unused_parameters and not self.options.static_graph
-        self.reducer.prepare_for_backward([loss] if used else [])
+        await_another_backward(self, [loss] if used else [])
 
     @contextmanager
-    def unwatched(self) -> Iterator[nn.Module]:
-        """The module itself, which may now be called around this wrapper."""
-        way = self._way
-        watch = way.hooks.pop(way.hook, None)
+    def direct_calls(self) -> Iterator[nn.Module]:
+        """The module itself, which may meanwhile be called around this wrapper."""
+        before, self._around.allowed = self._around.allowed, True
         try:
             yield self.module
         finally:
-            if watch is not None:
-                way.hooks[way.hook] = watch
+            self._around.allowed = before
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.
@@ -351,8 +327,8 @@ class ExactDDP(DistributedDataParallel):
             self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
         owned = self._owned[key]
         missing = [name for name, parameter in owned if parameter.grad is None]
-        fresh = self._way.forwards > self._seen.get(key, 0)
-        self._seen[key] = self._way.forwards
+        fresh = self._forwards.number > self._seen.get(key, 0)
+        self._seen[key] = self._forwards.number
         if len(missing) == len(owned):
             return
         if not fresh:
