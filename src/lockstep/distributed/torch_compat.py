@@ -60,7 +60,8 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """
     import torch
 
-    made: Callable[P, T] = torch._disable_dynamo(function, recursive=False)
+    disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009 - not exported
+    made: Callable[P, T] = disable(function, recursive=False)
     return made
 
 
