@@ -145,7 +145,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            seed_rank(self.settings.seed, self.collectives.part.index)
+            seed_rank(self.settings.seed, self.collectives.data_parallel.rank)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -230,7 +230,7 @@ class World:
             UsageError: the loss is not a scalar tensor with a gradient, or is NaN; or gradients of
                 earlier micro-batches are gone, or would be mixed with another optimizer's.
         """
-        if self.collectives.counts:  # elsewhere it is made of nothing, and not used
+        if self.collectives.contributes:  # elsewhere it is made of nothing, and not used
             self._check_loss(loss)
         running = self._run.step.running
         present = running.micro_batch
@@ -239,7 +239,7 @@ class World:
         self._preparer.backward(self._run.step.weighted(loss), **options)
         running.backwards += 1
         scaled = self.precision.scaler is not None  # which sees to what is not finite anywhere
-        if present.scale == 0.0 and self.collectives.counts and (present.local or not scaled):
+        if present.scale == 0.0 and self.collectives.contributes and (present.local or not scaled):
             self._check_loss.after_backward(loss, self._preparer.gradients())
 
     def clip_grad_norm_(
@@ -476,7 +476,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         chosen.check(run)
         if run.topology.size > 1:
             reason = f"{reason}; ranks given by {run.topology.source}"
-        run.collectives.part = chosen.part(run.topology)
+        run.collectives.data_parallel = chosen.part(run.topology)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
         world = World(run, chosen, choices)

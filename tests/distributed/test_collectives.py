@@ -453,10 +453,10 @@ def test_in_an_evaluation_loop(name):
 def only_the_first_two_count() -> Any:
     """As in a pipeline, where further ranks compute the same part and hold none of the results."""
     with lockstep.init() as world:
-        world.collectives.part = DataParallelRank(index=world.rank % 2, count=2)
+        world.collectives.data_parallel = DataParallelRank(rank=world.rank % 2, size=2)
         r, nothing = world.rank, [float("nan")] * 2
         counts = r < 2
-        assert world.collectives.counts is counts
+        assert world.collectives.contributes is counts
         values = [1.0 + r, -5.0] if counts else nothing
         found = {
             "sum": world.sum(torch.tensor(values)),

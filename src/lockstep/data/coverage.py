@@ -123,7 +123,7 @@ class Coverage:
         brought = [json.loads(text) for text in collectives.exchange(json.dumps(mine))]
         _check_orders(brought)
         self._check_evaluations([row[5:] for row in brought])
-        counting = brought[: collectives.part.count]
+        counting = brought[: collectives.data_parallel.size]
         count = sum(row[3] for row in counting)
         same = sum(row[4] for row in counting) & _MASK == planned.checksum
         if count != planned.count or not same:

@@ -74,7 +74,7 @@ class _Counted:
 
     def ask(self, collectives: Collectives) -> None:
         """Begins to ask the other ranks."""
-        mine = torch.tensor([int(self.item.brought[collectives.part.index])])
+        mine = torch.tensor([int(self.item.brought[collectives.data_parallel.rank])])
         self._rows = [torch.empty_like(mine) for _ in range(collectives.topology.size)]
         self._work = dist.all_gather(self._rows, mine, async_op=True)
 
@@ -101,7 +101,7 @@ class StreamLoader(Loader):
     def __init__(self, source: StreamSource, **options: Any) -> None:
         super().__init__(source, **options)
         self._stream = StreamFetch(
-            source, self.seed, options.get("sample_rng", True), self._collectives.part
+            source, self.seed, options.get("sample_rng", True), self._collectives.data_parallel
         )
         self._raw: list[Any] = []
         self._raw_begins = 0
@@ -127,7 +127,7 @@ class StreamLoader(Loader):
     def choice(self) -> Choice:
         """How the global batch is computed, in words."""
         said = super().choice
-        if self._collectives.part.count == 1:
+        if self._collectives.data_parallel.size == 1:
             return said
         how = {
             "whole": "every rank reads the whole stream and keeps its part",
@@ -156,7 +156,7 @@ class StreamLoader(Loader):
 
     def _identity(self) -> dict[str, int]:
         split = self.source.shard is False
-        ranks = self._collectives.part.count if split else 0
+        ranks = self._collectives.data_parallel.size if split else 0
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
@@ -181,7 +181,10 @@ class StreamLoader(Loader):
                 self._raw_begins = position * size
                 batch = np.arange(self._raw_begins, self._raw_begins + count, dtype=np.int64)
                 yield from self._division.opened(
-                    position, batch, self._collectives.part, weighed=self.weight is not None
+                    position,
+                    batch,
+                    self._collectives.data_parallel,
+                    weighed=self.weight is not None,
                 )
                 self._raw = []
                 position += 1
@@ -223,7 +226,7 @@ class StreamLoader(Loader):
         item, brought = counted.item, counted.brought
         before = np.cumsum(item.planned, axis=0) - item.planned
         sizes = np.clip(brought - before, 0, item.planned)
-        count, index = int(brought.sum()), self._collectives.part.index
+        count, index = int(brought.sum()), self._collectives.data_parallel.rank
         some = np.flatnonzero(sizes.sum(axis=1)).tolist()
         plain = len(some) == 1 and bool((brought == brought[0]).all())
         for j in some:

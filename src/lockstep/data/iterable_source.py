@@ -273,7 +273,9 @@ def compare(
             rows = [json.loads(row) for row in collectives.exchange(text)]
             _check_alike(source, epoch, first, rows)
         return
-    parts = [json.loads(part) for part in collectives.exchange(text)[: collectives.part.count]]
+    parts = [
+        json.loads(part) for part in collectives.exchange(text)[: collectives.data_parallel.size]
+    ]
     # A part all of whose samples are alike tells nothing: a stream of zeros is the same everywhere.
     telling = [part for part in parts if any(not alike(sample, part[0]) for sample in part)]
     twins = [part for part in telling if sum(alike(part, other) for other in parts) > 1]
@@ -375,22 +377,22 @@ class StreamFetch(Dataset[Any]):
         source: the stream.
         seed: of the run.
         sample_rng: False leaves all random streams alone.
-        part: this rank's.
+        data_parallel: this rank's.
     """
 
     def __init__(
-        self, source: StreamSource, seed: int, sample_rng: bool, part: DataParallelRank
+        self, source: StreamSource, seed: int, sample_rng: bool, data_parallel: DataParallelRank
     ) -> None:
         self._source = source
         self._seed = seed
         self._sample_rng = sample_rng
-        self._part = part
+        self._data_parallel = data_parallel
         self._reading: _Reading | None = None
         self._draws = not (source.transform is None and source.collate is default_collate)
 
     def another(self) -> StreamFetch:
         """The same with nothing open, for a process of its own."""
-        return StreamFetch(self._source, self._seed, self._sample_rng, self._part)
+        return StreamFetch(self._source, self._seed, self._sample_rng, self._data_parallel)
 
     def close(self) -> None:
         """Lets go of the open pass."""
@@ -398,7 +400,7 @@ class StreamFetch(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Item | None:
         item = self._planned(key)
-        rank = self._part.index
+        rank = self._data_parallel.rank
         if self._source.shard is None:
             samples = self.raw(key.epoch, key.position)
             parts = split_batch(len(samples), key.shares, key.micro_batches)
@@ -432,7 +434,7 @@ class StreamFetch(Dataset[Any]):
     def nothing(self, key: Key) -> Item:
         """What a rank brings when its own part of the stream is at its end."""
         item = self._planned(key)
-        item.brought[self._part.index] = 0
+        item.brought[self._data_parallel.rank] = 0
         item.indices = [np.empty(0, np.int64)] * len(item.planned)
         item.batches = [None] * len(item.planned)
         return item
@@ -462,7 +464,7 @@ class StreamFetch(Dataset[Any]):
 
     def _planned(self, key: Key) -> Item:
         """A full global batch, as far as the ranks have one."""
-        size, ranks = self._source.batch_size, self._part.count
+        size, ranks = self._source.batch_size, self._data_parallel.size
         if callable(self._source.shard):
             cuts = -(-size * np.arange(key.micro_batches + 1) // key.micro_batches)
             # Samples before a cut that belong to a rank: those whose number leaves it as remainder.
@@ -475,7 +477,7 @@ class StreamFetch(Dataset[Any]):
 
     def _own(self, key: Key, count: int) -> tuple[list[Any], Indices]:
         """This rank's samples of a stream that is split, and their numbers in the whole of it."""
-        ranks, rank = self._part.count, self._part.index
+        ranks, rank = self._data_parallel.size, self._data_parallel.rank
         if self._source.shard is False:
             # Its own stream, of which every full global batch takes as many; numbered so that no
             # two ranks have a number in common.

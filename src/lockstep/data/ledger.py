@@ -59,12 +59,12 @@ class Ledger:
         self._known: dict[Loader, int] = {}
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
-        rank = collectives.part.index
+        rank = collectives.data_parallel.rank
         self._file = -1
         proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         attempt = json.loads(collectives.exchange(json.dumps(proposed))[0])
         problem = ""
-        if collectives.counts:
+        if collectives.contributes:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 name = self._folder / f"{attempt}.rank{rank}.ledger"
@@ -83,7 +83,7 @@ class Ledger:
                 "attempt": attempt,
                 "started_ns": int(attempt.partition("-")[0]),
                 "rank": rank,
-                "ranks": collectives.part.count,
+                "ranks": collectives.data_parallel.size,
                 "processes": collectives.topology.size,
                 "step": _STEP.format,
                 "no_loader": _NO_LOADER,

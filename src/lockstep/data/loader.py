@@ -172,7 +172,7 @@ class Loader:
         length, size = self.source.length, self.batch_size
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
-            return len(self._division.pieces(plan, self._collectives.part, 0))
+            return len(self._division.pieces(plan, self._collectives.data_parallel, 0))
         full = min(self.steps, length // size)
         last = len(self._division.planned(length % size)) if self.steps > full else 0
         return full * self.micro_batches + last
@@ -232,7 +232,7 @@ class Loader:
         plan = self._own_plan if start else None
         if plan is None:
             plan = self.source.plan(self.seed, epoch)
-        part = self._collectives.part
+        part = self._collectives.data_parallel
         if training:
             self._own_plan = plan if self.source.own_order else None
             self.coverage.begin(epoch, start, plan)
@@ -282,7 +282,7 @@ class Loader:
                         step.begin(running, micro)
                         self.coverage.add(epoch, position, samples, micro)
                         if step.watchers:
-                            counts = self._collectives.counts
+                            counts = self._collectives.contributes
                             handed = BatchEvent(
                                 self, epoch, position, samples, micro, batch, counts
                             )

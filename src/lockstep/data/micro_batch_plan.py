@@ -83,33 +83,33 @@ class Division:
             count, self.shares, self._needed(count) if self._varying else self.micro_batches
         )
 
-    def pieces(self, plan: EpochPlan, part: DataParallelRank, start: int) -> list[Piece]:
+    def pieces(self, plan: EpochPlan, data_parallel: DataParallelRank, start: int) -> list[Piece]:
         """All of this rank's pieces from a step on."""
         return [
             piece
             for step in range(start, len(plan))
-            for piece in _marked(step, plan[step], self.planned(len(plan[step])), part)
+            for piece in _marked(step, plan[step], self.planned(len(plan[step])), data_parallel)
         ]
 
     def portions(
-        self, plan: EpochPlan, part: DataParallelRank, start: int, *, weighed: bool
+        self, plan: EpochPlan, data_parallel: DataParallelRank, start: int, *, weighed: bool
     ) -> Generator[Portion, None, None]:
         """A pass that trains, from a step on; finds, in its first global batches, what is open.
 
         Args:
             plan: of the epoch.
-            part: this rank's.
+            data_parallel: this rank's.
             start: the first step.
             weighed: the user's weight of a global batch has to be known when it begins.
         """
         self.follow()
         while start < len(plan) and self._wish is not None and self._wish.open:
-            yield from self.opened(start, plan[start], part, weighed=weighed)
+            yield from self.opened(start, plan[start], data_parallel, weighed=weighed)
             start += 1
-        yield Portion(deque(self.pieces(plan, part, start)))
+        yield Portion(deque(self.pieces(plan, data_parallel, start)))
 
     def opened(
-        self, step: int, batch: Indices, part: DataParallelRank, *, weighed: bool
+        self, step: int, batch: Indices, data_parallel: DataParallelRank, *, weighed: bool
     ) -> Generator[Portion, None, None]:
         """One global batch, in which something of what is open is found."""
         wish = self._wish
@@ -118,9 +118,9 @@ class Division:
         if wish is not None:
             first = opening(count, self.shares, planned, self._micro_batch, whole=wish.whole)
         if wish is None or first is None:  # it is too short
-            yield Portion(deque(_marked(step, batch, planned, part)))
+            yield Portion(deque(_marked(step, batch, planned, data_parallel)))
             return
-        begin, end = first[0, part.index]
+        begin, end = first[0, data_parallel.rank]
         question = Question(
             local=int(end - begin),
             batch_size=self._batch_size,
@@ -130,14 +130,14 @@ class Division:
             find_micro_batch=wish.micro_batch_size and not wish.found.tried,
         )
         done = int(first[0, -1, 1])
-        portion = Portion(deque(_marked(step, batch, first, part)))
+        portion = Portion(deque(_marked(step, batch, first, data_parallel)))
         if weighed:
-            portion.ahead = _marked(step, batch, self._rest(count, done), part)
+            portion.ahead = _marked(step, batch, self._rest(count, done), data_parallel)
         with wish.found.watch(question):
             yield portion
         self.follow()
         if done < count:
-            rest = _marked(step, batch, self._rest(count, done), part)
+            rest = _marked(step, batch, self._rest(count, done), data_parallel)
             yield Portion(deque(rest), begun=portion.begun)
 
     def _needed(self, count: int) -> int:
@@ -153,14 +153,16 @@ class Division:
         return done + split_batch(count - done, self.shares, self._needed(count - done))
 
 
-def _marked(step: int, batch: Indices, parts: Indices, part: DataParallelRank) -> list[Piece]:
+def _marked(
+    step: int, batch: Indices, parts: Indices, data_parallel: DataParallelRank
+) -> list[Piece]:
     """This rank's micro-batches of what of a global batch is in `parts`."""
     counts = parts[..., 1] - parts[..., 0]
     whole = len(parts) == 1 and int(counts.sum()) == len(batch)
     plain = whole and bool((counts == counts[0, 0]).all()) and len(batch) > 0
     found = []
     for j in range(len(parts)):
-        begin, end = parts[j, part.index]
+        begin, end = parts[j, data_parallel.rank]
         local = int(end - begin)
         micro = MicroBatch(
             count=len(batch),
@@ -168,7 +170,7 @@ def _marked(step: int, batch: Indices, parts: Indices, part: DataParallelRank) -
             first=int(parts[j, 0, 0]) == 0,
             last=int(parts[j, -1, 1]) == len(batch),
             pieces=len(parts),
-            scale=1.0 if plain else local * part.count / max(1, len(batch)),
+            scale=1.0 if plain else local * data_parallel.size / max(1, len(batch)),
             plain=plain,
         )
         found.append((step, micro, batch[begin:end], bool(counts[j].all())))

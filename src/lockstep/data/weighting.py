@@ -86,7 +86,7 @@ def _start(
     place: tuple[int, int],
 ) -> _Group:
     weights = [weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
-    own = begun + sum(weights) if collectives.counts else 0.0
+    own = begun + sum(weights) if collectives.contributes else 0.0
     total = torch.tensor([own, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(total, async_op=True)
     return _Group(pairs, weights, place, total, work)
@@ -97,7 +97,7 @@ def _finish(group: _Group, collectives: Collectives) -> list[Pair]:
         group.work.wait()
         _check_place(group, collectives)
     total = float(group.total[0])
-    ranks = collectives.part.count
+    ranks = collectives.data_parallel.size
     plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].first
     found = []
     for (micro, batch), own in zip(group.pairs, group.weights, strict=True):

@@ -48,7 +48,7 @@ class Collectives:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.topology = topology
         self.device = device
-        self.part = DataParallelRank(topology.rank, topology.size)
+        self.data_parallel = DataParallelRank(topology.rank, topology.size)
         """What this rank computes of a global batch; the strategy may say otherwise."""
         self.blocked: str | None = None
         """Why a collective would hang just now (set by an evaluation loop), or None."""
@@ -61,9 +61,9 @@ class Collectives:
         return self.topology.size == 1
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank's values count in reductions and gathers: see `Part`."""
-        return self.topology.rank < self.part.count
+    def contributes(self) -> bool:
+        """Whether this rank's values count in reductions and gathers: see `DataParallelRank`."""
+        return self.topology.rank < self.data_parallel.size
 
     def exchange(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks; the texts may differ."""
@@ -89,7 +89,7 @@ class Collectives:
     def mean(self, value: Any) -> Any:
         """The mean over ranks of every leaf; integer leaves become floating point."""
         total = self._reduce("mean", pytree.tree_map(real, value), sum)
-        count = self.part.count
+        count = self.data_parallel.size
         return pytree.tree_map(lambda x: divided(x, count), total)
 
     def gather(self, value: Any) -> Any:
@@ -108,7 +108,7 @@ class Collectives:
                 lengths = [row[place].shape[:1] for row in described]
                 gathered.append(self._gather_tensor(leaf, lengths))
             else:
-                texts = self._exchange(json.dumps(leaf))[: self.part.count]
+                texts = self._exchange(json.dumps(leaf))[: self.data_parallel.size]
                 gathered.append([json.loads(text) for text in texts])
         return pytree.tree_unflatten(gathered, spec)
 
@@ -156,7 +156,7 @@ class Collectives:
         columns = list(zip(*described, strict=True))
         places = [p for p, column in enumerate(columns) if all(leaf.is_number for leaf in column)]
         mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
-        texts = self._exchange(json.dumps(mine))[: self.part.count] if places else []
+        texts = self._exchange(json.dumps(mine))[: self.data_parallel.size] if places else []
         rows = [json.loads(text) for text in texts]
         numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
         for place, number in numbers.items():
@@ -175,7 +175,9 @@ class Collectives:
         operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(
             name, dist.ReduceOp.SUM
         )
-        return all_reduced(leaf if self.counts else identity_element(leaf, operation), operation)
+        return all_reduced(
+            leaf if self.contributes else identity_element(leaf, operation), operation
+        )
 
     def _open(
         self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
@@ -246,8 +248,10 @@ class Collectives:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if self.alone:
             return tensor if tensor.dim() else rows
-        lengths = lengths[: self.part.count] + [(0,)] * (len(lengths) - self.part.count)
-        rows = rows if self.counts else rows[:0]
+        lengths = lengths[: self.data_parallel.size] + [(0,)] * (
+            len(lengths) - self.data_parallel.size
+        )
+        rows = rows if self.contributes else rows[:0]
         counts = [length[0] if length else 1 for length in lengths]
         width = rows.shape[1:].numel() * rows.element_size()
         data = to_bytes(rows)

@@ -1,4 +1,4 @@
-"""Who am I in the run: a frozen value, made once by `runtime.environment`; no torch here."""
+"""Who am I in the run: a frozen value, made once by `distributed.environment`; no torch here."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from lockstep.errors import SettingError
 
 @dataclass(frozen=True)
 class DataParallelRank:
-    """Which part of every global batch a process computes.
+    """Which part of every global batch a process computes: part `rank` of `size`.
 
-    Where several processes compute one part together (the stages of a pipeline), the first `count`
-    ranks are those that hold the results: they alone count in sums and means over ranks.
+    Where several processes compute one part together (the stages of a pipeline), the first `size`
+    ranks of the run are those that hold the results: they alone contribute to sums and means over
+    ranks.
     """
 
-    index: int
-    count: int
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,7 @@ def progress(
         topology,
         world.device,
         every if torch.is_grad_enabled() else 0,
-        counts=alone or world.collectives.counts,
+        counts=alone or world.collectives.contributes,
     )
     screen = _Screen(description, done, loader.steps, means) if world.topology.is_main else None
     outer, world.means = world.means, means

@@ -136,11 +136,11 @@ class Strategy(ABC):
         Raises:
             SettingError: the shares that were set do not fit the run.
         """
-        return first_shares(run.settings.shares, run.collectives.part.count)
+        return first_shares(run.settings.shares, run.collectives.data_parallel.size)
 
     def devices(self, run: Run) -> int:
         """Devices that divide a global batch, whether or not each has a process."""
-        return run.collectives.part.count
+        return run.collectives.data_parallel.size
 
     def micro_batch_size(self, run: Run, largest: int | str | None) -> int | str | None:
         """The most samples this process computes at a time.
@@ -164,7 +164,7 @@ class Strategy(ABC):
 
     def computes_on(self, run: Run) -> Sequence[int]:
         """Which of the devices that divide a global batch are this process's."""
-        return (run.collectives.part.index,)
+        return (run.collectives.data_parallel.rank,)
 
     def alone(
         self, module: nn.Module, device: int | None = None

@@ -170,7 +170,7 @@ class Autotune:
         if question.find_shares:
             before, after, times = search.shares()
             shares = self._strategy.divide(self._modules, after)
-            kind = "rank" if self._run.collectives.part.count > 1 else "device"
+            kind = "rank" if self._run.collectives.data_parallel.size > 1 else "device"
             self._say(_shares_in_words(before, after, times, kind))
         if question.find_micro_batch:
             self.micro_batch_size = search.micro_batch_size(shares)
@@ -192,7 +192,7 @@ class _Search:
         self, run: Run, strategy: Strategy, question: Question, trial: ProfilingRun
     ) -> None:
         self._exchange = run.collectives.exchange
-        self._part = run.collectives.part.index
+        self._part = run.collectives.data_parallel.rank
         self._own = strategy.computes_on(run)
         self._devices = strategy.devices(run)
         self._question = question

@@ -217,7 +217,7 @@ class Preparer:
 
     def _module(self, module: nn.Module) -> nn.Module:
         run = self._run
-        if run.collectives.part.count > 1:
+        if run.collectives.data_parallel.size > 1:
             module = self._convert(module)
         handles = self._precision.attach(module)
         if handles and self._precision.name == "fp64":
