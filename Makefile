@@ -1,14 +1,19 @@
 # Two commands: `make train` runs the main job, `make test` runs lint, types and all tests.
-# Both create .venv on first use; later calls install nothing.
+# Both create .venv on first use; later calls install nothing. `make check` is the fast half of
+# `make test`: no test of it starts a process. TORCH=2.11.0 takes another torch than constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint types unit bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house gpu clean
+.PHONY: train test check lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house gpu clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
-test: lint types unit
+test: lint types
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: lint types
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -16,9 +21,6 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	$(BIN)/mypy
-
-unit: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench-step: .venv/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py
@@ -49,7 +51,8 @@ gpu: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,dev]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > .venv/constraints.txt
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[examples,dev]'
 	touch $@
 
 .venv/.installed-bench: .venv/.installed

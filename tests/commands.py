@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from namespaces import THIS_MACHINE, Machine, enter, listening_in, until
-from ranks import context
+from ranks import HANG_S, context
 
 _CLONE_NEWUTS = 0x04000000
-_ANSWER_S = 60.0
-_LEAVE_S = 5.0
+_ANSWER_S = HANG_S
+_LEAVE_S = 60.0
 
 
 class Command:

@@ -1,4 +1,7 @@
-"""Every test is checked for what it leaves behind: processes, threads, shared memory, variables."""
+"""Every test is checked for what it leaves behind: processes, threads, shared memory, variables.
+
+Every test also gets the marker of what it needs, by what its file imports: see `_marker`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -34,6 +38,8 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+
+_LEAVE_S = 60.0
 
 
 def _processes() -> dict[int, str]:
@@ -66,16 +72,53 @@ def _temporary_files() -> set[str]:
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 
+_MARKERS = {"unit", "ranks", "launcher", "netns", "gpu"}
+
+
+def _marker(path: Path) -> str:
+    """What the tests of a file need. Only `unit` starts no process, which `_watch_forks` checks."""
+    text = path.read_text(encoding="utf-8")
+    if re.search(r"^from (namespaces|commands) import", text, re.MULTILINE):
+        return "netns"
+    if re.search(r"^import (subprocess|pages)|^from (warm|lockstep.launcher)", text, re.MULTILINE):
+        return "launcher"
+    if re.search(r"^from (ranks|on_devices|hanging_ranks) import", text, re.MULTILINE):
+        return "ranks"
+    return "unit"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    markers = {path: _marker(path) for path in {item.path for item in items}}
+    for item in items:
+        if not _MARKERS & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(markers[item.path])
+
+
+_started: list[str] = []
+"""What started processes since the present test began."""
+
+
+def _watch_forks(event: str, _: object) -> None:
+    if event in ("os.fork", "os.posix_spawn", "subprocess.Popen"):
+        _started.append(event)
+
+
+sys.addaudithook(_watch_forks)
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    _started.clear()
     threads = set(threading.enumerate())
     variables = dict(os.environ)
     memory, files, processes = _shared_memory(), _temporary_files(), _processes()
     yield
+    if request.node.get_closest_marker("unit"):
+        assert not _started, "a unit test starts no process: import ranks, or subprocess"
     assert not dist.is_initialized(), "the process group was left open"
     left = {pid: text for pid, text in _processes().items() if pid not in processes}
     alive = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
-    alive = psutil.wait_procs(alive, timeout=5)[1]
+    alive = psutil.wait_procs(alive, timeout=_LEAVE_S)[1]
     assert not alive, f"processes left behind: {[left[p.pid] for p in alive]}"
     started = {
         thread
@@ -85,7 +128,7 @@ def nothing_left_behind() -> Iterator[None]:
         )  # of torch's own, and not Python's to join
     }
     for thread in started:
-        thread.join(timeout=5)  # the queues of loader workers close in their own time
+        thread.join(timeout=_LEAVE_S)  # the queues of loader workers close in their own time
     assert not any(thread.is_alive() for thread in started), f"threads left behind: {started}"
     assert _shared_memory() <= memory, "shared memory left behind"
     assert _temporary_files() <= files, "files left behind in the temporary folder"

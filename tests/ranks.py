@@ -22,6 +22,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
+HANG_S = 600.0
+"""Seconds after which whatever is waited for counts as hung, on a machine however busy."""
+LEAVE_S = 60.0
+"""Seconds that processes have to be gone when all is over."""
+_OTHERS_S = 60.0
+"""Seconds that the other ranks have for their own errors when one has failed."""
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world", "ranks"]
@@ -41,7 +48,7 @@ def run_ranks(
     size: int,
     *args: Any,
     env: dict[str, str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = HANG_S,
     environment: Callable[[int], dict[str, str]] | None = None,
     fresh: bool = False,
 ) -> list[Any]:
@@ -155,9 +162,11 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                 kind, value = "error", f"ended with exit code {processes[rank].exitcode}"
             (results if kind == "result" else errors)[rank] = value
         if errors:  # the others may be waiting for the one that failed
-            deadline = min(deadline, time.monotonic() + 10)
+            deadline = min(deadline, time.monotonic() + _OTHERS_S)
     for rank in waiting:
-        errors.setdefault(rank, f"still running after {timeout} s (or 10 s after another failed)")
+        errors.setdefault(
+            rank, f"still running after {timeout} s, or {_OTHERS_S} s after another rank failed"
+        )
     if errors:
         raise RankFailed(errors)
     return [results[rank] for rank in range(len(pipes))]

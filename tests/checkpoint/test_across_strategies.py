@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -146,7 +146,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         3,
         tmp_path,
         environment=lambda rank: {"TEST_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-        timeout=120,
+        timeout=HANG_S,
     )
     trained: list[list[int]] = [[] for _ in range(STEPS)]
     for piece, (strategy, size) in enumerate(PIECES):

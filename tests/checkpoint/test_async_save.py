@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from safetensors.torch import load_file
 from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
@@ -344,7 +344,7 @@ def test_a_script_that_just_ends(tmp_path: Path) -> None:
     """It finishes what was handed over, and does not end well where that was not possible."""
     (tmp_path / "script.py").write_text(AT_EXIT)
     line = [sys.executable, "script.py"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 1, done.stderr
     assert "no space is left for it" in done.stderr
     for name in ("full", "good"):

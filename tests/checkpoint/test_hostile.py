@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -470,7 +470,7 @@ def read_all(folder: Path) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    return run_ranks(read_all, 1, tmp_path_factory.mktemp("hostile"), timeout=120)[0]
+    return run_ranks(read_all, 1, tmp_path_factory.mktemp("hostile"), timeout=HANG_S)[0]
 
 
 # What is wrong is seen by those who need it: these do not, or (repair) do not read it.

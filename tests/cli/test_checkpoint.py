@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from ranks import HANG_S
 from safetensors.torch import load_file
 from saved import checkpoint
 from torch import nn
@@ -228,6 +229,6 @@ def test_help_does_not_import_torch(words: list[str]) -> None:
         "finally: assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
     command = [sys.executable, "-c", code, "checkpoint", *words, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage:" in done.stdout

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from ranks import HANG_S
 
 from lockstep.cli.main import main
 from lockstep.verify.catalogue import ENTRIES
@@ -52,6 +53,8 @@ def test_it_does_not_import_torch():
         "try: main(['explain', 'LS101'])\n"
         "finally: assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("LS101: ")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from ranks import HANG_S
 
 from lockstep import __version__
 from lockstep.cli import explain
@@ -28,7 +29,7 @@ def test_unknown_command(arguments: list[str], advice: str) -> None:
 
 def test_the_package_can_be_run_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "runn"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "lockstep", "runn"], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 2
     assert "Usage: lockstep [OPTIONS]" in done.stderr
@@ -47,7 +48,7 @@ def test_help_and_version_do_not_import_torch(arguments: list[str], expected: st
         "finally: assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=HANG_S
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert expected in done.stdout

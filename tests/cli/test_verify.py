@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import HANG_S
 
 from lockstep.cli.verify import _check_reference
 from lockstep.errors import UsageError
@@ -55,7 +56,7 @@ def verify(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -150,7 +151,7 @@ def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_p
         "finally: assert 'torch' not in sys.modules\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[:2] == [

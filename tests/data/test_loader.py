@@ -178,6 +178,7 @@ def test_the_state_is_left_as_it_was():
     assert not loader._step.inside
 
 
+@pytest.mark.ranks  # workers of loaders
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 2])
 def test_augmentation_depends_on_the_sample_alone(workers, size):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from ranks import HANG_S
 from torch import nn
 
 import lockstep
@@ -86,7 +87,7 @@ for (x,) in world.loader(torch.utils.data.TensorDataset(torch.zeros(8, 1)), 8):
 def test_where_nobody_catches_it():
     hook = sys.excepthook
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 1
     assert f"{NOTE} 8 samples" in done.stderr

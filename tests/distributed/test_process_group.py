@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import HANG_S
 
 from lockstep.distributed.process_group import CUDA_BACKENDS, choose_backend, close_group
 from lockstep.errors import SettingError
@@ -149,7 +150,7 @@ def test_a_host_name_that_means_loopback(two_nodes: None, tmp_path: Path, master
             )
         )
     try:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=HANG_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

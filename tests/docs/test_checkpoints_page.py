@@ -11,6 +11,7 @@ from pathlib import Path
 import pages
 import pytest
 from click.testing import CliRunner
+from ranks import HANG_S
 
 from lockstep.cli.main import main
 
@@ -19,7 +20,7 @@ PAGE = pages.ROOT / "docs" / "checkpoints.md"
 
 def test_its_commands_say_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, pages.__file__, PAGE], timeout=100, check=True)
+    subprocess.run([sys.executable, pages.__file__, PAGE], timeout=HANG_S, check=True)
     shown = 0
     for block in pages.blocks(PAGE):
         if block.info != "text" or "$ lockstep" not in block.text:

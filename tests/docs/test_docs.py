@@ -16,6 +16,7 @@ import pages
 import pytest
 from click.testing import CliRunner
 from messages import MESSAGES
+from ranks import HANG_S
 
 import lockstep
 from lockstep import errors
@@ -69,7 +70,7 @@ def test_its_python_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

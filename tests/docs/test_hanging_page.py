@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pages
-import pytest
+from ranks import HANG_S
 
 PAGE = pages.ROOT / "docs" / "when_it_hangs.md"
 WATCHDOG = pages.ROOT / "src" / "lockstep" / "watchdog"
 COMMAND = "$ lockstep run --nproc 2 "
 
 
-@pytest.mark.timeout(300)
 def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
     shown = outputs()
     assert len(shown) == 6
@@ -65,7 +64,7 @@ def run(folder: Path, name: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=HANG_S,
         check=False,
     )
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[rank ")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from ranks import HANG_S
 
 FOLDER = Path(__file__).parents[2] / "examples" / "compare_strategies"
 TINY = ["--batch-size", "8", "--length", "32", "--words", "2000", "--width", "64", "--blocks", "6"]
@@ -22,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         [sys.executable, FOLDER / "compare.py", *TINY, "--picture", picture],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import HANG_S
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,7 +30,7 @@ def run(*command: object, path: Path | None = None) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

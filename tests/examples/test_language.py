@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "language"
 OPTIONS = {"epochs": 2, "batch_size": 12, "width": 32, "blocks": 2, "lr": 3e-3, "limit": 40}
@@ -41,7 +41,7 @@ def alone() -> list[str]:
 @pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_the_curve_is_that_of_one_device(alone, strategy, size):
     first, *others = run_ranks(
-        printed, size, "with_lockstep", env={"LOCKSTEP_STRATEGY": strategy}, timeout=100
+        printed, size, "with_lockstep", env={"LOCKSTEP_STRATEGY": strategy}, timeout=HANG_S
     )
     assert others == [[]] * (size - 1), "rank 0 alone prints"
     for found, expected in zip(losses(first), losses(alone), strict=True):

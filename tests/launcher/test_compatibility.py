@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from ranks import HANG_S
 
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -35,7 +36,7 @@ def start(
         capture_output=True,
         encoding="utf-8",
         errors="backslashreplace",
-        timeout=100,
+        timeout=HANG_S,
     )
 
 
@@ -174,7 +175,7 @@ def test_every_byte_of_a_rank_that_is_alone_is_passed_on(tmp_path: Path) -> None
         "import os, sys\nfor _ in range(200): sys.stdout.buffer.write(bytes(range(256)) * 200)\n"
     )
     done = subprocess.run(
-        [*LOCKSTEP, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, timeout=60
+        [*LOCKSTEP, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, timeout=HANG_S
     )
     assert done.returncode == 0
     assert done.stdout == bytes(range(256)) * 40_000

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from memory_group import memory_group
+from ranks import HANG_S
 
 from lockstep.launcher.process import (
     OomCounts,
@@ -197,7 +198,7 @@ print(code, oom_between(before, read_oom_counts()), kernel_log_on(hog.pid))
 def test_the_kernel_ends_a_process_for_its_memory() -> None:
     with memory_group(300 << 20) as enter:
         done = subprocess.run(
-            [*enter, sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=60
+            [*enter, sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=HANG_S
         )
     code, found, *log = done.stdout.strip().split(" ", 2)
     assert (code, found) == ("-9", "certain"), done.stderr

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_clean_process, run_ranks
+from ranks import HANG_S, in_clean_process, run_ranks
 
 from lockstep.distributed import torch_compat
 from lockstep.watchdog import probe
 from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat
 from lockstep.watchdog.snapshot import parse_flight, parse_stack
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ranks import HANG_S, LEAVE_S
 
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
@@ -57,7 +58,7 @@ def lockstep_run(
         env=environment(**changes),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
 
 
@@ -99,10 +100,10 @@ def test_a_module_and_the_users_own_variables(tmp_path: Path) -> None:
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, warm: str) -> None:
     with started(tmp_path, WAITS, warm, "--nproc=2") as (launcher, processes):
         launcher.send_signal(number)
-        _, stderr = launcher.communicate(timeout=60)
+        _, stderr = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 128 + number
         assert f"INTERRUPTED: lockstep was sent {number.name}" in stderr
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
+        assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
 def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
@@ -115,14 +116,14 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(0.2)
         assert launcher.returncode == 130
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
+        assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, "--nproc=2") as (launcher, processes):
         zygote = psutil.Process(launcher.pid).children()
         launcher.kill()
-        assert psutil.wait_procs([*zygote, *processes], timeout=5)[1] == []
+        assert psutil.wait_procs([*zygote, *processes], timeout=LEAVE_S)[1] == []
 
 
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ranks import HANG_S
 
 from lockstep.errors import SettingError
 from lockstep.launcher.output import Console, choose_streams, console_for, tail
@@ -323,7 +324,7 @@ def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(tmp_path: 
     reading, writing = os.pipe()
     code = "import os; [os.write(1, b'x' * 99 + b'\\n') for i in range(20000)]"
     with Console(stdout=writing, stderr=writing) as console:
-        assert start(console, tmp_path, 0, code).wait(timeout=60) == 0
+        assert start(console, tmp_path, 0, code).wait(timeout=HANG_S) == 0
     assert len(logged(tmp_path, 0)) == 2_000_000
     os.close(writing)
     with os.fdopen(reading, "rb") as file:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import HANG_S
 
 from lockstep.errors import SettingError
 from lockstep.launcher.worker import Command, Script, fresh_interpreter, nothing_collected
@@ -59,7 +60,7 @@ AT_EXIT = "import atexit, sys; atexit.register(print, 'left')"
 
 def facts(folder: Path, *command: str) -> dict[str, Any]:
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, input="typed", timeout=60
+        command, cwd=folder, capture_output=True, text=True, input="typed", timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert (folder / "exit.txt").read_text() == "thread\nleft\n"
@@ -100,9 +101,11 @@ def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -
     ]:
         script.write_text(text)
         plain = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=60
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S
         )
-        ours = subprocess.run([*RUN, warm, str(script)], capture_output=True, text=True, timeout=60)
+        ours = subprocess.run(
+            [*RUN, warm, str(script)], capture_output=True, text=True, timeout=HANG_S
+        )
         assert (plain.returncode, ours.returncode) == (code, code), text
         assert plain.stderr in ours.stderr
         assert ours.stdout == plain.stdout
@@ -129,7 +132,7 @@ def test_ranks_do_not_share_their_random_numbers(tmp_path: Path) -> None:
         "open(os.environ['RANK'], 'w').write(repr(drawn))\n"
     )
     done = subprocess.run(
-        [*RUN, "--nproc", "3", "script.py"], cwd=tmp_path, capture_output=True, timeout=60
+        [*RUN, "--nproc", "3", "script.py"], cwd=tmp_path, capture_output=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     drawn = [eval((tmp_path / str(rank)).read_text()) for rank in range(3)]
@@ -153,7 +156,7 @@ def test_a_script_that_takes_its_local_rank_from_an_argument(
         [*RUN, warm, "--nproc", "2", "script.py", "--lr", "1"],
         cwd=tmp_path,
         capture_output=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
@@ -182,7 +185,7 @@ if __name__ == "__main__":
 def test_a_script_that_spawns_its_ranks_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SPAWNS)
     done = subprocess.run(
-        [*RUN, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*RUN, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert "the script starts its own processes" in done.stderr

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_clean_process
+from ranks import HANG_S, LEAVE_S, in_clean_process
 from torch import nn
 
 import lockstep.launcher.plan
@@ -111,7 +111,7 @@ def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
             dist.destroy_process_group()
             return torch.get_num_threads(), model[2].bias.tolist()
 
-        results = launch(train, nproc=2, timeout=60)
+        results = launch(train, nproc=2, timeout=HANG_S)
     finally:
         torch.set_num_threads(before)
     assert results[0] == results[1]
@@ -132,7 +132,7 @@ def test_the_first_failure_is_raised_and_the_others_are_ended(how: str, text: st
         fail_on_rank_1(how)
 
     with pytest.raises(RankFailedError) as caught:
-        launch(run, nproc=3, timeout=60)
+        launch(run, nproc=3, timeout=HANG_S)
     assert f"rank 1 on host {socket.gethostname()}\n      {text}" in str(caught.value)
     assert caught.value.rank == 1
     assert ("in fail_on_rank_1" in caught.value.remote_traceback) == (how != "die")
@@ -158,7 +158,7 @@ def test_a_hang_is_judged_and_names_the_lines(copy: bool) -> None:
         all_reduce_against_barrier()
 
     with pytest.raises(RankFailedError) as caught:
-        launch(run if copy else all_reduce_against_barrier, nproc=2, timeout=60)
+        launch(run if copy else all_reduce_against_barrier, nproc=2, timeout=HANG_S)
     text = str(caught.value)
     assert "deadlock: ranks 0-1 wait in collectives that do not match" in text
     assert re.search(r"test_spawn.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", text)
@@ -384,7 +384,7 @@ if GUARD:
 def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", "True").replace("CALLED", "main"))
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
@@ -414,6 +414,6 @@ def test_a_signal_to_the_launching_process_ends_all(
         assert len(started) == 3  # the zygote too
         assert ranks < {process.pid for process in started}
         launcher.send_signal(number)
-        launcher.wait(timeout=60)
+        launcher.wait(timeout=HANG_S)
     assert launcher.returncode == code
-    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert psutil.wait_procs(started, timeout=LEAVE_S)[1] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from commands import Command, commands
 from namespaces import THIS_MACHINE, Machine, two_machines
 
 PORT = 29888  # the namespaces have all ports to themselves
-VERDICT_S = 40.0
 Make = Callable[..., Command]
 
 TRAINS = """
@@ -344,9 +342,7 @@ def test_both_launchers_name_the_same_first_failure(
     both = start(make, machines, tmp_path, text, "--hang-after=2")
     for command in both:
         command.until("FAULT")
-    began = time.monotonic()
     assert [command.wait() for command in both] == [code, code], both[0].said
-    assert time.monotonic() - began < VERDICT_S
     for command in both:
         assert re.search(says, command.last_block, re.DOTALL), command.said
 
@@ -357,10 +353,8 @@ def test_a_launcher_that_is_killed_ends_the_run(
     both = start(make, machines, tmp_path, LOOP)
     for command in both:
         command.until("FAULT")
-    began = time.monotonic()
     both[1].send(signal.SIGKILL)
     assert both[0].wait() == 71
-    assert time.monotonic() - began < VERDICT_S
     says = r"FIRST FAILURE: rank 1 on host beta\n  .*node 1 on host beta has left \(its connection"
     assert re.search(says, both[0].last_block)
     assert "consequences: rank 0 (Connection" in both[0].last_block

@@ -263,7 +263,7 @@ def same_numbers() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict[str, Found]]]:
-    return {size: run_ranks(same_numbers, size, timeout=90) for size in (1, 2, 3)}
+    return {size: run_ranks(same_numbers, size) for size in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("size", [2, 3])

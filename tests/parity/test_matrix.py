@@ -141,7 +141,7 @@ def alone() -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_computes_what_one_device_computes(alone, strategy):
-    ranks = run_ranks(train_all, STRATEGIES[strategy][0], strategy, timeout=110)
+    ranks = run_ranks(train_all, STRATEGIES[strategy][0], strategy)
     for number, (cell, expected) in enumerate(zip(CELLS, alone, strict=True)):
         found: dict[str, Tensor] = {}
         for rank in ranks:

@@ -219,12 +219,12 @@ def one() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return run_ranks(on_two, 2, timeout=100)
+    return run_ranks(on_two, 2)
 
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[str, Any]]:
-    return run_ranks(on_three, 3, timeout=100)
+    return run_ranks(on_three, 3)
 
 
 @pytest.mark.parametrize("case", CASES)

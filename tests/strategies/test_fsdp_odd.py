@@ -329,7 +329,7 @@ def exact_on_one() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    return run_ranks(on_two, 2, timeout=100)
+    return run_ranks(on_two, 2)
 
 
 @pytest.mark.parametrize("case", EXACT)

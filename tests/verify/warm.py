@@ -11,14 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ranks import _store, context, rank_environment
+from ranks import HANG_S, _store, context, rank_environment
 
 from lockstep.verify.compare import FLOAT64
 from lockstep.verify.rank import main
 from lockstep.verify.runs import Plan, Way, alone, environment, record
 from lockstep.verify.verdict import Verdict, judge
 
-_LIMIT_S = 60.0
+_LIMIT_S = HANG_S
 
 
 def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import context, rank_environment
+from ranks import HANG_S, context, rank_environment
 
 from lockstep.watchdog import probe
 from lockstep.watchdog.hang import judge
@@ -20,7 +20,7 @@ from lockstep.watchdog.messages import Finding
 from lockstep.watchdog.observe import Watched, read_heartbeat, take_snapshot
 from lockstep.watchdog.snapshot import Snapshot
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_S
 
 
 class Ranks:

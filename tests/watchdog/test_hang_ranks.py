@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hanging_ranks import Ranks, running
+from ranks import HANG_S
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -286,7 +287,7 @@ def test_the_others_wait_for_a_rank_that_does_something_else(
 
 def waited_for(run: Ranks, kind: str) -> Finding:
     """The verdict on rank 0; rank 1 may be late at first."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + HANG_S
     while True:
         finding = run.verdict_of_kind(kind)
         if finding.ranks == (0,) or time.monotonic() > limit:

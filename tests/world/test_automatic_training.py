@@ -284,7 +284,7 @@ def expected() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[Any]]:
-    return {1: run_ranks(train_all, 1, False), 2: run_ranks(train_all, 2, True, timeout=100)}
+    return {1: run_ranks(train_all, 1, False), 2: run_ranks(train_all, 2, True)}
 
 
 @pytest.mark.parametrize("size", [1, 2])
