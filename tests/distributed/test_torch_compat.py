@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import socket
+from datetime import timedelta
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import torch_compat
@@ -27,3 +32,73 @@ def test_ddp_awaits_a_backward_pass_as_after_a_forward_pass():
 
 def test_a_function_that_is_never_compiled_is_called_as_it_is():
     assert torch_compat.never_compiled(lambda x, *, y: x + y)(1, y=2) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("BatchNorm", nn.BatchNorm2d),
+        ("NormBase", nn.InstanceNorm1d),
+        ("DropoutNd", nn.Dropout2d),
+    ],
+)
+def test_layers_have_the_base_classes_of_torch(name: str, kind: type) -> None:
+    assert issubclass(kind, getattr(torch_compat, name))
+
+
+def test_the_pytree_and_the_dispatch_mode_of_torch():
+    leaves, spec = torch_compat.pytree.tree_flatten({"a": [1, 2]})
+    assert torch_compat.pytree.tree_unflatten(leaves, spec) == {"a": [1, 2]}
+    assert torch_compat.pytree.treespec_loads(torch_compat.pytree.treespec_dumps(spec)) == spec
+    seen = []
+
+    class Mode(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2).add_(1)
+    assert torch.ops.aten.add_.Tensor in seen
+
+
+def test_a_store_is_known_by_its_answer():
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)
+    )
+    with socket.create_connection(("127.0.0.1", store.port), timeout=600) as connection:
+        assert torch_compat.answers_as_store(connection)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.create_connection(silent.getsockname(), timeout=0.05) as connection,
+    ):
+        assert not torch_compat.answers_as_store(connection)
+
+
+def test_the_process_groups_of_this_rank(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        (group,) = torch_compat.process_groups()
+        assert group["ranks"] == [0]
+        assert group["name"]
+    finally:
+        dist.destroy_process_group()
+    assert torch_compat.process_groups() == []
+
+
+def test_the_flight_recorder_is_there():
+    import torch._C._distributed_c10d as c10d
+
+    for name in torch_compat.RECORDERS[:1]:
+        assert hasattr(c10d, name)
+        assert hasattr(c10d, f"{name}_json")
+    assert hasattr(dist.distributed_c10d.GroupMember, "WORLD")
+
+
+def test_torchs_binding_to_processors_takes_what_it_is_given():
+    from torch.numa import binding
+
+    parameters = inspect.signature(binding._maybe_wrap_command_args_with_numa_binding).parameters
+    assert {"numa_options"} < set(parameters)
+    assert {"gpu_index", "device_index"} & set(parameters)

@@ -21,7 +21,6 @@ import errno
 import json
 import os
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +54,7 @@ from lockstep.distributed.network import (
     serve_store,
 )
 from lockstep.distributed.topology import Topology
+from lockstep.distributed.torch_compat import answers_as_store
 from lockstep.errors import (
     MasterUnreachableError,
     PortTakenError,
@@ -289,10 +289,6 @@ def _store_of_first_rank_0(place: Endpoint, claim: Claim, attempt: str) -> Store
 
 _ATTEMPT_S = 2.0
 """How long one attempt to connect, or to be answered, may take."""
-# The first two requests of torch's client: VALIDATE with its magic number, PING with a number
-# that the store sends back.
-_GREETING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)
-_ANSWER = struct.pack("<I", 0x10C5)
 
 
 @dataclass(frozen=True)
@@ -418,16 +414,7 @@ def _hindrance(address: str, port: int, limit: float) -> str:
     except OSError:
         return _NO_ANSWER
     with link:
-        return "" if _answers(link) or not _greeting_is_current() else _NOT_A_STORE
-
-
-def _answers(link: socket.socket) -> bool:
-    """Whether a store is at the other end of a connection; the link has a timeout."""
-    try:
-        link.sendall(_GREETING)
-        return link.recv(len(_ANSWER), socket.MSG_WAITALL) == _ANSWER
-    except OSError:
-        return False
+        return "" if answers_as_store(link) or not _greeting_is_current() else _NOT_A_STORE
 
 
 @cache
@@ -435,7 +422,7 @@ def _greeting_is_current() -> bool:
     """Whether this torch's stores understand our greeting, tried on one; else all may be stores."""
     store = serve_store(LOOPBACK, 0, timedelta(seconds=_ATTEMPT_S))
     with socket.create_connection((LOOPBACK, store.port), timeout=_ATTEMPT_S) as link:
-        return _answers(link)
+        return answers_as_store(link)
 
 
 def _listening_address(endpoint: Endpoint, timeout: float) -> str:

@@ -1,7 +1,10 @@
-"""Every private name of torch's that Lockstep uses, and nothing else; tests tell when they change.
+"""Every private name of torch's that Lockstep uses, and nothing else.
 
-Read in torch 2.11 to 2.14. The launcher uses this module too, so torch is imported where it is
-needed, not at the top.
+Sections: classes without a public name, the compiler, DDP, stores, process groups and their Flight
+Recorder, processors of a rank. Each name was read in torch 2.11 and 2.13, where nothing else is
+said; `tests/distributed/test_torch_compat.py` tells when one of them changes.
+
+The launcher uses this module too, so torch is imported where it is needed, not at the top.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import json
 import logging
 import os
 import pickle
+import socket
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Classes and modules without a public name
+
 _NAMES = {
     "BatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
@@ -53,8 +60,11 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+# The compiler
+
+
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Torch's compiler leaves this function alone, and compiles what it calls (2.11 and 2.13).
+    """Torch's compiler leaves this function alone, and compiles what it calls.
 
     `torch.compiler.disable` would load the compiler, which takes a second, at once.
     """
@@ -65,8 +75,11 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     return made
 
 
+# DDP
+
+
 def enclosing_ddp() -> DistributedDataParallel | None:
-    """The DDP module in whose forward pass this is called (torch 2.11 and 2.13)."""
+    """The DDP module in whose forward pass this is called."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._active_ddp_module
@@ -75,8 +88,8 @@ def enclosing_ddp() -> DistributedDataParallel | None:
 def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
     """Lets DDP average the gradients of one more backward pass of the same forward passes.
 
-    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`, torch
-    2.11 and 2.13). Where gradients are awaited still, the next backward pass is to bring them.
+    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`). Where
+    gradients are awaited still, the next backward pass is to bring them.
 
     Args:
         module: after a forward pass.
@@ -88,6 +101,30 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
         return
     module.reducer.prepare_for_backward(list(roots))
 
+
+# Stores
+
+_VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)
+"""The first requests of TCPStore's client (torch/csrc/distributed/c10d/TCPStore.cpp): VALIDATE with
+a magic number, PING with any number."""
+_PONG = struct.pack("<I", 0x10C5)
+"""A store sends PING's number back."""
+
+
+def answers_as_store(connection: socket.socket) -> bool:
+    """Whether a TCPStore is at the other end of a connection that has a timeout.
+
+    Torch's own client cannot be asked: it waits without end, whatever its timeout, for something
+    that listens and says nothing.
+    """
+    try:
+        connection.sendall(_VALIDATE_AND_PING)
+        return connection.recv(len(_PONG), socket.MSG_WAITALL) == _PONG
+    except OSError:
+        return False
+
+
+# Process groups and their Flight Recorder
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 """Functions of `torch._C._distributed_c10d`: the Flight Recorder of Gloo and others, that of NCCL.
@@ -147,6 +184,9 @@ def process_groups() -> list[dict[str, Any]]:
         }
         for group, name in list(c10d._world.pg_names.items())
     ]
+
+
+# Processors of a rank
 
 
 def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
