@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import socket
 from datetime import timedelta
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import torch_compat
@@ -32,6 +35,38 @@ def test_ddp_awaits_a_backward_pass_as_after_a_forward_pass():
 
 def test_a_function_that_is_never_compiled_is_called_as_it_is():
     assert torch_compat.never_compiled(lambda x, *, y: x + y)(1, y=2) == 3
+
+
+def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch_compat.share_meshes_with_copies()
+        mesh = init_device_mesh("cpu", (1,))
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+        torch_compat.make_fsdp_root(model)
+        assert copy.deepcopy(mesh) is mesh
+        state = model._get_fsdp_state()
+        assert state._is_root
+        torch_compat.drop_fsdp_groups([model], mesh)
+        assert not mesh._pg_registry
+        assert "process_group" in repr(list(vars(state._fsdp_param_groups[0].mesh_info)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_hooks_on_gradients_are_counted():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert torch_compat.gradient_hooks(parameter) == 0
+    parameter.register_hook(lambda gradient: gradient)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert torch_compat.gradient_hooks(parameter) == 2
+
+
+def test_views_are_known():
+    tensor = torch.ones(4)
+    assert torch_compat.is_view(tensor[:2])
+    assert not torch_compat.is_view(tensor)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -25,6 +25,8 @@ from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.dropout import _DropoutNd
     from torch.nn.parallel import DistributedDataParallel
@@ -100,6 +102,49 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
     except RuntimeError:
         return
     module.reducer.prepare_for_backward(list(roots))
+
+
+def make_fsdp_root(module: FSDPModule) -> None:
+    """Makes a module the root of its FSDP units now (torch 2.11 and 2.13).
+
+    Torch would take the first one that runs for it, and refuse the whole model after a part of it.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+def share_meshes_with_copies() -> None:
+    """A deep copy of a DeviceMesh is from now on the mesh itself (torch 2.11 and 2.13).
+
+    The copy that torch makes, with each copy of a DTensor, keeps process groups of its own alive.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh_class: Any = DeviceMesh
+    mesh_class.__deepcopy__ = lambda mesh, memo: mesh
+
+
+def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
+    """Clears the places where torch keeps process groups for FSDP units (torch 2.11 and 2.13)."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # 2.11: one, or None
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
+                for name in vars(info):
+                    if name.endswith("process_group"):
+                        setattr(info, name, None)
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
+def gradient_hooks(parameter: Tensor) -> int:
+    """How many hooks a parameter's gradient has; no public name tells (torch 2.11 and 2.13)."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return len(parameter._backward_hooks or ()) + len(after or ())
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one (torch 2.11 and 2.13)."""
+    return tensor._is_view()
 
 
 # Stores

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,9 +45,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import swap_tensors
 
 from lockstep.distributed.network import further_groups
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.guards.unit_order import UnitOrderGuard
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
@@ -169,7 +172,8 @@ class FSDP(Strategy):
         )
         for p in whole:  # an optimizer still holds it, and would hold its memory
             p.data = p.data.new_empty(0)
-            p.__class__ = Replaced
+            with suppress(RuntimeError):  # where a graph or a weak reference holds it, too
+                swap_tensors(p, Replaced(p.data))
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -317,6 +321,7 @@ class HSDP(FSDP):
 
 
 def _open_mesh(run: Run, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    share_meshes_with_copies()
     with further_groups(run.topology, run.backend):
         return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
 

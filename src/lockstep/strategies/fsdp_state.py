@@ -1,8 +1,5 @@
 """What is held beside a module that is sharded with torch's `fully_shard`.
 
-What reaches into torch's private parts is at the end of the file; what is expected there is tested
-in tests/strategies/test_fsdp.py.
-
 What a script cannot do with the parameters of a sharded model, said where it is tried.
 
 The objects that were parameters before are of no use, gradients come to the shards around autograd,
@@ -20,7 +17,6 @@ free already.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -32,7 +28,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import pytree
+from lockstep.distributed.torch_compat import (
+    drop_fsdp_groups,
+    gradient_hooks,
+    is_view,
+    make_fsdp_root,
+    pytree,
+)
 from lockstep.errors import UsageError, some
 from lockstep.guards.replicas import check_equal, due
 from lockstep.guards.unit_order import UnitOrderGuard
@@ -76,7 +78,7 @@ class Sharded:
         self._keep_whole = keep_whole
         self._accumulate_shards = accumulate_shards
         self._whole = dict(_whole_parameters(units))
-        _make_root(self.root)
+        make_fsdp_root(self.root)
         self._shards = Shards(root)
         self.moving_buffers = MovingBuffers(root)
         self._batch: object = None
@@ -178,7 +180,7 @@ class Sharded:
         self._released = True
         self._use.release()
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
-        let_go(self._units, self._mesh)
+        drop_fsdp_groups(self._units, self._mesh)
 
     def _compare(self, when: str) -> None:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
@@ -301,29 +303,6 @@ def _no_copy(memo: Any) -> nn.Module:
     )
 
 
-def _make_root(module: FSDPModule) -> None:
-    """Torch would take the first unit that runs for the root, and refuse the model after it."""
-    module._get_fsdp_state()._lazy_init()
-
-
-def let_go(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
-    """Clears the places where torch keeps process groups for sharded modules.
-
-    A copy of a shard has a copy of the mesh, and torch's cache of operations keeps both.
-    """
-    for unit in units:
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # older: one, or None
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
-                for name in vars(info):
-                    if name.endswith("process_group"):
-                        setattr(info, name, None)
-    for each in gc.get_objects():
-        if type(each) is DeviceMesh and each == mesh:
-            getattr(each, "_pg_registry", {}).clear()
-
-
 class Shards:
     """The parameters of a module after `fully_shard`, under their names."""
 
@@ -343,7 +322,7 @@ class Shards:
 
     def check(self) -> None:
         """Raises UsageError where the user has changed them in a way that has no effect."""
-        hooked = [n for n, p in self.named.items() if len(p._backward_hooks or ()) > 1]
+        hooked = [n for n, p in self.named.items() if gradient_hooks(p) > 1]
         if hooked:
             raise _no_hooks(hooked)
         replaced = [
@@ -378,11 +357,7 @@ def outside_of_forward(found: str) -> UsageError:
 
 def check_hooks(module: nn.Module) -> None:
     """Raises UsageError where gradients have hooks, which nothing would call."""
-    hooked = [
-        name
-        for name, p in module.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
+    hooked = [name for name, p in module.named_parameters() if gradient_hooks(p)]
     if hooked:
         raise _no_hooks(hooked)
 
@@ -505,7 +480,7 @@ def _tensors(value: Any, *, objects: bool, depth: int = _DEPTH) -> Iterator[Tens
 
 
 def _no_view(tensor: Tensor) -> Tensor:
-    viewed = tensor.requires_grad and tensor._is_view()
+    viewed = tensor.requires_grad and is_view(tensor)
     return _Same.apply(tensor) if viewed else tensor  # type: ignore[no-untyped-call]
 
 
