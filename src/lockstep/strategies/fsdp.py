@@ -173,7 +173,7 @@ class FSDP(Strategy):
         for p in whole:  # an optimizer still holds it, and would hold its memory
             p.data = p.data.new_empty(0)
             with suppress(RuntimeError):  # where a graph or a weak reference holds it, too
-                swap_tensors(p, Replaced(p.data))
+                swap_tensors(p, Replaced(p.data))  # type: ignore[no-untyped-call]
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
