@@ -177,6 +177,31 @@ def test_rows_stay_on_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     assert all(len(row) < 30 for row in drawn)
 
 
+def test_a_launcher_with_a_terminal_gets_a_line_that_is_drawn_again() -> None:
+    script = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from test_progress import PlainLoader, PlainWorld, bar_module, progress
+bar_module.LauncherBar.interval = 0.0
+for item in progress(PlainLoader(2, 8, 8), PlainWorld(), "epoch 3"):
+    print("item", item)
+"""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", script, str(here), str(here.parent)]
+    environ = {**os.environ, "LOCKSTEP_TERMINAL_COLUMNS": "70", "NO_COLOR": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, check=True)
+    first, second, summary, end = re.sub(r"\x1b\[\d+m", "", done.stdout.decode()).split("\n")
+    assert (first, end) == ("item 0", "")
+    bar, text = second.split("\r")
+    assert re.fullmatch("epoch 3  ━+─+  1/2  .* left", bar)
+    assert len(bar) <= 70
+    assert text == "item 1"
+    bar, blank, summary = summary.split("\r")
+    assert re.fullmatch("epoch 3  ━+  2/2  .*", bar)
+    assert blank == " "
+    assert untimed(summary) == "epoch 3  R samples/s  T s"
+
+
 @pytest.mark.usefixtures("draw_always")
 def test_pass_inside_a_pass_has_its_own_row_and_means() -> None:
     world = PlainWorld()

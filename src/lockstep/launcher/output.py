@@ -1,42 +1,53 @@
-"""The ranks' standard output and error: every byte to a file, and the chosen ones to the console.
+"""The ranks' standard output and error: every byte to a file, the chosen ones to the console.
 
 One thread of the launcher reads them all. It is started after the zygote was forked, and never
 waits for the console alone: while that takes nothing, the ranks' streams are still read (up to
 `_MAX_WAITING` bytes, then the ranks wait as they would for any slow terminal).
 
-The descriptors between the ranks and the console: what is read, and what is written to.
+The console gets whole lines, each with its rank before it. A progress bar draws its line again
+and again after a carriage return, and what counts is the last state. On a terminal one row stands
+under the lines: what the lowest rank has not finished yet, such as its bar or a prompt.
+
+A rank that is alone has the launcher's terminal itself, and nothing of this is in between.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
-import pty
+import re
 import select
-import struct
-import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import IO
 
 from lockstep.errors import SettingError
-from lockstep.launcher.screen import Composer, Lines, Screen, Sheet, Source
 
 STREAMS = ("stdout", "stderr")
+COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
+"""Variable of the ranks: the width that they have on the launcher's terminal, if it has one."""
 
 _PREFIX = "[rank ${rank}] "
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _MAX_WAITING = 4 << 20
+_MAX_LINE = 1 << 20
+_READ_BYTES = 1 << 16
+_WRITE_BYTES = 4096
+"""A pipe that poll() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _TICK_S = 0.05
-_SIZE_EVERY_S = 1.0
 _FINISH_S = 2.0
 _TAIL_BYTES = 1 << 16
+
+_ERASED = re.compile(rb"\x1b\[2K")
+_MOVES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Control sequences that are no colours, and titles: not for a line among those of others."""
+_COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
+_UP = b"\x1b[A"
 
 
 def console_for(flags: argparse.Namespace, nproc: int) -> Console:
@@ -52,7 +63,8 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
     filters = {name: getattr(flags, f"duplicate_{name}_filters", None) or () for name in STREAMS}
     prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _PREFIX
-    return Console(shown, filters, Template(prefix).safe_substitute(role_name=flags.role))
+    prefix = Template(prefix).safe_substitute(role_name=flags.role)
+    return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
 
 def choose_streams(
@@ -78,7 +90,12 @@ def choose_streams(
                 "neither one of 0 to 3 nor a list such as 0:1,1:3",
                 "0: none, 1: stdout, 2: stderr, 3: both; RANK:NUMBER for single ranks",
             ) from None
-    only = _ranks_of(local_ranks_filter)
+    try:
+        only = {int(part) for part in local_ranks_filter.split(",") if local_ranks_filter}
+    except ValueError:
+        raise SettingError(
+            f"--local-ranks-filter {local_ranks_filter}", "not a list of ranks", "write such as 0,2"
+        ) from None
     bits = {"stdout": Std.OUT, "stderr": Std.ERR}
     return {
         rank: frozenset(
@@ -90,15 +107,6 @@ def choose_streams(
     }
 
 
-def _ranks_of(text: str) -> set[int]:
-    try:
-        return {int(part) for part in text.split(",")} if text else set()
-    except ValueError:
-        raise SettingError(
-            f"--local-ranks-filter {text}", "not a list of ranks", "write such as 0,2"
-        ) from None
-
-
 def tail(folder: Path, count: int, stream: str = "stderr") -> list[str]:
     """The last lines of a rank that are not blank, as a terminal would have shown them."""
     try:
@@ -107,9 +115,16 @@ def tail(folder: Path, count: int, stream: str = "stderr") -> list[str]:
             data = file.read()
     except OSError:
         return []
-    sheet = Sheet(colour=False)
-    lines = [line.decode(errors="replace") for line in [*sheet.feed(data), *sheet.close()]]
-    return [line for line in lines if line.strip()][-count:]
+    lines = (_COLOUR.sub(b"", last_state(line)) for line in data.split(b"\n"))
+    return [line.decode(errors="replace") for line in lines if line.strip()][-count:]
+
+
+def last_state(line: bytes) -> bytes:
+    """What is left of a line that was drawn several times, each time after a carriage return."""
+    if b"\r" not in line and b"\x1b" not in line:
+        return line
+    states = _MOVES.sub(b"", _ERASED.sub(b"\r \r", line)).split(b"\r")
+    return next((state for state in reversed(states) if state), b"")
 
 
 class Console:
@@ -120,6 +135,7 @@ class Console:
         filters: for `stdout` and `stderr` texts; lines shown on the console that hold one of them
             are also written to `filtered_stdout.log` in the attempt's folder.
         prefix: of each line, with `${rank}` and `${local_rank}` (torchrun's template).
+        always_logged: a rank that is alone has files too, and so not the terminal itself.
         environ: looked at for NO_COLOR and TERM.
         stdout: where the ranks' standard output goes.
         stderr: where their standard error and the launcher's own lines go.
@@ -131,18 +147,19 @@ class Console:
         filters: Mapping[str, Collection[str]] | None = None,
         prefix: str = _PREFIX,
         *,
+        always_logged: bool = False,
         environ: Mapping[str, str] = os.environ,
         stdout: int = 1,
         stderr: int = 2,
     ) -> None:
         self._shown, self._filters = shown, filters or {}
-        self._prefix = Template(prefix)
+        self._prefix, self._always_logged = Template(prefix), always_logged
         first, second = Sink(stdout, environ), Sink(stderr, environ)
         if first.identity == second.identity:
-            second = first  # one cursor: what is drawn for the one would be in the way of the other
+            second = first  # one row under the lines of both
         self._sinks = {"stdout": first, "stderr": second}
-        self._readers: list[Reader] = []
-        self._new: deque[Reader] = deque()
+        self._streams: list[_Stream] = []
+        self._new: deque[_Stream] = deque()
         self._lines: deque[str] = deque()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
@@ -150,7 +167,7 @@ class Console:
         self._drains: list[threading.Event] = []
         self._streams_until = 0.0
         self._stop_at: float | None = None
-        self._next_size = 0.0
+        self._draw_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
     def __enter__(self) -> Console:
@@ -167,49 +184,52 @@ class Console:
         os.close(self._wake)
         os.close(self._waker)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks that are several are to know: they see pipes, where a terminal may be."""
+        sink = self._sinks["stdout"]
+        prefix = self._prefix.safe_substitute(rank=0, local_rank=0)
+        return {COLUMNS: str(sink.columns - len(prefix))} if sink.terminal else {}
+
     def open(
         self, rank: int, local_rank: int, folder: Path, *, alone: bool = False
     ) -> tuple[int, int, int]:
         """Makes a rank's standard output and error, and a copy of our standard input.
 
-        Where the console is a terminal they are terminals too, so that bars and colours survive;
-        those of a rank that is alone are then one terminal, and `stderr.log` is `stdout.log`.
-
         Args:
             rank: in the whole run.
             local_rank: on this machine.
             folder: of the rank; it exists.
-            alone: the only rank of the run: no prefix, and all it writes is passed on as it is.
+            alone: the only rank of the run. It has the terminal itself where there is one and the
+                stream is shown; elsewhere all it writes is passed on as it is, without a prefix.
 
         Returns:
             Descriptors for the rank: input, output, error. The caller closes them once the rank
             has them.
         """
-        prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
-        source = Source(rank, "" if alone else prefix, alone)
         shown = STREAMS if self._shown is None else self._shown.get(local_rank, ())
-        first, second = self._sinks.values()
-        if alone and first is second and first.terminal and len(shown) == len(STREAMS):
-            # Two would lose the order in which a bar and the lines above it were written.
-            output = self._open_stream("stdout", source, folder, first)
-            (folder / "stderr.log").symlink_to("stdout.log")
-            error = os.dup(output)
-        else:
-            output, error = (
-                self._open_stream(name, replace(source), folder, sink if name in shown else None)
-                for name, sink in self._sinks.items()
+        prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
+        theirs = []
+        for name, sink in self._sinks.items():
+            if alone and name in shown and sink.is_tty and not self._always_logged:
+                sink.shared = True
+                theirs.append(os.dup(sink.descriptor))
+                continue
+            ours, end = os.pipe()
+            os.set_blocking(ours, False)
+            theirs.append(end)
+            self._new.append(
+                _Stream(
+                    rank,
+                    "" if alone else prefix,
+                    ours,
+                    sink if name in shown else None,
+                    folder / f"{name}.log",
+                    [text.encode() for text in self._filters.get(name, ())],
+                )
             )
         self._wake_up()
-        return _standard_input(), output, error
-
-    def _open_stream(self, name: str, source: Source, folder: Path, sink: Sink | None) -> int:
-        """The rank's end of a stream; the other one is read from now on."""
-        like = self._sinks[name]
-        ours, theirs = open_terminal(*_room(source, like)) if like.terminal else os.pipe()
-        os.set_blocking(ours, False)
-        texts = self._filters.get(name, ())
-        self._new.append(Reader(name, ours, source, sink, folder, texts))
-        return theirs
+        return _standard_input(), theirs[0], theirs[1]
 
     def say(self, text: str) -> None:
         """Writes lines of the launcher's own, above what the ranks draw; from any thread."""
@@ -243,17 +263,17 @@ class Console:
             poll.register(self._wake, select.POLLIN)
             sinks = set(self._sinks.values())
             full = any(len(sink.waiting) > _MAX_WAITING for sink in sinks)
-            readers = {r.descriptor: r for r in self._readers if not (full and r.sink)}
-            for descriptor in readers:
+            readable = {s.descriptor: s for s in self._streams if not (full and s.sink)}
+            for descriptor in readable:
                 poll.register(descriptor, select.POLLIN)
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            for descriptor, _ in poll.poll(self._patience() * 1000):
+            for descriptor, _ in poll.poll(self._patience_ms()):
                 if descriptor == self._wake:
                     self._take_orders()
-                elif descriptor in readers:
-                    self._read(readers[descriptor])
+                elif descriptor in readable:
+                    self._read(readable[descriptor])
             self._tick()
 
     def _over(self) -> bool:
@@ -262,79 +282,95 @@ class Console:
         waiting = any(sink.waiting for sink in self._sinks.values())
         return not waiting or time.monotonic() >= self._stop_at
 
-    def _patience(self) -> float:
-        restless = any(sink.composer.restless for sink in self._sinks.values())
-        return _TICK_S if restless or self._drains or self._stop_at is not None else _SIZE_EVERY_S
+    def _patience_ms(self) -> float | None:
+        soon = self._draw_at is not None or self._drains or self._stop_at is not None
+        return _TICK_S * 1000 if soon else None
 
     def _take_orders(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
         while self._new:
-            self._readers.append(self._new.popleft())
+            self._streams.append(self._new.popleft())
         self._say_all()
 
     def _say_all(self) -> None:
         sink = self._sinks["stderr"]
         while self._lines:
-            sink.put(sink.composer.say(self._lines.popleft()))
+            text = self._lines.popleft().encode(errors="replace") + b"\n"
+            begin = b"\n" if sink.mid_line or sink.shared else b""
+            sink.write(begin + text, self._row(sink))
+            sink.mid_line = False
 
-    def _read(self, reader: Reader) -> None:
-        data = reader.read()
+    def _read(self, stream: _Stream) -> None:
+        data = stream.read()
         if data is None:
-            self._end(reader)
-        elif data:
-            reader.keep(data, lambda text: self._lines.append(f"lockstep: {text}"))
-            if reader.sink is not None:
-                now = time.monotonic()
-                reader.sink.put(reader.sink.composer.feed(reader.source, data, now))
+            self._end(stream)
+            return
+        stream.keep(data, lambda text: self._lines.append(f"lockstep: {text}"))
+        sink = stream.sink
+        if sink is None or not data:
+            return
+        if not stream.prefix:
+            sink.write(data)
+            sink.mid_line = not data.endswith(b"\n")
+            return
+        self._show(stream, sink, stream.feed(data))
+        if sink.terminal and self._draw_at is None:
+            self._draw_at = time.monotonic() + _TICK_S
 
-    def _read_last(self, reader: Reader) -> None:
+    def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
+        if lines:
+            mark = sink.mark(stream)
+            end = b"\x1b[0m\n" if sink.terminal else b"\n"
+            shown = (line + (end if b"\x1b" in line else b"\n") for line in lines)
+            sink.write(b"".join(mark + line for line in shown), self._row(sink))
+
+    def _row(self, sink: Sink) -> bytes:
+        """What is unfinished, of the lowest rank, as one row of the terminal."""
+        if not sink.terminal:
+            return b""
+        open_ = [s for s in self._streams if s.sink is sink and last_state(s.unfinished).strip()]
+        if not open_:
+            return b""
+        stream = min(open_, key=lambda stream: stream.rank)
+        return sink.cut(sink.mark(stream) + last_state(stream.unfinished))
+
+    def _read_last(self, stream: _Stream) -> None:
         """Takes what is left in a stream that somebody still holds open."""
         limit = time.monotonic() + _TICK_S
-        while reader in self._readers and time.monotonic() < limit:
+        while stream in self._streams and time.monotonic() < limit:
             poll = select.poll()
-            poll.register(reader.descriptor, select.POLLIN)
+            poll.register(stream.descriptor, select.POLLIN)
             if not poll.poll(0):
                 break
-            self._read(reader)
-        if reader in self._readers:
-            self._end(reader)
+            self._read(stream)
+        if stream in self._streams:
+            self._end(stream)
 
-    def _end(self, reader: Reader) -> None:
-        self._readers.remove(reader)
-        if reader.sink is not None:
-            reader.sink.put(reader.sink.composer.close(reader.source))
-        reader.close()
+    def _end(self, stream: _Stream) -> None:
+        self._streams.remove(stream)
+        rest = last_state(stream.unfinished)
+        if stream.sink is not None:
+            self._show(stream, stream.sink, [rest] if rest.strip() else [])
+            stream.sink.draw(self._row(stream.sink))
+        stream.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if now >= self._next_size:
-            self._next_size = now + _SIZE_EVERY_S
+        if self._draw_at is not None and now >= self._draw_at:
+            self._draw_at = None
             for sink in set(self._sinks.values()):
-                if sink.measure():
-                    self._pass_on_size(sink)
+                sink.draw(self._row(sink))
         for sink in set(self._sinks.values()):
-            sink.put(sink.composer.tick(now))
             sink.flush()
         self._say_all()
         if self._drains and now >= self._streams_until:
-            for reader in list(self._readers):
-                self._read_last(reader)
-        if self._drains and not (self._readers or self._new):
+            for stream in list(self._streams):
+                self._read_last(stream)
+        if self._drains and not (self._streams or self._new):
             for done in self._drains:
                 done.set()
             self._drains.clear()
-
-    def _pass_on_size(self, sink: Sink) -> None:
-        for reader in self._readers:
-            if self._sinks[reader.name] is sink:
-                set_size(reader.descriptor, *_room(reader.source, sink))
-
-
-def _room(source: Source, sink: Sink) -> tuple[int, int]:
-    """Columns and rows of the terminal that are left for a rank's own rows."""
-    columns, rows = sink.size
-    return columns - (len(source.prefix) + 1 if source.prefix else 0), rows
 
 
 def _standard_input() -> int:
@@ -342,11 +378,6 @@ def _standard_input() -> int:
         return os.dup(0)
     except OSError:  # the launcher was started without one
         return os.open(os.devnull, os.O_RDONLY)
-
-
-_READ_BYTES = 1 << 16
-_WRITE_BYTES = 4096
-"""A pipe that poll() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 
 
 class Sink:
@@ -360,23 +391,66 @@ class Sink:
     def __init__(self, descriptor: int, environ: Mapping[str, str]) -> None:
         self.descriptor = descriptor
         self.waiting = bytearray()
-        self._gone = False
-        self.size = (80, 24)
-        self.terminal = False
+        self.shared = False
+        """A rank writes to it as well."""
+        self.mid_line = False
+        """The last that was passed on does not end its line."""
+        self._row = b""
+        """What stands under the lines."""
+        self._colour = not environ.get("NO_COLOR")
         try:
-            self.terminal = os.isatty(descriptor) and environ.get("TERM") != "dumb"
-            self.identity: object = _identity(descriptor)
+            found = os.fstat(descriptor)
         except OSError:  # the launcher was started without it
-            self._gone, self.identity = True, None
-        self.composer: Composer = Lines()
-        if self.terminal:
-            self.size = _size_of(descriptor)
-            self.screen = Screen(*self.size, colour=not environ.get("NO_COLOR"))
-            self.composer = self.screen
+            self._gone, self.is_tty, self.identity = True, False, None
+        else:
+            self._gone, self.is_tty = False, os.isatty(descriptor)
+            self.identity = (found.st_dev, found.st_ino, found.st_rdev)
+        self.terminal = self.is_tty and environ.get("TERM") != "dumb"
 
-    def put(self, data: bytes) -> None:
-        """Writes as much as can be written now, and keeps the rest waiting."""
-        if data and not self._gone:
+    @property
+    def columns(self) -> int:
+        """Of the terminal, but for the last one: some wrap when that is written."""
+        try:
+            return max(20, os.get_terminal_size(self.descriptor).columns or 80) - 1
+        except OSError:
+            return 79
+
+    def mark(self, stream: _Stream) -> bytes:
+        """A stream's prefix; on a terminal each rank has its colour."""
+        name = stream.prefix.rstrip()
+        if not (self.terminal and self._colour):
+            return stream.prefix.encode()
+        colour = _COLOURS[stream.rank % len(_COLOURS)]
+        return f"\x1b[{colour}m{name}\x1b[0m{stream.prefix[len(name) :]}".encode()
+
+    def cut(self, row: bytes) -> bytes:
+        """As much of a text as one row takes, with its colours."""
+        from rich.console import Console as Rich
+        from rich.text import Text
+
+        rich = Rich(
+            width=self.columns,
+            color_system="truecolor",
+            force_terminal=True,
+            no_color=not self._colour,
+        )
+        with rich.capture() as captured:
+            text = Text.from_ansi(row.decode(errors="replace"))
+            rich.print(text, end="", no_wrap=True, overflow="crop")
+        return captured.get().encode()
+
+    def write(self, lines: bytes, row: bytes = b"") -> None:
+        """Puts whole lines above the row; in one piece, without flicker."""
+        self._put((b"\r\x1b[K" if self._row else b"") + lines + row)
+        self._row = row
+
+    def draw(self, row: bytes) -> None:
+        """Puts another row in the place of the one that stands there."""
+        if row != self._row:
+            self.write(b"", row)
+
+    def _put(self, data: bytes) -> None:
+        if not self._gone:
             self.waiting += data
             self.flush()
 
@@ -395,41 +469,37 @@ class Sink:
                 self._gone = True
                 self.waiting.clear()
 
-    def measure(self) -> bool:
-        """Takes the terminal's new size, if it has one."""
-        size = _size_of(self.descriptor) if self.terminal else self.size
-        changed, self.size = size != self.size, size
-        if changed:
-            self.screen.resize(*size)
-        return changed
 
-
-class Reader:
+class _Stream:
     """One stream of one rank.
 
     Args:
-        name: `stdout` or `stderr`.
+        rank: in the whole run.
+        prefix: before each of its lines; empty: it is passed on as it is.
         descriptor: our end of it.
-        source: whose it is, for the console.
         sink: where it is shown; None: nowhere.
-        folder: of the rank.
-        filters: texts; shown lines that hold one also go to `filtered_stdout.log` beside `folder`.
+        log: the file that gets all of it.
+        filters: lines that are shown and hold one of them go to a file beside the rank's folder.
     """
 
     def __init__(
         self,
-        name: str,
+        rank: int,
+        prefix: str,
         descriptor: int,
-        source: Source,
         sink: Sink | None,
-        folder: Path,
-        filters: Collection[str],
+        log: Path,
+        filters: list[bytes],
     ) -> None:
-        self.name, self.descriptor, self.source, self.sink = name, descriptor, source, sink
-        self._filters = [text.encode() for text in filters] if sink else []
-        self._unfinished = b""
-        self._log: IO[bytes] | None = open(folder / f"{name}.log", "ab", buffering=0)  # noqa: SIM115
-        self._filtered = folder.parent / f"filtered_{name}.log"
+        self.rank, self.prefix, self.descriptor, self.sink = rank, prefix, descriptor, sink
+        self.unfinished = b""
+        """The last line so far; of one that is drawn again and again the last state."""
+        self._torchs_prefix = f"[rank{rank}]: ".encode()
+        self._name = log.name
+        self._log: IO[bytes] | None = open(log, "ab", buffering=0)  # noqa: SIM115
+        self._filters = filters if sink else []
+        self._unfiltered = b""
+        self._filtered = log.parent.with_name(f"filtered_{log.name}")
         if filters:
             self._filtered.touch()
 
@@ -439,8 +509,22 @@ class Reader:
             return os.read(self.descriptor, _READ_BYTES) or None
         except BlockingIOError:
             return b""
-        except OSError:  # EIO: Linux's end of a pseudo-terminal
-            return None
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that are finished by what the stream brings, without newlines."""
+        *lines, rest = (self.unfinished + data).split(b"\n")
+        rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if len(rest) > _MAX_LINE:
+            lines.append(rest)
+            rest = b""
+        self.unfinished = rest
+        # Where several bars are drawn, the cursor goes up again after the lower one. And torch's
+        # hook for exceptions puts the rank before each line as well.
+        return [
+            last_state(line).removeprefix(self._torchs_prefix)
+            for line in lines
+            if not line.endswith(_UP)
+        ]
 
     def keep(self, data: bytes, say: Callable[[str], None]) -> None:
         """Writes the files."""
@@ -450,59 +534,23 @@ class Reader:
             if self._filters:
                 self._filter(data)
         except OSError as error:
-            say(f"rank {self.source.rank}: {self.name}.log ends here: {error.strerror}")
-            self.close_log()
+            say(f"rank {self.rank}: {self._name} ends here: {error.strerror}")
+            self._close_files()
 
     def _filter(self, data: bytes) -> None:
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        *lines, self._unfiltered = (self._unfiltered + data).split(b"\n")
         wanted = [line for line in lines if any(text in line for text in self._filters)]
         if wanted:
-            prefix = self.source.prefix.encode()
+            prefix = self.prefix.encode()
             with open(self._filtered, "ab") as file:
                 file.write(b"".join(prefix + line + b"\n" for line in wanted))
 
-    def close_log(self) -> None:
-        """Writes no more files."""
+    def _close_files(self) -> None:
         if self._log is not None:
             self._log.close()
         self._log, self._filters = None, []
 
     def close(self) -> None:
         """Closes the files and the stream."""
-        self.close_log()
+        self._close_files()
         os.close(self.descriptor)
-
-
-def _identity(descriptor: int) -> object:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_rdev
-
-
-def _size_of(descriptor: int) -> tuple[int, int]:
-    try:
-        columns, rows = os.get_terminal_size(descriptor)
-    except OSError:
-        return 80, 24
-    return columns or 80, rows or 24
-
-
-def open_terminal(columns: int, rows: int) -> tuple[int, int]:
-    """A pseudo-terminal: our end and the rank's.
-
-    Its output processing is off: the console's own terminal does that, and the files hold what the
-    rank has written.
-    """
-    ours, theirs = pty.openpty()
-    attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST
-    attributes[3] &= ~termios.ECHO
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    set_size(ours, columns, rows)
-    return ours, theirs
-
-
-def set_size(descriptor: int, columns: int, rows: int) -> None:
-    """Tells a pseudo-terminal its size, which programs ask for."""
-    size = struct.pack("HHHH", rows, max(20, columns), 0, 0)
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(descriptor, termios.TIOCSWINSZ, size)

@@ -124,6 +124,7 @@ def run_to_the_end(
                 **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
                 **socket_variables(os.environ, meeting.interface),
                 **plan.environment,
+                **({} if plan.nproc == 1 and plan.one_node else console.environment),
                 **({} if plan.own_processes else {LAUNCHER: launcher}),
             },
             folder,

@@ -38,7 +38,24 @@ def open_console() -> Console:
     """The console of the running bar, or a new one on stdout as it is now."""
     from rich.console import Console
 
-    return _with_bar or Console(markup=False, emoji=False, highlight=False)
+    columns = launcher_columns()
+    return _with_bar or Console(
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=columns,
+        force_terminal=None if columns is None else True,
+    )
+
+
+def launcher_columns() -> int | None:
+    """How wide a line may be on the terminal of the launcher, which reads stdout through a pipe.
+
+    None: stdout is a terminal itself, or goes elsewhere.
+    """
+    columns = os.environ.get("LOCKSTEP_TERMINAL_COLUMNS", "")
+    piped = not sys.stdout.isatty() and sys.stdout is sys.__stdout__
+    return int(columns) if piped and columns.isdigit() else None
 
 
 def on_terminal() -> bool:
@@ -87,7 +104,7 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
             say("".join(parts))
         return
     console = open_console()
-    width = console.width if on_terminal() else None
+    width = launcher_columns() or (console.width if on_terminal() else None)
     for parts in choice_rows(title, choices, width):
         text = _styled(*(encodable(part, console.encoding) for part in parts))
         console.print(text, soft_wrap=True)
@@ -96,7 +113,8 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
 def _may_be_styled() -> bool:
     """Whether `rich` should decide; a pipe that nobody forces to be more needs none of it."""
     forced = any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
-    return sys.stdout.isatty() or forced or "IPython" in sys.modules or _with_bar is not None
+    terminal = sys.stdout.isatty() or launcher_columns() is not None
+    return terminal or forced or "IPython" in sys.modules or _with_bar is not None
 
 
 def choice_rows(

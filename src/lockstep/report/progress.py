@@ -29,6 +29,7 @@ from lockstep.report.console import (
     Snapshot,
     bar_parts,
     encodable,
+    launcher_columns,
     occupy,
     on_terminal,
     open_console,
@@ -112,6 +113,26 @@ class Lines:
 
     def close(self) -> None:
         """Nothing stays on the screen."""
+
+
+class LauncherBar:
+    """The bar where a launcher has the terminal: it keeps an unfinished line under the others.
+
+    The carriage return comes last, so that what the script prints next takes the line.
+    """
+
+    interval = 0.1
+    """Seconds between two drawings, at least."""
+
+    def draw(self, at: Snapshot) -> None:
+        """Shows the state."""
+        console = open_console()
+        console.print(_row(at, console), end="\r", soft_wrap=True)
+
+    def close(self) -> None:
+        """Takes it away: nothing but a blank is left of the line."""
+        sys.stdout.write(" \r")
+        sys.stdout.flush()
 
 
 def check_loader(loader: object) -> None:
@@ -212,7 +233,11 @@ class _Screen:
         self._total = total
         self._means = means
         self._samples = 0
-        self._view = Bar() if on_terminal() else Lines()
+        self._view: Bar | LauncherBar | Lines
+        if launcher_columns() is not None:
+            self._view = LauncherBar()
+        else:
+            self._view = Bar() if on_terminal() else Lines()
         self._start = time.perf_counter()
         self._due = self._start + self._view.interval
         self._complete = False

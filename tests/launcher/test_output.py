@@ -1,4 +1,4 @@
-"""The ranks' streams: one file each, whole lines on the console, bars that survive."""
+"""The ranks' streams: one file each, whole lines on the console, and one bar under them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import textwrap
 import threading
@@ -19,13 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
-from lockstep.launcher.output import Console, choose_streams, console_for, tail
-from lockstep.launcher.screen import Lines, Screen, Sheet, Source, render
+from lockstep.launcher.output import (
+    COLUMNS,
+    Console,
+    choose_streams,
+    console_for,
+    last_state,
+    tail,
+)
 
 # --- what a terminal then shows ---------------------------------------------------------------
 
@@ -40,14 +47,8 @@ def screen(written: str) -> list[str]:
         elif token == "\n":
             y, x = y + 1, 0  # as a terminal's ONLCR does
             rows += [""] * (y == len(rows))
-        elif token == "\x1b[J":
+        elif token == "\x1b[K":
             rows[y] = rows[y][:x]
-            del rows[y + 1 :]
-        elif up := re.fullmatch(r"\x1b\[(\d+)A", token):
-            assert int(up[1]) <= y
-            y -= int(up[1])
-        elif right := re.fullmatch(r"\x1b\[(\d+)C", token):
-            x += int(right[1])
         elif token[0] == "\x1b":
             assert token.endswith("m"), repr(token)
         else:
@@ -161,122 +162,60 @@ def piped() -> Iterator[tuple[int, int, list[bytes]]]:
             thread.join()
 
 
-# --- one stream --------------------------------------------------------------------------------
-
-TQDM = b"\r 10%|#   |\r 20%|##  |"
+# --- one line ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("pieces", "lines", "rows"),
+    ("line", "state"),
     [
-        ([b"a\nb\n"], ["a", "b"], []),
-        ([b"a", b"b\n"], ["ab"], []),
-        ([b"prompt> "], [], ["prompt>"]),
-        ([b"a\r\nb\r\n"], ["a", "b"], []),
-        ([b"\n\n"], ["", ""], []),
-        ([TQDM], [], [" 20%|##  |"]),
-        ([TQDM, b"\r 30%\x1b[K"], [], [" 30%"]),
-        # tqdm.write: the line comes out with the next drawing
-        ([TQDM, b"\r          \rhello\n\r 20%|##  |"], [], ["hello", " 20%|##  |"]),
-        ([TQDM, b"\r          \rhello\n\r 20%|##  |", b"\r 30%|##  |"], ["hello"], [" 30%|##  |"]),
-        # nested tqdm: two rows, ended above
-        ([b"\router", b"\n\rinner\x1b[A"], [], ["outer", "inner"]),
-        ([b"\router", b"\n\rinner\x1b[A", b"\rOUTER", b"\n\rINNER\x1b[A"], [], ["OUTER", "INNER"]),
-        # rich's Live: one row that becomes two, then a line above
-        ([b"\x1b[?25l\r\x1b[2Kone", b"\r\x1b[2Kone\ntwo"], [], ["one", "two"]),
-        (
-            [
-                b"\x1b[?25l\r\x1b[2Kone\ntwo",
-                b"\r\x1b[2K\x1b[1A\x1b[2Kline\none\ntwo",
-                b"\r\x1b[2K\x1b[1A\x1b[2KONE\nTWO",
-            ],
-            ["line"],
-            ["ONE", "TWO"],
-        ),
-        # ... and its end, where it leaves nothing
-        ([b"\x1b[?25l\rone\ntwo", b"\r\x1b[2K\x1b[1A\x1b[2K\x1b[?25h", b"end\n"], ["end"], []),
-        ([TQDM, b"\r100%|####|\n"], ["100%|####|"], []),
-        # going up beyond what was taken for lines
-        ([b"\rbar\n", b"\r\x1b[1Anew\nbar"], ["bar"], ["new", "bar"]),
-        # readline
-        ([b"(Pdb) ab\bc\x1b[Kd"], [], ["(Pdb) acd"]),
-        ([b"(Pdb) abc\x1b[3D\x1b[1P\x1b[1@x"], [], ["(Pdb) xbc"]),
-        ([b"\x1b]0;title\x07text\x1b]8;;http://x\x1b\\\n"], ["text"], []),
-        ([b"caf\xc3", b"\xa9\n"], ["caf\xe9"], []),
-        ([b"\xff\n"], ["\xff"], []),
-        ([b"\x1b[3", b"1mred\x1b[0m\n"], ["\x1b[31mred\x1b[0m"], []),
-        ([b"a\tb"], [], ["a       b"]),
+        (b"a", b"a"),
+        (b"", b""),
+        (b"a\r", b"a"),
+        (b"\r 10%|#   |\r 20%|##  |", b" 20%|##  |"),
+        (b"10%\r20%\r", b"20%"),
+        (b"100%|####|\r          \rhello", b"hello"),  # tqdm.write
+        (b"100%|####|\r          \r", b"          "),  # tqdm(leave=False)
+        (b"\r\x1b[2Kone\r\x1b[2K", b" "),
+        (b"\r\x1b[?25l\x1b[Kone\x1b[K", b"one"),
+        (b"\x1b[31mred\x1b[0m\x1b[3C", b"\x1b[31mred\x1b[0m"),
+        (b"\x1b]0;title\x07text", b"text"),
+        (b"\xff\xe6\x97", b"\xff\xe6\x97"),
     ],
 )
-def test_sheet(pieces: list[bytes], lines: list[str], rows: list[str]) -> None:
-    sheet = Sheet()
-    found = []
-    for piece in pieces:
-        found += sheet.feed(piece)
-        found += sheet.settle() if sheet.drawn else []
-    assert [line.decode("latin1" if b"\xff" in line else "utf-8") for line in found] == lines
-    assert [render(row) for row in sheet.rows if row] == rows
+def test_the_last_state_of_a_line_counts(line: bytes, state: bytes) -> None:
+    assert last_state(line) == state
 
 
-def test_wide_signs_are_cut_whole() -> None:
-    sheet = Sheet()
-    sheet.feed("ab日本".encode())
-    assert [render(sheet.rows[0], columns) for columns in (3, 4, 5, 6)] == [
-        "ab",
-        "ab日",
-        "ab日",
-        "ab日本",
-    ]
+PIECES = [b"x", b"yy\n", b"\n", b"\r\n", b"w", b"\x1b[31m", b"\xe6\x97", b"\xa5"]
 
 
-PIECES = [b"abc", b"\xe6\x97", b"\xa5", b"\b", b"\t", b"\r", b"\n", b"\x1b", b"[", b"]"]
-PIECES += [b"2K", b"1A", b"3B", b"9C", b"H", b"J", b"31m", b"?25l"]
-
-
-def seen(line: bytes) -> str:
-    """Plain lines pass as they are, also with tabs and bytes that are no UTF-8."""
-    return line.decode(errors="replace").expandtabs().rstrip()
-
-
-@settings(deadline=None, max_examples=300)
-@example([b"abc", b"\x1b", b"\n", b"\x1b", b"[", b"H", b"abc"])
-@given(st.lists(st.sampled_from(PIECES), max_size=40))
-def test_no_sequence_breaks_a_sheet(pieces: list[bytes]) -> None:
-    together, apart = Sheet(), Sheet()
-    whole = [*together.feed(b"".join(pieces)), *together.close()]
-    parts = [line for piece in pieces for line in apart.feed(piece)] + apart.close()
-    assert list(filter(None, map(seen, whole))) == list(filter(None, map(seen, parts)))
-    settled = Screen(20, 5)
-    source = Source(0, "[rank 0] ")
-    for number, piece in enumerate(pieces):
-        settled.feed(source, piece, float(number))
-        settled.tick(number + 0.5)
-    settled.close(source)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2), st.sampled_from([b"x", b"yy\n", b"\n", b"z\r", b"\r\n", b"w"])
-        ),
-        max_size=30,
-    )
-)
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(PIECES)), max_size=30))
 def test_lines_are_whole_and_none_is_lost(pieces: list[tuple[int, bytes]]) -> None:
-    sources = [Source(rank, f"[rank {rank}] ") for rank in range(3)]
-    lines = Lines()
-    out = b"".join(lines.feed(sources[rank], piece, 0.0) for rank, piece in pieces)
-    out += b"".join(lines.close(source) for source in sources)
-    assert out == b"" or out.endswith(b"\n")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        piped() as (out, err, found),
+        Console(stdout=out, stderr=err) as console,
+    ):
+        streams = [console.open(rank, rank, made(folder, rank)) for rank in range(3)]
+        for rank, piece in pieces:
+            os.write(streams[rank][1], piece)
+        for descriptor in (d for opened in streams for d in opened):
+            os.close(descriptor)
+    assert found[0] == b"" or found[0].endswith(b"\n")
     for rank in range(3):
-        sent = b"".join(piece for number, piece in pieces if number == rank)
+        sent = b"".join(piece for number, piece in pieces if number == rank).replace(b"\r", b"")
         mark = f"[rank {rank}] ".encode()
         # Each line of the console is of one rank alone, so nothing was cut by another.
-        own = [line for line in out.split(b"\n") if mark in line]
-        assert all(line.count(b"[rank") == line.count(mark) for line in own)
-        got = b"".join(own).replace(mark, b"").replace(b"\r", b"")
-        assert got == sent.replace(b"\r", b"").replace(b"\n", b"")
+        own = [line for line in found[0].split(b"\n") if line.startswith(mark)]
+        expected = sent.removesuffix(b"\n").split(b"\n") if sent else []
+        assert [line.removeprefix(mark) for line in own] == expected
+
+
+def made(folder: str, rank: int) -> Path:
+    own = Path(folder, f"rank_{rank}")
+    own.mkdir()
+    return own
 
 
 # --- several ranks, a pipe ----------------------------------------------------------------------
@@ -381,27 +320,40 @@ def test_streams_of_a_second_attempt(tmp_path: Path) -> None:
     assert found[0] == b"[rank 0] first\n[rank 0] second\n"
 
 
-def test_own_lines_end_what_stands_unfinished(tmp_path: Path) -> None:
-    lines = Lines()
-    one, two = Source(0, "[rank 0] "), Source(1, "[rank 1] ")
-    out = lines.feed(one, b"\r10%\r20%\r", 0.0)
-    out += lines.feed(two, b"hello\n", 0.0)
-    out += lines.feed(one, b"30%\r40%", 0.0)
-    out += lines.say("lockstep: x")
-    out += lines.close(one)
-    assert out == (
-        b"[rank 0] 10%\r\n[rank 1] hello\n[rank 0] 20%\r[rank 0] 30%\r\nlockstep: x\n[rank 0] 40%\n"
+def written_by(tmp_path: Path, *pieces: bytes) -> bytes:
+    """What a pipe gets when rank 1 of several writes this."""
+    with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
+        stdin, stdout, stderr = console.open(1, 1, tmp_path)
+        for piece in pieces:
+            os.write(stdout, piece)
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
+        console.drain()
+    return found[0]
+
+
+def test_a_pipe_gets_a_bar_once_with_its_last_state(tmp_path: Path) -> None:
+    bar = b"".join(b"\r%3d%%" % i for i in range(101)) + b"\n"
+    sent = (b"begin\n", bar, bar[:-1], b"\r    \rafter it\n", b"\r 99%")
+    assert written_by(tmp_path, *sent) == (
+        b"[rank 1] begin\n[rank 1] 100%\n[rank 1] after it\n[rank 1]  99%\n"
+    )
+    assert (tmp_path / "stdout.log").read_bytes() == b"".join(sent)
+
+
+def test_several_bars_of_one_rank(tmp_path: Path) -> None:
+    """As tqdm draws a bar within a bar: a newline, the lower one, and up again."""
+    inner = b"".join(b"\n\rinner %d\x1b[A" % i for i in range(9))
+    assert written_by(tmp_path, b"\router 0", inner, b"\router 1", inner, b"\n\n") == (
+        b"[rank 1] outer 0\n[rank 1] outer 1\n[rank 1] \n"
     )
 
 
-def test_the_rank_is_named_once() -> None:
+def test_the_rank_is_named_once(tmp_path: Path) -> None:
     """torch's hook for uncaught exceptions puts the rank before each line as well."""
-    source = Source(1, "[rank 1] ")
     trace = b"[rank1]: Traceback\n[rank1]:   File\n[rank2]: other\n"
     out = b"[rank 1] Traceback\n[rank 1]   File\n[rank 1] [rank2]: other\n"
-    assert Lines().feed(source, trace, 0.0) == out
-    assert Lines().feed(source, b"\r" + trace, 0.0) == out
-    assert Screen(80, 24, colour=False).feed(source, trace, 0.0) == out
+    assert written_by(tmp_path, b"\r", trace) == out
 
 
 def test_filters_and_choice(tmp_path: Path) -> None:
@@ -477,14 +429,13 @@ BAR = """
 """
 
 
-def test_bars_of_two_ranks_stand_below_the_lines_of_a_third(
+def test_the_bar_of_the_lowest_rank_stands_below_all_lines(
     tmp_path: Path, terminal: Terminal
 ) -> None:
     with Console(stdout=terminal.slave, stderr=terminal.slave, environ={}) as console:
         bar = BAR.format(between="input() if i == 3 else None")
         processes = [start_with_input(console, tmp_path, rank, bar) for rank in (0, 1)]
         terminal.wait_for("[rank 0]\x1b[0m  60%")
-        terminal.wait_for("[rank 1]\x1b[0m  60%")
         third = start(console, tmp_path, 2, "for i in range(3): print('line', i)")
         assert third.wait() == 0
         terminal.wait_for("line 2")
@@ -496,8 +447,7 @@ def test_bars_of_two_ranks_stand_below_the_lines_of_a_third(
             assert process.wait() == 0
             os.close(pipe)
     lines = [*[f"[rank 2] line {i}" for i in range(3)], "lockstep: still running"]
-    assert now[:4] == lines
-    assert sorted(now[4:]) == [f"[rank {rank}]  60%|###|" for rank in (0, 1)]
+    assert now == [*lines, "[rank 0]  60%|###|"]
     after = screen(terminal.end())
     assert after[:4] == lines
     assert sorted(after[4:6]) == [f"[rank {rank}] 100%|#####|" for rank in (0, 1)]
@@ -522,26 +472,36 @@ def start_with_input(
         os.close(reading)
 
 
-def test_a_rank_that_is_alone_has_the_terminal_to_itself(
-    tmp_path: Path, terminal: Terminal
-) -> None:
-    code = """
-        import os, sys
-        sys.stderr.write("\\r 50%|")
-        print("\\r\\x1b[Kfrom stdout", sys.stdout.isatty(), os.get_terminal_size(1).columns)
-        sys.stderr.write("\\x1b[31m\\r100%|")
-        print(input("name? "), end="")
-    """
+ALONE = """
+    import os, sys
+    sys.stderr.write("\\r 50%|")
+    print("\\r\\x1b[Kfrom stdout", sys.stdout.isatty(), sys.stderr.isatty())
+    sys.stderr.write("\\x1b[31m\\r100%|")
+    print(input("name? "), end="")
+"""
+
+
+def test_a_rank_that_is_alone_has_the_terminal_itself(tmp_path: Path, terminal: Terminal) -> None:
     with Console(stdout=terminal.slave, stderr=terminal.slave) as console:
-        process, pipe = start_with_input(console, tmp_path, 0, code, alone=True)
+        process, pipe = start_with_input(console, tmp_path, 0, ALONE, alone=True)
         os.write(pipe, b"you\n")
         assert process.wait() == 0
         console.say("the end")
     os.close(pipe)
-    sent = "\r 50%|\r\x1b[Kfrom stdout True 100\n\x1b[31m\r100%|name? you"
+    sent = "\r 50%|\r\x1b[Kfrom stdout True True\n\x1b[31m\r100%|name? you"
     assert terminal.end() == sent + "\nlockstep: the end\n"
-    assert logged(tmp_path, 0, "stdout").decode() == sent
-    assert logged(tmp_path, 0, "stderr").decode() == sent
+    assert list((tmp_path / "attempt_0" / "rank_0").iterdir()) == []
+
+
+def test_a_rank_that_is_alone_and_has_files(tmp_path: Path, terminal: Terminal) -> None:
+    code = "import sys; print('\\rone'); print(sys.stdout.isatty(), end='')"
+    slave = terminal.slave
+    with Console(stdout=slave, stderr=slave, always_logged=True) as console:
+        assert start(console, tmp_path, 0, code, alone=True).wait() == 0
+        console.drain()
+        console.say("the end")
+    assert terminal.end() == "\rone\nFalse\nlockstep: the end\n"
+    assert logged(tmp_path, 0) == b"\rone\nFalse"
 
 
 def test_a_rank_alone_and_no_terminal(tmp_path: Path) -> None:
@@ -552,26 +512,11 @@ def test_a_rank_alone_and_no_terminal(tmp_path: Path) -> None:
     assert (logged(tmp_path, 0), logged(tmp_path, 0, "stderr")) == (b"a\rb", b"c")
 
 
-def test_ranks_see_a_terminal_of_the_room_they_have(tmp_path: Path, terminal: Terminal) -> None:
-    code = """
-        import os, sys
-        print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns)
-        input()
-        print(os.get_terminal_size(1).columns)
-    """
-    with Console(stdout=terminal.slave, stderr=terminal.slave, environ={"NO_COLOR": "1"}) as c:
-        process, pipe = start_with_input(c, tmp_path, 7, code)
-        terminal.wait_for("[rank 7] True True 90\n")
-        terminal.resize(60, 24)
-        c._next_size = 0.0
-        c._wake_up()
-        while c._sinks["stdout"].size[0] != 60:
-            c._thread.join(0.01)
-        os.write(pipe, b"\n")
-        assert process.wait() == 0
-    os.close(pipe)
-    assert screen(terminal.end())[:2] == ["[rank 7] True True 90", "[rank 7] 50"]
-    assert "\x1b" not in terminal.written
+def test_ranks_are_told_how_wide_the_terminal_is(terminal: Terminal) -> None:
+    with piped() as (out, err, _), Console(stdout=out, stderr=err) as console:
+        assert console.environment == {}
+    with Console(stdout=terminal.slave, stderr=terminal.slave, environ={}) as console:
+        assert console.environment == {COLUMNS: str(99 - len("[rank 0] "))}
 
 
 def test_a_dumb_terminal_gets_lines(tmp_path: Path, terminal: Terminal) -> None:
@@ -580,27 +525,30 @@ def test_a_dumb_terminal_gets_lines(tmp_path: Path, terminal: Terminal) -> None:
     assert terminal.end() == "[rank 0] False\n"
 
 
-def test_a_row_for_the_whole_width_goes_without_its_prefix() -> None:
-    drawn = Screen(30, 10, colour=False)
-    out = drawn.feed(Source(0, "[rank 0] "), b"\r" + b"#" * 29, 1.0)
-    out += drawn.tick(2.0)
-    assert screen(out.decode()) == ["#" * 29]
+def test_a_row_is_cut_to_the_terminals_width(tmp_path: Path, terminal: Terminal) -> None:
+    terminal.resize(30, 10)
+    with Console(stdout=terminal.slave, stderr=terminal.slave, environ={"NO_COLOR": "1"}) as c:
+        row = "\\r日本" + "#" * 90
+        process, pipe = start_with_input(c, tmp_path, 0, f"print('{row}', end=''); input()")
+        terminal.wait_for("#")
+        assert screen(terminal.written) == ["[rank 0] 日本" + "#" * 16]  # two columns each
+        os.write(pipe, b"\n")
+        assert process.wait() == 0
+    os.close(pipe)
+    assert screen(terminal.end()) == ["[rank 0] 日本" + "#" * 90, ""]
+    assert "\x1b" not in terminal.written.replace("\x1b[K", "")
 
 
-def test_more_rows_than_the_terminal_has() -> None:
-    drawn = Screen(40, 5, colour=False)
-    out = b""
-    for rank in range(8):
-        out += drawn.feed(Source(rank, f"[rank {rank}] "), b"\rbar", float(rank))
-    out += drawn.tick(9.0)
-    assert screen(out.decode()) == [f"[rank {rank}] bar" for rank in range(4, 8)]
-
-
-def test_the_cursor_waits_behind_a_prompt() -> None:
-    drawn = Screen(40, 5, colour=False)
-    out = drawn.feed(Source(1, "[rank 1] "), b"\r50%", 1.0)
-    out += drawn.feed(Source(0, "[rank 0] "), b"(Pdb) ", 2.0) + drawn.tick(3.0)
-    assert screen(out.decode() + "n") == ["[rank 1] 50%", "[rank 0] (Pdb) n"]
+def test_the_row_of_a_rank_goes_with_it(tmp_path: Path, terminal: Terminal) -> None:
+    with Console(stdout=terminal.slave, stderr=terminal.slave, environ={}) as console:
+        code = "import sys; sys.stdout.write('bar\\r'); input(); sys.stdout.write(' \\r')"
+        process, pipe = start_with_input(console, tmp_path, 0, code)
+        terminal.wait_for("bar")
+        os.write(pipe, b"\n")
+        assert process.wait() == 0
+        console.drain()
+        assert terminal.wait_until(lambda rows: rows == [""])
+    os.close(pipe)
 
 
 # --- the last lines -----------------------------------------------------------------------------
