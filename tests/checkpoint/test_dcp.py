@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.formats.dcp import DTYPES, NAMES, Spread, read_dcp, tensors_in
+from lockstep.checkpoint.formats.dcp import DTYPES, NAMES, read_dcp, tensors_in
+from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.tools.contents import open_contents
 from lockstep.checkpoint.weights import load_weights
@@ -100,9 +101,9 @@ def test_every_dtype_and_layout(tmp_path: Path) -> None:
     assert found.keys() == state.keys()
     for name, value in state.items():
         stored = found[name]
-        assert isinstance(stored, Spread)
+        assert isinstance(stored, ShardedEntry)
         assert (stored.dtype, stored.shape) == (value.dtype, tuple(value.shape))
-        whole = stored.whole()
+        whole = stored.full()
         assert torch.equal(as_bytes(whole), as_bytes(value)), name
         parts = [stored.part(at, min(at + 5, value.numel())) for at in range(0, value.numel(), 5)]
         assert not parts or torch.equal(as_bytes(torch.cat(parts)), as_bytes(value)), name
@@ -140,12 +141,12 @@ def test_shards_of_three_ranks(tmp_path: Path) -> None:
         found = dict(tensors_in(read_dcp(tmp_path / which)))
         assert found.keys() == {f"model.{name}" for name in SHAPES}
         for name in SHAPES:
-            spread = found[f"model.{name}"]
+            entry = found[f"model.{name}"]
             expected = values(name)
-            assert torch.equal(spread.whole(), expected), name
+            assert torch.equal(entry.full(), expected), name
             for begin in range(0, expected.numel(), 4):
                 end = min(begin + 7, expected.numel())
-                assert torch.equal(spread.part(begin, end), expected.reshape(-1)[begin:end])
+                assert torch.equal(entry.part(begin, end), expected.reshape(-1)[begin:end])
 
 
 class WithExtra(nn.Linear):

@@ -504,7 +504,7 @@ def test_it_is_refused(outcomes: dict[str, dict[str, str]], case: str) -> None:
         ("metadata that leads out", "'../secret.distcp', which is not one beside it"),
         ("packed without end", "packed contents"),
         ("a pipe", "it is no file, but a folder, a pipe or a device"),
-        ("pieces that overlap", "its pieces overlap, or leave gaps"),
+        ("pieces that overlap", "its shards overlap, or leave gaps"),
     ],
 )
 def test_it_is_said_why(outcomes: dict[str, dict[str, str]], case: str, said: str) -> None:

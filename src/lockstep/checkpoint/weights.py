@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import on_cpu, unstorable
-from lockstep.checkpoint.formats.dcp import Spread
 from lockstep.checkpoint.formats.reading import Found, read_states
+from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.checkpoint.formats.weight_files import Piece, in_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
@@ -197,7 +197,7 @@ def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, spread: bo
         changes=(*place, *match.changes, *_casts(found, fitting, own)),
     )
     here = {n: t for n, t in fitting.items() if not getattr(own[t], "is_meta", False)}
-    unread = {name for name in here if isinstance(found.state[name], Spread)}
+    unread = {name for name in here if isinstance(found.state[name], ShardedEntry)}
     for name in unread:
         found.state[name].check()
     cut = {name for name, target in here.items() if hasattr(own[target], "full_tensor")}
@@ -303,7 +303,7 @@ def _casts(found: Found, names: Mapping[str, str], own: Mapping[str, Any]) -> li
     counts: dict[tuple[str, str], int] = {}
     for name, target in names.items():
         value = found.state[name]
-        if isinstance(value, Tensor | Spread) and value.dtype != own[target].dtype:
+        if isinstance(value, Tensor | ShardedEntry) and value.dtype != own[target].dtype:
             pair = (str(value.dtype), str(own[target].dtype))
             counts[pair] = counts.get(pair, 0) + 1
     return [f"converted {n} tensors from {old} to {new}" for (old, new), n in counts.items()]

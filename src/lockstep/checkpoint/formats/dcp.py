@@ -1,31 +1,24 @@
 """Folders that torch's distributed checkpoint (DCP) has written; nothing of them can run.
 
     runs/digits/
-      .metadata               a pickle: names, shapes, dtypes, and where each piece of a tensor is
-      __0_0.distcp, ...       each rank's pieces, one `torch.save` archive behind the other
+      .metadata               a pickle: names, shapes, dtypes, and where each shard of a tensor is
+      __0_0.distcp, ...       each rank's shards, one `torch.save` archive behind the other
 
-https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. The pickle is read by `inert`,
-which runs nothing, and allows only the names below; they are private to torch in part, and a test
-tells when they change. Written for torch 2.11 to 2.13, with the names
-of older folders.
-
-One tensor that `torch.save` wrote into a part of a file: where its values are; nothing is run.
-
-Such a part is a zip archive without compression: `data.pkl` says what the tensor is, `data/0` holds
-the values: https://docs.pytorch.org/docs/stable/notes/serialization.html. The values can then be
-read a part at a time.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. DCP's own reader unpickles the
+metadata with Python's `pickle`, which runs what the file says. Here a restricted unpickler allows
+only the names below, private to torch in part, and makes plain records of them; a test tells when
+torch writes others. Written for torch 2.11 to 2.13, with the names of older folders.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
+import pickletools
 import stat
-import struct
-import sys
-import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +27,17 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import STORABLE
-from lockstep.checkpoint.formats.pickles import Made, Name, NotInert, Outside, read_inert
-from lockstep.checkpoint.formats.safetensors import Described, Entry, short
+from lockstep.checkpoint.formats.safetensors import short
+from lockstep.checkpoint.formats.shards import Shape, Shard, ShardedEntry, sharded_entry
+from lockstep.checkpoint.formats.torch_file import FilePart, load_tensor, load_tensors
 from lockstep.errors import CheckpointError
 
 METADATA = ".metadata"
 
 _MAX_METADATA = 200_000_000  # bytes
+_MAX_OPERATIONS = 20_000_000  # of its pickle; each takes some 100 bytes of memory at most
 _MAX_OBJECT = 100_000_000  # bytes
-_MAX_COMPARED = 5_000_000  # pairs of pieces
+_MAX_OVERHEAD = 2**16  # bytes of an archive besides the values
 _AT = "torch.distributed.checkpoint."
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata."
 _METADATA = f"{_AT}metadata.Metadata"
@@ -70,91 +65,84 @@ NAMES = frozenset(
 )
 """All that the metadata of such a folder may name."""
 
-Shape = tuple[int, ...]
+
+class _Record:
+    """Stands for an object of one of `NAMES`: what it was to be made of, and nothing that acts."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> _Record:
+        record = super().__new__(cls)
+        record.args = args
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Of all names a pickle may use only `NAMES`, and gets records for them."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in NAMES:
+            raise ValueError(f"it names {full[:120]}, which is not expected there")
+        return DTYPES.get(full) or type(name, (_Record,), {"name": full})
+
+
+def _unpickled(content: bytes) -> Any:
+    """What a pickle describes: numbers, text, tuples, lists, dictionaries, and records.
+
+    Raises:
+        Exception: it uses other names, or is damaged.
+    """
+    # `pickle` would allot its memo by the largest index that stands in the file.
+    for number, (operation, value, _) in enumerate(pickletools.genops(content)):
+        index = int(value or 0) if operation.name == "LONG_BINPUT" else 0
+        if number > _MAX_OPERATIONS or index > number:
+            raise ValueError("it would take more memory than any metadata does")
+    return _RestrictedUnpickler(io.BytesIO(content)).load()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an entry of the folder is."""
+class _Archive:
+    """An archive of `torch.save` in a part of a file."""
 
     file: Path
     offset: int
     length: int
 
+    def load(self, *tensor: Any) -> Any:
+        """Its content; of a tensor, see `load_tensor`."""
+        with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
+            part = FilePart(file, self.offset, self.length)
+            read: Any = load_tensor if tensor else load_tensors
+            return read(self.file, part, *tensor)
+
 
 @dataclass(frozen=True)
-class _Piece:
-    """A part of a tensor, and where in the tensor it begins."""
+class _ArchivedShard:
+    """The values of a shard. They can only be read all at once: of a folder the last stay."""
 
-    offsets: Shape
+    archive: _Archive
+    dtype: torch.dtype
     sizes: Shape
-    place: _Place
+    last: dict[_Archive, Tensor] = field(compare=False)
 
     @property
-    def count(self) -> int:
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True)
-class Spread(Described):
-    """A tensor in pieces."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    pieces: tuple[_Piece, ...]
-    """Those with values, in the order of their places; together they are the tensor, once."""
+    def file(self) -> Path:
+        return self.archive.file
 
     def part(self, begin: int, end: int) -> Tensor:
-        """The elements from `begin` to before `end`, flat and on the CPU.
-
-        Raises:
-            CheckpointError: a piece cannot be read.
-        """
-        if begin >= end:
-            return torch.empty(0, dtype=self.dtype)
-        if len(self.pieces) == 1:
-            return self._read(self.pieces[0], begin, end)
-        row = math.prod(self.shape[1:])  # elements
-        low, high = begin // row, -(-end // row)
-        rows = torch.empty((high - low, *self.shape[1:]), dtype=self.dtype)
-        for piece in self.pieces:
-            top, inner = piece.offsets[0], math.prod(piece.sizes[1:])
-            first, last = max(low, top), min(high, top + piece.sizes[0])
-            if first < last:
-                values = self._read(piece, (first - top) * inner, (last - top) * inner)
-                across = tuple(map(_slice, piece.offsets[1:], piece.sizes[1:]))
-                region = rows[(slice(first - low, last - low), *across)]
-                region.copy_(values.reshape(region.shape))
-        return rows.reshape(-1)[begin - low * row : end - low * row]
-
-    def whole(self) -> Tensor:
-        """All of it.
-
-        Raises:
-            CheckpointError: a piece cannot be read.
-        """
-        return self.part(0, self.count).reshape(self.shape)
+        if self.archive not in self.last:
+            self.last.clear()
+            self.last[self.archive] = self.archive.load(self.dtype, self.sizes, "cpu").reshape(-1)
+        return self.last[self.archive][begin:end]
 
     def check(self) -> None:
-        """Looks at every piece, without its values.
-
-        Raises:
-            CheckpointError: one is not what the metadata says.
-        """
-        for piece in self.pieces:
-            self._block(piece)
-
-    def _read(self, piece: _Piece, begin: int, end: int) -> Tensor:
-        return self._block(piece).part(begin, end)
-
-    def _block(self, piece: _Piece) -> Block:
-        file, offset, length = piece.place.file, piece.place.offset, piece.place.length
-        with layout.plain_errors("reading weights from", file):
-            try:
-                return block_at(file, offset, length, self.dtype, piece.sizes)
-            except ValueError as error:
-                raise _broken(file, f"{short(self.name)}: {short(error, 300)}") from error
+        self.archive.load(self.dtype, self.sizes, "meta")
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,7 @@ class Objects:
     """What is no tensor; read only if it is asked for."""
 
     name: str
-    place: _Place
+    archive: _Archive
 
     def read(self) -> Any:
         """The object.
@@ -170,17 +158,13 @@ class Objects:
         Raises:
             CheckpointError: it cannot be read, or is more than numbers, text and tensors.
         """
-        from lockstep.checkpoint.formats.reading import (
-            load_tensors,  # which reads these folders too
-        )
-
-        if self.place.length > _MAX_OBJECT:
-            raise _broken(self.place.file, f"{self.name} has {self.place.length} bytes")
-        path = self.place.file
-        with layout.plain_errors("reading weights from", path), path.open("rb") as file:
-            file.seek(self.place.offset)
-            content = io.BytesIO(file.read(self.place.length))
-        return load_tensors(path, content)
+        if self.archive.length > _MAX_OBJECT:
+            raise CheckpointError(
+                f"reading weights from {self.archive.file}",
+                f"{short(self.name)} has {self.archive.length} bytes",
+                "copy the folder again, or use another one",
+            )
+        return self.archive.load()
 
 
 def is_dcp(folder: Path) -> bool:
@@ -189,15 +173,15 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
-    """What a folder holds, in the nest that was saved; reads no values.
+    """What a folder holds, in the pytree that was saved; reads no values.
 
     Returns:
-        Dictionaries of dictionaries, with `Spread` and `Objects` at their ends. A list is a
+        Dictionaries of dictionaries, with `ShardedEntry` and `Objects` at their ends. A list is a
         dictionary with its places as keys.
 
     Raises:
         CheckpointError: it cannot be read, names files outside of the folder, or is not sound:
-            pieces that overlap, leave gaps, or are not in the files.
+            shards that overlap, leave gaps, or are not in the files.
     """
     path = folder / METADATA
     with layout.plain_errors("reading weights from", path), path.open("rb") as file:
@@ -205,10 +189,10 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     try:
         if len(content) > _MAX_METADATA:
             raise ValueError(f"it has more than {_MAX_METADATA} bytes")
-        metadata = _state(read_inert(content, NAMES), _METADATA)
+        metadata = _state(_unpickled(content), _METADATA)
         ends = dict(_entries(folder, metadata))
         return _nested(ends, metadata.get("planner_data"))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever a damaged pickle leads to
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         why = short(f"{kind}{error}", 300)
         raise CheckpointError(
@@ -219,28 +203,31 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def tensors_in(nest: Mapping[Any, Any], front: str = "") -> Iterator[tuple[str, Spread]]:
-    """The tensors of a nest, each with its keys joined by dots."""
-    for key, value in nest.items():
-        if isinstance(value, Spread):
+def tensors_in(tree: Mapping[Any, Any], front: str = "") -> Iterator[tuple[str, ShardedEntry]]:
+    """The tensors of what `read_dcp` gave, each with its keys joined by dots."""
+    for key, value in tree.items():
+        if isinstance(value, ShardedEntry):
             yield f"{front}{key}", value
         elif isinstance(value, dict):
             yield from tensors_in(value, f"{front}{key}.")
 
 
-def _entries(folder: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Spread | Objects]]:
-    places = _places(folder, metadata["storage_data"])
+def _entries(
+    folder: Path, metadata: Mapping[str, Any]
+) -> Iterator[tuple[str, ShardedEntry | Objects]]:
+    archives = _archives(folder, metadata["storage_data"])
+    last: dict[_Archive, Tensor] = {}
     for name, entry in metadata["state_dict_metadata"].items():
         if entry.name == _OBJECT:
-            yield name, Objects(name, places[name, None])
+            yield name, Objects(name, archives[name, None])
         else:
-            yield name, _spread(name, _state(entry, _TENSOR), places)
+            yield name, _tensor(name, _state(entry, _TENSOR), archives, last)
 
 
-def _places(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], _Place]:
-    """Where each piece is, by the tensor's name and the piece's offsets."""
+def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], _Archive]:
+    """Where each shard is, by the tensor's name and the shard's offsets."""
     sizes: dict[str, int] = {}
-    places = {}
+    archives = {}
     for key, value in storage.items():
         index, place = _state(key, _INDEX), _state(value, _PLACE)
         name, offset, length = (place[part] for part in ("relative_path", "offset", "length"))
@@ -255,10 +242,10 @@ def _places(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape |
         if offset + length > sizes[name]:
             raise ValueError(f"{name} is to have {offset + length} bytes, and has {sizes[name]}")
         begin = index.get("offset")
-        places[index["fqn"], None if begin is None else _shape(begin)] = _Place(
+        archives[index["fqn"], None if begin is None else _shape(begin)] = _Archive(
             folder / name, offset, length
         )
-    return places
+    return archives
 
 
 def _size_of(folder: Path, name: Any) -> int:
@@ -273,78 +260,52 @@ def _size_of(folder: Path, name: Any) -> int:
     return found.st_size
 
 
-def _spread(
-    name: str, state: Mapping[str, Any], places: Mapping[tuple[str, Shape | None], _Place]
-) -> Spread:
+def _tensor(
+    name: str,
+    state: Mapping[str, Any],
+    archives: Mapping[tuple[str, Shape | None], _Archive],
+    last: dict[_Archive, Tensor],
+) -> ShardedEntry:
     dtype = _dtype(name, state["properties"])
-    shape = _shape(state["size"])
-    pieces = []
+    shards = []
     for chunk in state["chunks"]:
         of_chunk = _state(chunk, _CHUNK)
         offsets, sizes = _shape(of_chunk["offsets"]), _shape(of_chunk["sizes"])
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            begin + size > most for begin, size, most in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise ValueError(f"{name}: a piece is outside of its shape {list(shape)}")
         if 0 in sizes:
             continue
-        if (name, offsets) not in places:
-            raise ValueError(f"{name}: the piece at {list(offsets)} is in none of its files")
-        piece = _Piece(offsets, sizes, places[name, offsets])
-        spare = piece.place.length - piece.count * dtype.itemsize
-        if not 0 <= spare <= MAX_OVERHEAD:
+        if (name, offsets) not in archives:
+            raise ValueError(f"{name}: the shard at {list(offsets)} is in none of its files")
+        archive = archives[name, offsets]
+        spare = archive.length - math.prod(sizes) * dtype.itemsize
+        if not 0 <= spare <= _MAX_OVERHEAD:
             raise ValueError(
-                f"{name}: the piece at {list(offsets)} of shape {list(sizes)} is to be in "
-                f"{piece.place.length} bytes"
+                f"{name}: the shard at {list(offsets)} of shape {list(sizes)} is to be in "
+                f"{archive.length} bytes"
             )
-        pieces.append(piece)
-    pieces.sort(key=lambda piece: piece.offsets)
-    if sum(piece.count for piece in pieces) != math.prod(shape) or _overlap(pieces):
-        raise ValueError(f"{name}: its pieces overlap, or leave gaps")
-    return Spread(name, dtype, shape, tuple(pieces))
+        shards.append(Shard(offsets, sizes, _ArchivedShard(archive, dtype, sizes, last)))
+    return sharded_entry(name, dtype, _shape(state["size"]), shards)
 
 
 def _dtype(name: str, properties: Any) -> torch.dtype:
-    if not isinstance(properties, Made) or properties.name not in _PROPERTIES:
+    if not isinstance(properties, _Record) or properties.name not in _PROPERTIES:
         raise ValueError(f"{name} has no properties")
     state = properties.state
     dtype = state.get("dtype") if isinstance(state, dict) else state[0]
-    known = DTYPES.get(dtype) if isinstance(dtype, Name) else None
-    if known is None:
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has a dtype that is not known here")
-    return known
-
-
-def _overlap(pieces: list[_Piece]) -> bool:
-    """Whether any two share elements; they are in the order of their offsets, and no scalars."""
-    compared = 0
-    for i, one in enumerate(pieces):
-        for other in pieces[i + 1 :]:
-            if other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            compared += 1
-            if compared > _MAX_COMPARED:
-                raise ValueError(f"a tensor in {len(pieces)} pieces that cross each other")
-            if all(
-                a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(
-                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
-                return True
-    return False
+    return dtype
 
 
 def _nested(ends: Mapping[str, Any], paths: Any) -> dict[str, Any]:
     """Puts entries where `paths` says they were; without it they are one dictionary."""
-    nest: dict[Any, Any] = {}
+    tree: dict[Any, Any] = {}
     for name, entry in ends.items():
         path = (name,) if paths is None else paths[name]
         if type(path) is not tuple or not path or len(path) > 64:
             raise ValueError(f"{name} has no place in what was saved")
         if not all(type(key) in (str, int) for key in path):
             raise ValueError(f"{name} is to be under a key that is no text")
-        inner = nest
+        inner = tree
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
             if type(inner) is not dict:
@@ -352,197 +313,24 @@ def _nested(ends: Mapping[str, Any], paths: Any) -> dict[str, Any]:
         if path[-1] in inner:
             raise ValueError(f"{name} is to be where another entry is")
         inner[path[-1]] = entry
-    return nest
+    return tree
 
 
-def _state(made: Any, name: str) -> dict[str, Any]:
-    """What was to be put into a record."""
-    if not isinstance(made, Made) or made.name != name or type(made.state) is not dict:
-        raise NotInert(f"something else where {name.rpartition('.')[2]} is needed")
-    return made.state
+def _state(record: Any, name: str) -> dict[str, Any]:
+    """What was to be put into an object of this name."""
+    if not isinstance(record, _Record) or record.name != name or type(record.state) is not dict:
+        raise ValueError(f"something else where {name.rpartition('.')[2]} is needed")
+    return record.state
 
 
 def _shape(size: Any) -> Shape:
-    if not isinstance(size, Made) or size.name != _SIZE or len(size.args) != 1:
-        raise NotInert("something else where a size is needed")
+    if not isinstance(size, _Record) or size.name != _SIZE or len(size.args) != 1:
+        raise ValueError("something else where a size is needed")
     sizes = size.args[0]
     if type(sizes) is not tuple or len(sizes) > 64:
-        raise NotInert("a size that is none")
+        raise ValueError("a size that is none")
     if not all(type(item) is int and item >= 0 for item in sizes):
-        raise NotInert("a size that is none")
+        raise ValueError("a size that is none")
     if math.prod(max(item, 1) for item in sizes) >= 2**62:
-        raise NotInert("a size that no tensor has")
+        raise ValueError("a size that no tensor has")
     return sizes
-
-
-def _slice(begin: int, size: int) -> slice:
-    return slice(begin, begin + size)
-
-
-def _broken(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"reading weights from {path}", found, "copy the folder again, or use another one"
-    )
-
-
-MAX_OVERHEAD = 2**16
-"""Bytes of an archive besides the values."""
-
-_KINDS = {
-    f"{kind}Storage": dtype
-    for dtype, kind in {
-        torch.float64: "Double",
-        torch.float32: "Float",
-        torch.float16: "Half",
-        torch.bfloat16: "BFloat16",
-        torch.int64: "Long",
-        torch.int32: "Int",
-        torch.int16: "Short",
-        torch.int8: "Char",
-        torch.uint8: "Byte",
-        torch.bool: "Bool",
-        torch.complex64: "ComplexFloat",
-        torch.complex128: "ComplexDouble",
-    }.items()
-}
-_UNTYPED = "torch.storage.UntypedStorage"
-_REBUILD = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
-"""What makes the tensor, and how many arguments it has; the seventh is the dtype."""
-_NAMES = frozenset(
-    {f"torch.{kind}" for kind in _KINDS}
-    | {_UNTYPED, "collections.OrderedDict"}
-    | _REBUILD.keys()
-    | DTYPES.keys()
-)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A tensor whose values are somewhere in a file."""
-
-    memory: Entry
-    """All of its memory."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements."""
-
-    def part(self, begin: int, end: int) -> Tensor:
-        """The elements from `begin` to before `end`, flat, in memory of their own."""
-        if self.stride == _contiguous(self.shape):
-            return self.memory.part(begin, end)
-        memory = self.memory.part(0, self.memory.count)
-        return memory.as_strided(self.shape, self.stride).reshape(-1)[begin:end]
-
-
-def block_at(
-    file: Path, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Block:
-    """Finds the values of a tensor of which dtype and shape are known.
-
-    Args:
-        file: holds the archive, among others.
-        offset: of its first byte.
-        length: its bytes.
-        dtype: of the tensor.
-        shape: of the tensor.
-
-    Raises:
-        ValueError: it is no such archive, or holds another tensor.
-        OSError: the file cannot be read.
-    """
-    with file.open("rb") as whole:
-        window = _Window(whole, offset, length)
-        try:
-            with zipfile.ZipFile(window) as archive:
-                pickled, order = _member(archive, "data.pkl"), _member(archive, "byteorder")
-                content, written = archive.read(pickled), archive.read(order).decode()
-                values = _member(archive, "data/0")
-                begin = _begin(window, values)
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
-            raise ValueError(f"no archive of torch.save: {error}") from error
-    if written != sys.byteorder:
-        raise ValueError(f"its bytes are in the order {written[:10]!r}, this machine's are not")
-    found, stride = _described(read_inert(content, _NAMES), shape)
-    memory = Entry(file, dtype, (values.file_size // dtype.itemsize,), offset + begin)
-    if found is not dtype or memory.nbytes != values.file_size:
-        raise ValueError(f"its values are {found}, and are to be {dtype}")
-    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if math.prod(shape) != memory.count or (memory.count and reach + 1 != memory.count):
-        raise ValueError(f"a shape of {list(shape)} and {memory.count} values do not go together")
-    if begin + values.file_size > length:
-        raise ValueError("its values go on beyond its end")
-    return Block(memory, shape, stride)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as if it were a file."""
-
-    def __init__(self, whole: Any, offset: int, length: int) -> None:
-        self._whole, self._offset, self._length = whole, offset, length
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._whole.seek(self._offset + self._at)
-        content: bytes = self._whole.read(left if size < 0 else min(size, left))
-        self._at += len(content)
-        return content
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    found = [m for m in archive.infolist() if m.filename.partition("/")[2] == name]
-    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"no archive of torch.save: {name} is there {len(found)} times, or packed")
-    if name != "data/0" and found[0].file_size > MAX_OVERHEAD:
-        raise ValueError(f"no archive of torch.save: {name} has {found[0].file_size} bytes")
-    return found[0]
-
-
-def _begin(window: _Window, member: zipfile.ZipInfo) -> int:
-    """Where in the window a member's values begin: behind its own header."""
-    window.seek(member.header_offset)
-    head = window.read(30)
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        raise ValueError("no archive of torch.save: a member has no header")
-    name, extra = struct.unpack("<HH", head[26:30])
-    return member.header_offset + 30 + int(name) + int(extra)
-
-
-def _described(tensor: Any, shape: tuple[int, ...]) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    """Dtype and stride that a pickle gives for a tensor of this shape, the only one in its file."""
-    if not isinstance(tensor, Made) or len(tensor.args) != _REBUILD.get(tensor.name):
-        raise NotInert("it is no plain tensor")
-    storage, offset, size, stride = tensor.args[:4]
-    if not isinstance(storage, Outside) or type(storage.name) is not tuple:
-        raise NotInert("its values are not beside it")
-    what, kind, key, _, _ = storage.name
-    if what != "storage" or key != "0" or offset != 0 or type(kind) is not Name:
-        raise NotInert("its values are not those of the file")
-    if size != shape or type(stride) is not tuple or len(stride) != len(shape):
-        raise ValueError(f"its shape is not {list(shape)}")
-    if not all(type(step) is int and 0 <= step < 2**62 for step in stride):
-        raise NotInert("its strides are no numbers")
-    if kind == _UNTYPED and len(tensor.args) == 7:
-        return DTYPES.get(str(tensor.args[6])), stride
-    return _KINDS.get(kind.removeprefix("torch.")), stride
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    steps, step = [], 1
-    for size in reversed(shape):
-        steps.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(steps))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.formats import pickles
-from lockstep.checkpoint.formats.dcp import Objects, Spread, is_dcp, read_dcp
+from lockstep.checkpoint.formats.dcp import Objects, is_dcp, read_dcp
 from lockstep.checkpoint.formats.safetensors import Entry, check_plain, read_header, short
+from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.checkpoint.formats.weight_files import (
     INDEX,
     index_of,
-    misplaced,
     of_torch,
     read_index,
     weight_map,
@@ -43,7 +37,7 @@ class Found:
     """One state of a model that a file holds."""
 
     state: Mapping[str, Any]
-    """By name. Tensors are views of the mapped file; a `Spread` or `Objects` is not read yet."""
+    """By name. Tensors are views of the mapped file; entries and `Objects` are not read yet."""
     place: str
     """Where in the file, in words; empty for the top."""
 
@@ -55,8 +49,8 @@ class Found:
 def _read(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _read(inner) for key, inner in value.items()}
-    if isinstance(value, Spread):
-        return value.whole()
+    if isinstance(value, ShardedEntry):
+        return value.full()
     return value.read() if isinstance(value, Objects) else value
 
 
@@ -173,96 +167,6 @@ def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
     return "model" if "model" in names else names[0]
 
 
-def read_torch(path: Path, trust: bool) -> Any:
-    """What `torch.save` wrote; tensors are mapped where the file's format allows it.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
-    """
-    check_plain(path)
-    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
-        archive = _is_archive(path, file)
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": archive}
-    try:
-        return _load_tensors(path, options)
-    except pickle.UnpicklingError as error:
-        if not trust:
-            raise _not_trusted(path, error) from error
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    try:
-        return torch.load(path, weights_only=False, pickle_module=pickles, **options)
-    except Exception as error:  # unpickling runs the file's code, which may raise anything
-        raise _unreadable(path, error) from error
-
-
-def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict[str, Any]:
-    """The tensors of an index over files of `torch.save`.
-
-    Raises:
-        CheckpointError: a file cannot be read, or does not hold what the index says.
-    """
-    state: dict[str, Any] = {}
-    for file in dict.fromkeys(places.values()):
-        content = read_torch(path.parent / file, trust)
-        held = content if isinstance(content, Mapping) else {}
-        for name in (name for name, place in places.items() if place == file):
-            if not isinstance(held.get(name), Tensor):
-                raise misplaced(path, name, file)
-            state[name] = held[name]
-    return {name: state[name] for name in places}
-
-
-def load_tensors(path: Path, content: IO[bytes]) -> Any:
-    """What `torch.save` wrote into a part of a file: tensors, numbers, text and nests of them.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds anything else.
-    """
-    _is_archive(path, content)
-    content.seek(0)
-    try:
-        return torch.load(content, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def _load_tensors(path: Path, options: dict[str, Any]) -> Any:
-    try:
-        return torch.load(path, weights_only=True, **options)
-    except RuntimeError as error:
-        if not options["mmap"] or os.strerror(errno.ENOMEM) not in str(error):
-            raise
-    # A private mapping, torch's default, may not be larger than memory. A shared one may; nothing
-    # here writes to it, but the file has to be writable.
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        return torch.load(path, weights_only=True, **options)
-
-
-def _is_archive(path: Path, file: IO[bytes]) -> bool:
-    """Whether it is of the newer format, a zip archive; and if so, whether it is one of torch's.
-
-    A packed archive could take any amount of memory, and what is mapped is not unpacked.
-    """
-    if file.read(4) != b"PK\x03\x04":
-        return False
-    size = file.seek(0, os.SEEK_END)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise _unreadable(path, error) from error
-    packed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(m.file_size for m in members) > size:
-        raise CheckpointError(
-            f"reading weights from {path}",
-            f"it is an archive with packed contents ({short(', '.join(packed[:3]))}), as "
-            "torch.save never writes it; a TorchScript file may be one",
-            "save the state_dict of the model with torch.save or lockstep.save_weights",
-        )
-    return True
-
-
 def _mapped(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     """The tensors of files whose headers have been checked, as views of the mapped files."""
     state: dict[str, Tensor] = {}
@@ -303,33 +207,6 @@ def _from_checkpoint(path: Path) -> Found:
     return Found(read_module(path, name, manifest), f"{name} of {path.name}")
 
 
-def _not_trusted(path: Path, error: Exception) -> CheckpointError:
-    try:
-        asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # a file of the older format, or a broken one
-        asked = []
-    if not asked and "nsupported" not in str(error):
-        return _unreadable(path, error)
-    names = short(", ".join(asked[:5]), 300) or "names of code"
-    return CheckpointError(
-        f"reading weights from {path}",
-        f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
-        "code its author put there",
-        "pass trust=True if you trust where it comes from, then keep what lockstep.save_weights "
-        "makes of it",
-    )
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), "")
-    return CheckpointError(
-        f"reading weights from {path}",
-        f"torch.load cannot read it: {type(error).__name__}: {short(reason, 300)}",
-        "check that the file is whole, that it was written by torch.save, and that the classes of "
-        "a pickled model can be imported",
-    )
-
-
 def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
     if isinstance(content, nn.Module):
         yield Found(plain_state_dict(content), place or "the pickled module")
@@ -340,9 +217,9 @@ def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
         name: value
         for name, value in content.items()
         if isinstance(name, str)
-        and (isinstance(value, Tensor | Spread) or name.endswith("_extra_state"))
+        and (isinstance(value, Tensor | ShardedEntry) or name.endswith("_extra_state"))
     }
-    if any(isinstance(value, Tensor | Spread) for value in state.values()):
+    if any(isinstance(value, Tensor | ShardedEntry) for value in state.values()):
         yield Found(state, place)
     for name in _NESTED_UNDER:
         if name in content:

@@ -85,6 +85,9 @@ class Entry(Described):
             raise _broken(self.file, "it became shorter while it was read")
         return torch.frombuffer(memory, dtype=self.dtype)
 
+    def check(self) -> None:
+        """Nothing is left to look at: headers are read in full."""
+
 
 def check_plain(path: Path) -> None:
     """Looks whether it is a file: what is none, such as a pipe, may keep its reader waiting.

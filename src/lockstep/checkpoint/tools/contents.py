@@ -17,16 +17,16 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import BY_NAME, decode, unstorable
-from lockstep.checkpoint.formats.dcp import METADATA, Spread, read_dcp, tensors_in
+from lockstep.checkpoint.formats.dcp import METADATA, read_dcp, tensors_in
 from lockstep.checkpoint.formats.reading import (
     Found,
     locate,
-    read_torch,
-    read_torch_index,
     states_in,
     the_module,
 )
 from lockstep.checkpoint.formats.safetensors import Described, Entry, read_header, short
+from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.checkpoint.formats.weight_files import of_torch, read_index, weight_map
 from lockstep.errors import CheckpointError, SettingError
 
@@ -266,27 +266,27 @@ def _of_state(
 
 
 def _dcp(path: Path, name: str | None, *, training: bool) -> Contents:
-    nest = read_dcp(path)
-    found = _chosen(path, states_in(path, nest), name)
-    chosen = [value for value in found.state.values() if isinstance(value, Spread)]
-    others = [(n, s) for n, s in tensors_in(nest) if not any(s is one for one in chosen)]
-    for _, spread in tensors_in(nest) if training else found.state.items():
-        if isinstance(spread, Spread):
-            spread.check()
-    files = {p.place.file for _, spread in tensors_in(nest) for p in spread.pieces}
+    tree = read_dcp(path)
+    found = _chosen(path, states_in(path, tree), name)
+    chosen = [value for value in found.state.values() if isinstance(value, ShardedEntry)]
+    others = [(n, e) for n, e in tensors_in(tree) if not any(e is one for one in chosen)]
+    for _, entry in tensors_in(tree) if training else found.state.items():
+        if isinstance(entry, ShardedEntry):
+            entry.check()
+    files = {shard.source.file for _, entry in tensors_in(tree) for shard in entry.shards}
     return Contents(
         path,
         "a folder of torch.distributed.checkpoint",
-        {n: _spread(n, v) for n, v in found.state.items() if isinstance(v, Spread)},
-        {n: found.value(n) for n, v in found.state.items() if not isinstance(v, Spread)},
+        {n: _sharded(n, v) for n, v in found.state.items() if isinstance(v, ShardedEntry)},
+        {n: found.value(n) for n, v in found.state.items() if not isinstance(v, ShardedEntry)},
         {"read": found.place} if found.place else {},
         {file.name: file.stat().st_size for file in sorted({path / METADATA, *files})},
-        training={n: _spread(n, s) for n, s in others} if training else {},
+        training={n: _sharded(n, e) for n, e in others} if training else {},
     )
 
 
-def _spread(name: str, spread: Spread) -> Stored:
-    return Stored(name, spread.dtype, spread.shape, spread.part)
+def _sharded(name: str, entry: ShardedEntry) -> Stored:
+    return Stored(name, entry.dtype, entry.shape, entry.part)
 
 
 def _chosen(path: Path, states: list[Found], name: str | None) -> Found:
@@ -299,7 +299,7 @@ def _chosen(path: Path, states: list[Found], name: str | None) -> Found:
 
 
 def _size(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor | Spread) else 0
+    return value.nbytes if isinstance(value, Tensor | ShardedEntry) else 0
 
 
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:
