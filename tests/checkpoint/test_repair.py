@@ -14,8 +14,7 @@ from torch import nn
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.storage import sealed
-from lockstep.checkpoint.tools.inspect import examine
-from lockstep.checkpoint.tools.repair import RECENT, Repair, carry_out, plan_repairs
+from lockstep.checkpoint.tools.health import RECENT, Repair, carry_out, examine, plan_repairs
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.checkpoint.formats.weight_files import Piece, in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import Piece, in_bytes, write_weights
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, SettingError

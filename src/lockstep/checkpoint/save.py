@@ -13,36 +13,23 @@ Copies of tensors in host memory, which stay as they are while the training goes
 
 from __future__ import annotations
 
-import json
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import on_cpu
-from lockstep.checkpoint.formats.safetensors import DTYPES
+from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.checkpoint.lock import Lock
 from lockstep.checkpoint.sharding import memory_of, run_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import CheckpointError, LockstepError
-
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_CHUNK = 1 << 23
-"""Bytes that are summed up and written at a time."""
-
-
-class Written(NamedTuple):
-    """A file that is on the disk."""
-
-    size: int
-    """Bytes."""
-    checksum: str
 
 
 def write_checkpoint(
@@ -90,7 +77,8 @@ def write_checkpoint(
                 "files": {name: file.size for name, file in written.items()},
                 "checksums": {name: file.checksum for name, file in written.items()},
             }
-            write_text(temporary / layout.MANIFEST, storage.sealed(full))
+            with storage.new_file(temporary / layout.MANIFEST) as file:
+                storage.write(file, storage.sealed(full))
             storage.sync_folder(temporary)
             _put_in_place(temporary, final, step)
         except BaseException:
@@ -98,40 +86,6 @@ def write_checkpoint(
             raise
         _remove_old(folder, step, keep, best, {*passed_over} - {final.name})
     return final
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Writes a new safetensors file and flushes it to disk.
-
-    Straight from the tensors' memory, which `safetensors.torch.save_file` copies first; and what
-    is written is summed up on the way. The format:
-    https://huggingface.co/docs/safetensors/index#format
-
-    Args:
-        path: of a file that is not there yet.
-        tensors: by name, contiguous and on the CPU.
-
-    Raises:
-        CheckpointError: the format has no name for a tensor's dtype.
-    """
-    # By size of their elements, so that each begins where one of its kind may; as safetensors does.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header = _header(path, ordered)
-    size, crc = 0, 0
-    with storage.new_file(path) as file:
-        for data in (memoryview(header), *(_memory(tensor) for _, tensor in ordered)):
-            for begin in range(0, len(data), _CHUNK):
-                chunk = data[begin : begin + _CHUNK]
-                crc = storage.checksum(chunk, crc)
-                storage.write(file, chunk)
-            size += len(data)
-    return Written(size, storage.in_words(crc))
-
-
-def write_text(path: Path, text: str | bytes) -> None:
-    """Writes a new text file and flushes it to disk."""
-    with storage.new_file(path) as file:
-        storage.write(file, text.encode() if isinstance(text, str) else text)
 
 
 def make_folders(folder: Path) -> None:
@@ -163,36 +117,6 @@ def check_order(folder: Path, step: int, passed_over: Collection[str] = ()) -> N
             f"{later[-1].name} is there already, from a run that this one does not continue",
             "call checkpoint.resume() before the loop, or choose another folder",
         )
-
-
-def _header(path: Path, tensors: list[tuple[str, Tensor]]) -> bytes:
-    """The length of the header and the header of a safetensors file."""
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise CheckpointError(
-                f"writing {path.name}",
-                f"safetensors cannot store {tensor.dtype}",
-                "convert these tensors to another dtype",
-            )
-        begin, end = end, end + tensor.nbytes
-        content[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, not copied."""
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _put_in_place(temporary: Path, final: Path, step: int) -> None:

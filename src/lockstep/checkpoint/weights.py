@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import on_cpu, unstorable
 from lockstep.checkpoint.formats.reading import Found, read_states
+from lockstep.checkpoint.formats.safetensors import Piece, in_bytes, write_weights
 from lockstep.checkpoint.formats.shards import ShardedEntry
-from lockstep.checkpoint.formats.weight_files import Piece, in_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
     Match,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from lockstep.checkpoint.tools.contents import Contents, Stored
     from lockstep.checkpoint.tools.diff import Pair
-    from lockstep.checkpoint.tools.inspect import Inspection
+    from lockstep.checkpoint.tools.health import Inspection
 
 
 _PATH = click.Path(path_type=Path)
@@ -67,11 +67,11 @@ def inspect_command(
 
     Ends with 0, or with 1 where something is broken.
     """
-    from lockstep.checkpoint.tools.inspect import inspect
+    from lockstep.checkpoint.tools.health import inspect
 
     found = inspect(path, name=name, trust=trust)
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
+        click.echo(json.dumps(_as_json(found), indent=2))
     else:
         _show_health(found)
         if found.contents is not None:
@@ -183,7 +183,7 @@ def convert_command(
 
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
-    from lockstep.checkpoint.formats.weight_files import in_bytes, index_of
+    from lockstep.checkpoint.formats.safetensors import in_bytes, index_of
     from lockstep.checkpoint.tools.contents import open_contents
     from lockstep.checkpoint.tools.convert import DTYPES, convert
     from lockstep.errors import SettingError
@@ -221,7 +221,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
     Ends with 0 where nothing is wrong any more. Complete checkpoints are not touched.
     """
-    from lockstep.checkpoint.tools.repair import carry_out, plan_repairs
+    from lockstep.checkpoint.tools.health import carry_out, plan_repairs
 
     plan = plan_repairs(folder)
     for repair in plan:
@@ -246,6 +246,48 @@ _REPAIRS = {
 }
 
 
+def _as_json(found: Inspection) -> dict[str, Any]:
+    from lockstep.checkpoint.tools.contents import totals
+
+    contents = found.contents
+    return {
+        "path": str(found.path),
+        "sound": found.sound,
+        "checkpoints": [
+            {"path": str(health.path), "problems": list(health.problems)}
+            for health in found.checkpoints
+        ],
+        "leftovers": [str(path) for path in found.leftovers],
+        "contents": contents
+        and {
+            "path": str(contents.path),
+            "kind": contents.kind,
+            "facts": dict(contents.facts),
+            "files": dict(contents.files),
+            "modules": list(contents.modules),
+            "tensors": _tensor_rows(contents.tensors.values()),
+            "training": _tensor_rows(contents.training.values()),
+            "extra": list(contents.extra),
+            "totals": totals(contents.tensors.values()),
+        },
+    }
+
+
+def _tensor_rows(tensors: Iterable[Stored]) -> list[dict[str, Any]]:
+    from lockstep.checkpoint.tools.contents import dtype_name
+
+    return [
+        {
+            "name": stored.name,
+            "shape": list(stored.shape),
+            "dtype": dtype_name(stored),
+            "bytes": stored.nbytes,
+            "tied_to": stored.tied_to,
+        }
+        for stored in tensors
+    ]
+
+
 def _show_health(found: Inspection) -> None:
     for health in found.checkpoints:
         _say(f"{health.path}: {'; '.join(health.problems) or 'complete'}")
@@ -258,7 +300,7 @@ def _show_health(found: Inspection) -> None:
 
 
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
-    from lockstep.checkpoint.tools.inspect import dtype_name, totals
+    from lockstep.checkpoint.tools.contents import dtype_name, totals
 
     _say(f"{contents.path}: {contents.kind}")
     for key, value in contents.facts.items():
@@ -320,7 +362,7 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 
 
 def _kind(stored: Stored) -> str:
-    from lockstep.checkpoint.tools.inspect import dtype_name
+    from lockstep.checkpoint.tools.contents import dtype_name
 
     return f"{dtype_name(stored)} {_shape(stored)}"
 

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.formats.dcp import Objects, is_dcp, read_dcp
-from lockstep.checkpoint.formats.safetensors import Entry, check_plain, read_header, short
-from lockstep.checkpoint.formats.shards import ShardedEntry
-from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
-from lockstep.checkpoint.formats.weight_files import (
+from lockstep.checkpoint.formats.safetensors import (
     INDEX,
+    Entry,
+    check_plain,
     index_of,
     of_torch,
+    read_header,
     read_index,
+    short,
     weight_map,
 )
+from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.errors import CheckpointError
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.formats.safetensors import check_plain, short
-from lockstep.checkpoint.formats.weight_files import misplaced
+from lockstep.checkpoint.formats.safetensors import check_plain, misplaced, short
 from lockstep.errors import CheckpointError
 
 

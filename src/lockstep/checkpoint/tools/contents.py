@@ -6,7 +6,8 @@ read a part of one tensor, so that nothing has to fit into memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,17 @@ from lockstep.checkpoint.formats.reading import (
     states_in,
     the_module,
 )
-from lockstep.checkpoint.formats.safetensors import Described, Entry, read_header, short
+from lockstep.checkpoint.formats.safetensors import (
+    Described,
+    Entry,
+    of_torch,
+    read_header,
+    read_index,
+    short,
+    weight_map,
+)
 from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
-from lockstep.checkpoint.formats.weight_files import of_torch, read_index, weight_map
 from lockstep.errors import CheckpointError, SettingError
 
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do
@@ -131,6 +139,23 @@ def leaves(tree: Any) -> Iterator[Mapping[str, Any]]:
         else:
             for value in tree.values():
                 yield from leaves(value)
+
+
+def totals(tensors: Iterable[Stored]) -> dict[str, Any]:
+    """How much it is in all; a tensor with several names counts once."""
+    own = [stored for stored in tensors if stored.tied_to is None]
+    kinds = Counter(dtype_name(stored) for stored in own)
+    return {
+        "tensors": len(own),
+        "values": sum(stored.count for stored in own),
+        "bytes": sum(stored.nbytes for stored in own),
+        "dtypes": dict(kinds.most_common()),
+    }
+
+
+def dtype_name(stored: Stored) -> str:
+    """Such as `float32`."""
+    return str(stored.dtype).removeprefix("torch.")
 
 
 def _checkpoint(path: Path, name: str | None, *, everything: bool, training: bool) -> Contents:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.formats.weight_files import (
+from lockstep.checkpoint.formats.safetensors import (
     SHARD_SIZE,
     TORCH_ENDINGS,
     Piece,

@@ -1,0 +1,351 @@
+"""What is in a run's folder, what is wrong with it, and putting it in order.
+
+Repairing is a plan first and then, if the user wants it, the doing. What can be done, and what
+cannot:
+
+- A save that was stopped after its manifest and before its last rename is finished by that rename.
+- A manifest whose list of files is wrong is written anew, where each file is sound and holds every
+  tensor of the state. A manifest that is lost is lost: what names and nests the state is nowhere
+  else. The weights can still be read from their files.
+- What is broken is removed, as long as a sound checkpoint remains or nothing of it can be read.
+
+Sound checkpoints are not touched, nor is what was changed a short time ago.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.formats.safetensors import in_place, read_header
+from lockstep.checkpoint.tools.contents import Contents, leaves, open_contents
+from lockstep.errors import CheckpointError
+
+RECENT = 600.0
+"""Seconds: what was changed since may belong to a run that is saving, or to a copy in progress."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Of one checkpoint."""
+
+    path: Path
+    problems: tuple[str, ...]
+    """Empty: it is complete, its files have their sizes, and hold what the manifest names."""
+    manifest: Mapping[str, Any] | None
+    """None: there is none that can be read."""
+    only_sizes: bool = False
+    """All that is wrong is the manifest's list of files; the files themselves are sound."""
+    foreign: bool = False
+    """It is of another version of Lockstep, and cannot be judged here."""
+
+
+def examine(path: Path, *, values: bool = False) -> Health:
+    """Compares a checkpoint's manifest with its files.
+
+    Args:
+        path: of the checkpoint.
+        values: read all of the files, and compare their checksums.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        text = _manifest(path)
+        manifest = _parsed(text)
+        if manifest.get("format") != layout.FORMAT:
+            found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
+            return Health(path, (found,), None, foreign=True)
+        _check_state(manifest)
+        if storage.seal_is_broken(text):
+            raise ValueError("is damaged: its checksum differs")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return Health(path, (f"{layout.MANIFEST} {error}",), None)
+    wrong = [_wrong_inside(path, name, trees) for name, trees in _needed(manifest).items()]
+    inside = [problem for problem in wrong if problem]
+    sizes = _wrong_sizes(path, manifest)
+    if values and not sizes and not inside:
+        with layout.plain_errors("looking at", path):
+            damaged = storage.damaged_files(path, manifest)
+        inside = [f"{name} is damaged: its checksum differs" for name in damaged]
+    return Health(path, (*sizes, *inside), manifest, only_sizes=bool(sizes) and not inside)
+
+
+def whole_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder that are whole in themselves, and hold something."""
+    found = []
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            if read_header(file):
+                found.append(file)
+        except CheckpointError:
+            continue
+    return found
+
+
+def listed(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest should say of its files, as they are."""
+    names = list(_needed(manifest))
+    return {
+        "files": {name: (path / name).stat().st_size for name in names},
+        "checksums": {name: storage.of_file(path / name) for name in names},
+    }
+
+
+def _manifest(path: Path) -> bytes:
+    with layout.plain_errors("looking at", path):
+        if not (path / layout.MANIFEST).exists():
+            raise ValueError("is missing, which is written last")
+        return layout.manifest_text(path)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        return layout.parsed(text)
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}") from error
+
+
+def _check_state(manifest: Mapping[str, Any]) -> None:
+    modules = manifest.get("modules")
+    if not isinstance(modules, dict) or "training" not in manifest:
+        raise ValueError("is damaged: it lacks the state")
+    if not all(map(layout.is_plain, modules)):
+        raise ValueError("names files outside of its folder")
+    for tree in (*modules.values(), manifest["training"]):
+        if not all(isinstance(leaf["$tensor"], str) for leaf in leaves(tree)):
+            raise ValueError("is damaged: a tensor of the state has no name")
+
+
+def _needed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree that each file is to hold the tensors of."""
+    modules = {layout.weights_file(name): tree for name, tree in manifest["modules"].items()}
+    return {**modules, layout.TRAINING: manifest["training"]}
+
+
+def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or listed.keys() != _needed(manifest).keys():
+        return ["the list of files in the manifest is not that of its state"]
+    wrong = []
+    for name, size in listed.items():
+        file = path / name
+        if not file.is_file() or file.is_symlink():
+            wrong.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            wrong.append(f"{name} has {file.stat().st_size} bytes, the manifest says {size}")
+    return wrong
+
+
+def _wrong_inside(path: Path, name: str, tree: Any) -> str:
+    file = path / name
+    if not file.is_file():
+        return f"{name} is not there"
+    try:
+        entries = read_header(file)
+    except CheckpointError as error:
+        return f"{name}: {error.found}"
+    lost = {leaf["$tensor"] for leaf in leaves(tree)} - entries.keys()
+    return f"{name} lacks {len(lost)} tensors of the state ({min(lost)})" if lost else ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found."""
+
+    path: Path
+    checkpoints: tuple[Health, ...]
+    """Of a run's folder all of them, the oldest first; of a checkpoint itself."""
+    leftovers: tuple[Path, ...]
+    """Of saves that were interrupted, or are going on."""
+    contents: Contents | None
+    """Of the path, or of the latest complete checkpoint in it; None where there is none."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether something is there and nothing of it is broken."""
+        return self.contents is not None and not any(h.problems for h in self.checkpoints)
+
+
+def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Inspection:
+    """Looks at a file, a checkpoint or a run's folder; reads no values.
+
+    Args:
+        path: as for `open_contents`.
+        name: one model of several.
+        trust: a torch file may run code of its author's while it is read.
+
+    Raises:
+        CheckpointError: it is no checkpoint, and cannot be read.
+        SettingError: there is no such name.
+    """
+    path = named(path)
+    checkpoints = tuple(map(examine, checkpoints_at(path)))
+    run = path.is_dir() and path not in [health.path for health in checkpoints]
+    leftovers = tuple(sorted(layout.leftovers(path))) if run else ()
+    readable = [health.path for health in checkpoints if not health.problems]
+    if readable:
+        path_read = max(readable, key=lambda p: (layout.step_of(p), not p.name.startswith(".")))
+    elif checkpoints or leftovers:
+        return Inspection(path, checkpoints, leftovers, None)
+    else:
+        path_read = path
+    contents = open_contents(path_read, name=name, trust=trust, everything=True, training=True)
+    return Inspection(path, checkpoints, leftovers, contents)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints in a run's folder, whole or not, the oldest first; one that `path` is.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if not path.is_dir():
+        return []
+    with layout.plain_errors("looking at", path):
+        found = [path] if _is_checkpoint(path) else list(path.iterdir())
+    found = [p for p in found if p.is_dir() and _is_checkpoint(p)]
+    return sorted(found, key=lambda p: (layout.step_of(p), p.name))
+
+
+def named(path: Path) -> Path:
+    """The same path, with a name at its end: not `.` or `..`."""
+    return Path(os.path.abspath(path)) if path.name in ("", "..") else path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        layout.step_of(path)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One thing that is wrong, and what to do about it."""
+
+    what: Literal["remove", "finish", "rebuild", "leave"]
+    path: Path
+    why: str
+
+
+def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
+    """What is wrong in a run's folder or with one checkpoint; changes nothing.
+
+    Args:
+        folder: holds checkpoints, or is one.
+        now: the time, as `time.time()` gives it (None: that).
+
+    Raises:
+        CheckpointError: there is no such folder, it cannot be read, or holds no checkpoints.
+    """
+    folder = named(folder)
+    paths = checkpoints_at(folder)
+    one = paths == [folder]
+    around = checkpoints_at(folder.parent) if one else paths
+    with layout.plain_errors("looking at", folder):
+        unfinished = [] if one or not folder.is_dir() else sorted(layout.leftovers(folder))
+    if not paths and not unfinished:
+        raise CheckpointError(
+            f"repairing {folder}",
+            "it is no checkpoint, and no folder that holds any",
+            "give the folder of world.checkpoint, or one checkpoint in it",
+        )
+    found = {path: examine(path, values=True) for path in dict.fromkeys((*paths, *around))}
+    broken = [found[path] for path in paths if found[path].problems]
+    sound = {layout.step_of(path) for path in around if not found[path].problems}
+    complete = {path: examine(path, values=True) for path in unfinished}
+    finish = [
+        path
+        for path, health in complete.items()
+        if not health.problems and _step(path) not in sound and not _target(path).exists()
+    ]
+    remains = bool(sound or finish or any(health.only_sizes for health in broken))
+    plan = [_for_broken(health, remains) for health in broken]
+    plan += [
+        Repair("finish", path, "a save that was stopped before its last rename; it is complete")
+        if path in finish
+        else _for_broken(health, remains, "a save that was stopped; ")
+        for path, health in complete.items()
+    ]
+    now = time.time() if now is None else now
+    return [_not_if_recent(repair, now) for repair in plan]
+
+
+def carry_out(plan: Sequence[Repair]) -> None:
+    """Does what a plan says; what it leaves is left.
+
+    Raises:
+        CheckpointError: something cannot be done; what was done before remains done.
+    """
+    for repair in plan:
+        path = repair.path
+        with layout.plain_errors("repairing", path):
+            if repair.what == "finish":
+                os.replace(path, _target(path))
+            elif repair.what == "rebuild":
+                _rebuild(path)
+            elif repair.what == "remove":
+                _remove(path)
+            storage.sync_folder(path.parent)
+
+
+def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
+    why = before + ("; ".join(health.problems) or "there is a complete one of the same step")
+    if health.only_sizes and not before:
+        return Repair("rebuild", health.path, f"{why}; the files are whole and hold the state")
+    if health.foreign:
+        return Repair("leave", health.path, why)
+    whole = [] if remains else [f for f in whole_files(health.path) if f.name != layout.TRAINING]
+    if whole:
+        names = ", ".join(file.name for file in whole)
+        return Repair(
+            "leave",
+            health.path,
+            f"{why}. No complete checkpoint remains, and {names} can be read: "
+            f"lockstep.load_weights(model, '{whole[0]}')",
+        )
+    return Repair("remove", health.path, why)
+
+
+def _not_if_recent(repair: Repair, now: float) -> Repair:
+    changed = max(p.lstat().st_mtime for p in (repair.path, *repair.path.iterdir()))
+    if repair.what == "leave" or now - changed > RECENT:
+        return repair
+    return Repair(
+        "leave",
+        repair.path,
+        f"{repair.why}. It was changed in the last {RECENT / 60:.0f} minutes: a run may be saving; "
+        "try again later",
+    )
+
+
+def _rebuild(path: Path) -> None:
+    health = examine(path)
+    if health.manifest is None or not health.only_sizes:
+        raise FileNotFoundError(f"{path} has changed meanwhile")
+    manifest = {**health.manifest, **listed(path, health.manifest)}
+    with in_place(path / layout.MANIFEST) as temporary, storage.new_file(temporary) as file:
+        storage.write(file, storage.sealed(manifest))
+
+
+def _remove(path: Path) -> None:
+    # Renamed first, so that a removal that is cut short leaves nothing with a checkpoint's name.
+    hidden = layout.temporary_folder(path.parent, _step(path))
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(".").split("-")[1].split(".")[0])
+
+
+def _target(path: Path) -> Path:
+    return layout.step_folder(path.parent, _step(path))
