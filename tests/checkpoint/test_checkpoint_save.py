@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint import layout, storage
-from lockstep.checkpoint.save import write_checkpoint, write_tensors
+from lockstep.checkpoint.formats.safetensors import write_tensors
+from lockstep.checkpoint.save import write_checkpoint
 from lockstep.errors import CheckpointError
 
 
