@@ -457,7 +457,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: folder in which every rank writes down which samples it trains in which step; left
-            out, nothing is written. `lockstep verify --ledger` reads it.
+            out, nothing is written. `lockstep ledger` reads it.
         join_timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
 

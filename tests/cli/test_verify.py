@@ -108,7 +108,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 def test_wrong_uses(tmp_path: Path) -> None:
     for words, text in (
         (["nowhere.py"], "lockstep verify nowhere.py\n  found: there is no such file"),
-        ([], "Give a script, or --ledger"),
+        ([], "Missing argument 'SCRIPT'"),
         (["--nproc", 1, "train.py"], "x>=2"),
         (["--npoc", 3, "train.py"], "No such option"),
     ):

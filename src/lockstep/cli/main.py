@@ -15,6 +15,7 @@ from lockstep.errors import LockstepError
 COMMANDS = {
     "run": "lockstep.cli.run",
     "verify": "lockstep.cli.verify",
+    "ledger": "lockstep.cli.ledger",
     "checkpoint": "lockstep.cli.checkpoint",
     "explain": "lockstep.cli.explain",
 }

@@ -71,22 +71,15 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     "--json", "as_json", metavar="FILE", help="Write the verdict there; - is standard output."
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
-@click.option(
-    "--ledger",
-    "ledger",
-    type=click.Path(exists=True, file_okay=False),
-    help="Check the sample ledger of a whole run instead of a script.",
-)
-@click.argument("script", required=False)
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
-    script: str | None,
+    script: str,
     args: tuple[str, ...],
     as_json: str | None,
-    ledger: str | None,
     **options: Any,
 ) -> None:
     """Runs SCRIPT on one process and on several, and compares what they compute, step by step.
@@ -95,11 +88,6 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    if (script is None) == (ledger is None):
-        raise click.UsageError("Give a script, or --ledger with the folder of a run's ledger.")
-    if ledger is not None:
-        ctx.exit(_check_ledger(Path(ledger), as_json))
-    assert script is not None
     ctx.exit(_verify(script, args, as_json, options))
 
 
@@ -121,13 +109,13 @@ def _verify(
             other = record(way, plan, folder / str(number), by_command)
             verdict = judge(reference, other, FLOAT64 if plan.double else FLOAT32)
             verdicts.append(verdict)
-            _show(verdict.lines(), as_json)
+            show(verdict.lines(), as_json)
             if number == 0 and other.notes:
-                _show([f"  switched off for the comparison: {', '.join(other.notes)}"], as_json)
+                show([f"  switched off for the comparison: {', '.join(other.notes)}"], as_json)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
-    _write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
+    write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
     return _CODES[worst.word]
 
 
@@ -204,22 +192,14 @@ def _check_reference(reference: Recorded, plan: Plan, options: dict[str, Any]) -
         )
 
 
-def _check_ledger(folder: Path, as_json: str | None) -> int:
-    from lockstep.data.ledger_check import judge
-
-    report = judge(folder)
-    _show(report.lines(), as_json)
-    _write_json(as_json, report.as_json())
-    return 1 if report.findings else 0
-
-
-def _show(lines: Sequence[str], as_json: str | None) -> None:
-    """For people, unless standard output is for JSON alone."""
+def show(lines: Sequence[str], as_json: str | None) -> None:
+    """Prints lines for people, unless standard output is for JSON alone."""
     if as_json != "-":
         click.echo("\n".join(lines))
 
 
-def _write_json(to: str | None, values: dict[str, Any]) -> None:
+def write_json(to: str | None, values: dict[str, Any]) -> None:
+    """Writes a file; `-` is standard output, and None writes nothing."""
     text = json.dumps(values, indent=2)
     if to == "-":
         click.echo(text)
