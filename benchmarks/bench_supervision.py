@@ -4,8 +4,8 @@
 
 Step: the MLP of bench_step.py under raw DDP at two processes (Gloo, one thread each), started by
 torchrun and by `lockstep run` in turns; the same script, the same steps. `lockstep run` adds to
-each rank the beacon (an optimizer hook), Flight Recorder, and a thread that waits; the launcher
-reads the beacons twice a second and takes a snapshot for stragglers now and then.
+each rank the heartbeat (an optimizer hook), Flight Recorder, and a thread that waits; the launcher
+reads the heartbeats twice a second and takes a snapshot for stragglers now and then.
 
 Parts: what is added to a step, timed on its own in one process, in microseconds: it resolves what
 two runs on a shared machine cannot.

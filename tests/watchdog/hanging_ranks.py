@@ -14,31 +14,32 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S, context, rank_environment
 
+from lockstep.launcher.process import Process
 from lockstep.watchdog import probe
-from lockstep.watchdog.hang import judge
-from lockstep.watchdog.messages import Finding
-from lockstep.watchdog.observe import Watched, read_heartbeat, take_snapshot
-from lockstep.watchdog.snapshot import Snapshot
+from lockstep.watchdog.hang import find
+from lockstep.watchdog.messages import Verdict
+from lockstep.watchdog.probe import read_heartbeat
+from lockstep.watchdog.snapshot import Snapshot, take_snapshot
 
 LIMIT_S = HANG_S
 
 
 class Ranks:
-    """Running ranks; `watched` is what a launcher would hand to the evidence."""
+    """Running ranks; `watched` is what a launcher would take a snapshot of."""
 
     def __init__(self, folder: Path, processes: list[Any]) -> None:
         self.folder = folder
         self.processes = processes
 
     @property
-    def watched(self) -> list[Watched]:
+    def watched(self) -> list[Process]:
         return [
-            Watched(rank, process.pid, self.folder / f"rank_{rank}", process.exitcode)
+            Process(rank, rank, self.folder / f"rank_{rank}", process.pid, process.exitcode)
             for rank, process in enumerate(self.processes)
         ]
 
     def look(self, wait_s: float = 5.0, *, lines: bool = False) -> Snapshot:
-        return take_snapshot(self.watched, wait_s, lines=lines)
+        return take_snapshot(self.watched, lines=lines, wait_s=wait_s)
 
     def wait_until(self, true: Callable[[Snapshot], bool]) -> None:
         limit = time.monotonic() + LIMIT_S
@@ -46,26 +47,26 @@ class Ranks:
             assert time.monotonic() < limit, f"it did not come to that: {self.look()}"
             time.sleep(0.2)
 
-    def verdict(self) -> Finding:
+    def verdict(self) -> Verdict:
         """The first verdict; asked for again and again, as a supervisor does."""
         limit = time.monotonic() + LIMIT_S
         while time.monotonic() < limit:
             earlier = self.look()
             time.sleep(1.0)
-            finding = judge(earlier, self.look(), 1.0)
-            if finding is not None:
-                return finding
+            verdict = find(earlier, self.look(), 1.0)
+            if verdict is not None:
+                return verdict
         raise AssertionError(f"no verdict: {self.look()}")
 
-    def verdict_of_kind(self, kind: str) -> Finding:
+    def verdict_of_kind(self, kind: str) -> Verdict:
         """For ranks that start at their own pace: until then one may wait for another's start."""
         limit = time.monotonic() + LIMIT_S
         while time.monotonic() < limit:
-            finding = self.verdict()
-            if finding.kind == kind:
-                return finding
-            assert not finding.fatal, finding
-        raise AssertionError(f"not {kind}: {finding}")
+            verdict = self.verdict()
+            if verdict.kind == kind:
+                return verdict
+            assert not verdict.fatal, verdict
+        raise AssertionError(f"not {kind}: {verdict}")
 
 
 @contextlib.contextmanager

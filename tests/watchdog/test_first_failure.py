@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
 
-from lockstep.watchdog.exit_status import Ending, ErrorRecord, Interruption, LostNode, ending_from
+from lockstep.watchdog.exit_status import (
+    ErrorRecord,
+    ExitStatus,
+    Interruption,
+    LostNode,
+)
 from lockstep.watchdog.first_failure import first_failure, lost_peer, render
-from lockstep.watchdog.messages import Finding, Row
-from lockstep.watchdog.snapshot import Frame
+from lockstep.watchdog.messages import Row, Verdict
+from lockstep.watchdog.snapshot import Frame, from_values
 
 # As torch 2.13 says it, recorded from runs of two processes.
 CLOSED = (
@@ -49,7 +54,7 @@ def raised(
     type: str = "RuntimeError",
     line: str | None = "train.py:12: loss.backward()",
     **rest: Any,
-) -> Ending:
+) -> ExitStatus:
     """A rank that raised, seen 0.1 s later."""
     error = ErrorRecord(
         type=type,
@@ -63,10 +68,10 @@ def raised(
     )
     code = rest.pop("code", error.exit_code)
     rest = {"host": "a", "time": at + 0.1, "how": f"exit code {code}", **rest}
-    return Ending(rank=rank, code=code, error=error, **rest)
+    return ExitStatus(rank=rank, code=code, error=error, **rest)
 
 
-def exited(rank: int, code: int, at: float, **rest: Any) -> Ending:
+def exited(rank: int, code: int, at: float, **rest: Any) -> ExitStatus:
     line = rest.pop("line", None)
     error = None
     if line:
@@ -79,34 +84,34 @@ def exited(rank: int, code: int, at: float, **rest: Any) -> Ending:
             exit_code=code,
         )
     rest = {"host": "a", "how": f"exit code {code}", **rest}
-    return Ending(rank=rank, code=code, time=at, error=error, **rest)
+    return ExitStatus(rank=rank, code=code, time=at, error=error, **rest)
 
 
-def killed(rank: int, number: int, name: str, at: float, **rest: Any) -> Ending:
+def killed(rank: int, number: int, name: str, at: float, **rest: Any) -> ExitStatus:
     rest = {"host": "a", "how": f"killed by {name}", **rest}
-    return Ending(rank=rank, code=-number, time=at, **rest)
+    return ExitStatus(rank=rank, code=-number, time=at, **rest)
 
 
-def ours(rank: int, at: float, since: float, host: str = "a") -> Ending:
+def ours(rank: int, at: float, since: float, host: str = "a") -> ExitStatus:
     return killed(rank, 15, "SIGTERM", at, asked_to_end=since, host=host)
 
 
-def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Finding:
+def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Verdict:
     rows = tuple(
         Row(rank, "a", "waits in all_reduce", Frame("train.py", 10 + rank, "main"))
         for rank in ranks
     )
-    return Finding("deadlock", True, ranks, "the ranks wait for each other", rows, None, ("do x",))
+    return Verdict("deadlock", True, ranks, "the ranks wait for each other", rows, None, ("do x",))
 
 
-def hang(kind: Any, ranks: tuple[int, ...], headline: str) -> Finding:
+def hang(kind: Any, ranks: tuple[int, ...], headline: str) -> Verdict:
     rows = (Row(ranks[0], "a", "is stopped", None),)
-    return Finding(kind, True, ranks, headline, rows, None, ("do as the hang says",))
+    return Verdict(kind, True, ranks, headline, rows, None, ("do as the hang says",))
 
 
 @dataclass
 class Case:
-    endings: list[Ending]
+    endings: list[ExitStatus]
     kind: str | None
     ranks: tuple[int, ...] = ()
     code: int = 1
@@ -618,11 +623,11 @@ def test_source_lines_are_read_where_the_caller_can() -> None:
     assert "train.py:11: code 11" in render(first)
 
 
-def test_an_ending_crosses_to_another_machine() -> None:
+def test_an_exit_status_crosses_to_another_machine() -> None:
     end = raised(2, "x", 1.0, chain=("KeyError: y",), last_lines=("a", "b"), oom="likely")
-    assert ending_from(json.loads(json.dumps(end.to_values()))) == end
+    assert from_values(ExitStatus, json.loads(json.dumps(asdict(end)))) == end
     plain = exited(0, 0, 1.0)
-    assert ending_from(json.loads(json.dumps(plain.to_values()))) == plain
+    assert from_values(ExitStatus, json.loads(json.dumps(asdict(plain)))) == plain
 
 
 def test_the_whole_block() -> None:

@@ -26,19 +26,19 @@ from made_up import (
     state,
 )
 
-from lockstep.watchdog.hang import judge
-from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.hang import find
+from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.snapshot import Call, Frame, Group, RankState, Snapshot, Stack
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)
 
 
-def found(*later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.0) -> Finding:
-    finding = judge(*looks(*later, working=working), waited_s)
-    assert finding is not None
-    assert [row.rank for row in finding.rows] == [s.rank for s in later]
-    return finding
+def found(*later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.0) -> Verdict:
+    verdict = find(*looks(*later, working=working), waited_s)
+    assert verdict is not None
+    assert [row.rank for row in verdict.rows] == [s.rank for s in later]
+    return verdict
 
 
 def at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
@@ -49,112 +49,112 @@ def at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
 
 
 def test_different_operations() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1)
     )
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0, 1))
-    assert finding.parting is not None
-    assert (finding.parting.group, finding.parting.seq) == ("the default group", 6)
-    assert [c.op for _, c in finding.parting.calls if c] == ["all_reduce", "barrier"]
-    assert [row.does for row in finding.rows] == [
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0, 1))
+    assert verdict.mismatch is not None
+    assert (verdict.mismatch.group, verdict.mismatch.seq) == ("the default group", 6)
+    assert [c.op for _, c in verdict.mismatch.calls if c] == ["all_reduce", "barrier"]
+    assert [row.does for row in verdict.rows] == [
         "waits in all_reduce of 5 float (step 5)", "waits in barrier (step 5)",
     ]  # fmt: skip
-    assert [row.line and row.line.line for row in finding.rows] == [30, 40]
+    assert [row.line and row.line.line for row in verdict.rows] == [30, 40]
     # Of the calls they wait in, the line is known from the stack.
-    assert [c.frames[2].line for _, c in finding.parting.calls if c and c.frames] == [30, 40]
-    assert "same collectives in the same order" in finding.advice[0]
+    assert [c.frames[2].line for _, c in verdict.mismatch.calls if c and c.frames] == [30, 40]
+    assert "same collectives in the same order" in verdict.advice[0]
 
 
 def test_same_operation_with_other_shapes() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=THREE),
         state(1, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 7), groups=THREE),
         state(2, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=THREE),
     )
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (1,))
-    assert "different sizes" in finding.headline
-    assert "same size" in finding.advice[0]
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (1,))
+    assert "different sizes" in verdict.headline
+    assert "same size" in verdict.advice[0]
 
 
 def test_same_operation_with_other_types() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), call("all_reduce", 1, 5)),
         state(1, in_op("all_reduce", 30), call("all_reduce", 1, 5, dtypes=("double",))),
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
 def test_another_shape_of_the_same_size_matches() -> None:
     sizes = {"input_sizes": ((5, 2),), "output_sizes": ((5, 2),)}
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), call("all_reduce", 1, 10)),
         state(1, in_op("all_reduce", 30), call("all_reduce", 1, 10, **sizes)),
     )
-    assert finding.kind == "transport"
+    assert verdict.kind == "transport"
 
 
 def test_sizes_that_may_differ_match() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("gather", 30), call("gather", 1, 10)),
         state(1, in_op("gather", 30), call("gather", 1, 10, output_sizes=())),
     )
-    assert finding.kind == "transport"
+    assert verdict.kind == "transport"
 
 
 def test_uneven_steps_then_a_barrier() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_backward(20), *alike(5), call("all_reduce", 6, 25), steps=6), at_barrier(1)
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert "in backward" in finding.rows[0].does
-    assert "same number of batches" in finding.advice[0]
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "in backward" in verdict.rows[0].does
+    assert "same number of batches" in verdict.advice[0]
 
 
 def test_a_rank_that_ran_out_of_data_is_the_odd_one_of_three() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_backward(20), *alike(5), call("all_reduce", 6, 25), groups=THREE),
         state(1, in_backward(20), *alike(5), call("all_reduce", 6, 25), groups=THREE),
         at_barrier(2, groups=THREE),
     )
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (2,))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (2,))
 
 
 def test_rank_0_alone_evaluates_a_ddp_model() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_ddp_buffers(50), *alike(5), call("broadcast", 6, 8), call("broadcast", 7, 1),
               completed={"gloo:0": 5}),
         at_barrier(1),
     )  # fmt: skip
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0,))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
     # Of the two broadcasts under way it is the first that parts.
-    assert "waits in broadcast of 8 float, in the DDP model's forward" in finding.rows[0].does
-    assert "model.module" in finding.advice[0]
+    assert "waits in broadcast of 8 float, in the DDP model's forward" in verdict.rows[0].does
+    assert "model.module" in verdict.advice[0]
 
 
 def test_rank_0_alone_evaluates_while_the_others_train() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_ddp_buffers(50), *alike(5), call("broadcast", 6, 8)),
         state(1, in_backward(20), *alike(5), call("all_reduce", 6, 25)),
     )
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0,))
-    assert "model.module" in finding.advice[0]
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
+    assert "model.module" in verdict.advice[0]
 
 
 @pytest.mark.parametrize(("line", "advice"), [(50, "model.module"), (20, "number of batches")])
 def test_an_evaluation_is_told_from_a_step_too_many_by_the_line(line: int, advice: str) -> None:
     before = [call("broadcast", seq, 8, frames=in_ddp_buffers(20)) for seq in (1, 2)]
-    finding = found(
+    verdict = found(
         state(0, in_ddp_buffers(line), *before, call("broadcast", 3, 8, frames=(own(line),))),
         state(1, in_op("barrier", 40), *before, call("barrier", 3)),
     )
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0,))
-    assert [advice in text for text in finding.advice] == [True]
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
+    assert [advice in text for text in verdict.advice] == [True]
 
 
 def test_different_groups() -> None:
     groups = (Group("1", "undefined", (0, 1)), Group("2", "model", (0, 1)))
     both = [call("all_reduce", 1, 2, group=g, time_s=TIME - 30) for g in "12"]
-    finding = found(
+    verdict = found(
         state(
             0, in_op("all_reduce", 30), *both, call("all_reduce", 2, 3, group="1"), groups=groups
         ),
@@ -162,69 +162,69 @@ def test_different_groups() -> None:
             1, in_op("all_reduce", 30), *both, call("all_reduce", 2, 3, group="2"), groups=groups
         ),
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert [row.does.split(" of ")[-1] for row in finding.rows] == [
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert [row.does.split(" of ")[-1] for row in verdict.rows] == [
         "group '1' (step 5)", "group 'model' (step 5)",
     ]  # fmt: skip
-    assert "process groups" in finding.advice[0]
+    assert "process groups" in verdict.advice[0]
 
 
 def test_a_chain_of_groups_that_closes() -> None:
     # 0 waits for 1 in a group of two, 1 and 2 wait for 0 in the barrier of all.
     groups = (*THREE, Group("1", "pair", (0, 1)))
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), call("all_reduce", 1, 3, group="1"), groups=groups),
         at_barrier(1, 1, groups=groups),
         at_barrier(2, 1, groups=THREE),
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
 def test_a_group_at_work_is_not_taken_for_a_deadlock() -> None:
     # 0 and 1 match, so their transfer may end; 2 waits for them only.
     groups = (*THREE, Group("1", "pair", (0, 1)))
     pair = call("all_reduce", 1, 3, group="1")
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), pair, groups=groups),
         state(1, in_op("all_reduce", 30), pair, groups=groups),
         at_barrier(2, 1, groups=THREE),
     )
-    assert (finding.kind, finding.fatal) == ("transport", False)
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
 
 
 def test_two_ranks_that_contradict_each_other_while_a_third_works_are_not_stopped() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("all_reduce", 30), call("all_reduce", 1, 5), groups=THREE),
         at_barrier(1, 1, groups=THREE),
         state(2, at(60), groups=THREE),
         working=(2,),
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", False)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", False)
 
 
 def test_an_asynchronous_call_that_is_contradicted() -> None:
     # `work.wait()` leaves no frame: the rank is blocked in a line of its own.
-    finding = found(state(0, at(30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1))
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
+    verdict = found(state(0, at(30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1))
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
 def test_new_group_on_some_ranks() -> None:
     stack = (Frame(C10D, 2169, "_new_process_group_helper"), Frame(C10D, 5863, "new_group"), own(9))
-    finding = found(state(0, stack, *alike(5)), at_barrier(1))
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert finding.rows[0].does.startswith("waits in new_group")
-    assert "all ranks" in finding.advice[0]
+    verdict = found(state(0, stack, *alike(5)), at_barrier(1))
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert verdict.rows[0].does.startswith("waits in new_group")
+    assert "all ranks" in verdict.advice[0]
 
 
 def test_ddp_on_some_ranks() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_ddp_constructor(9), *alike(5), call("all_gather", 6, 1)), at_barrier(1)
     )
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert "construct DistributedDataParallel on all ranks" in finding.advice[0]
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "construct DistributedDataParallel on all ranks" in verdict.advice[0]
 
 
-def on_gpus(*of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled") -> Finding | None:
+def on_gpus(*of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled") -> Verdict | None:
     """The main threads spin in lines of their own, `loss.item()`, waiting for their GPUs.
 
     Each rank has called the operations given, of which none is completed; None: it has ended.
@@ -241,48 +241,48 @@ def on_gpus(*of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled")
         )
         for rank, ops in enumerate(of_ranks)
     ]
-    return judge(*looks(*ranks, working=range(len(ranks))), 8.0)
+    return find(*looks(*ranks, working=range(len(ranks))), 8.0)
 
 
 def test_nccl_is_judged_by_what_all_have_called() -> None:
     """Torch does not say what a GPU has started, unless it is told to take the times."""
     for state_of_call in ("started", "scheduled"):
-        finding = on_gpus(("all_reduce",), ("all_gather",), state_of_call=state_of_call)
-        assert finding is not None
-        assert (finding.kind, finding.fatal) == ("deadlock", True)
-        assert "waits in all_reduce" in finding.rows[0].does
+        verdict = on_gpus(("all_reduce",), ("all_gather",), state_of_call=state_of_call)
+        assert verdict is not None
+        assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+        assert "waits in all_reduce" in verdict.rows[0].does
     # The GPUs still have work before it; and a host that runs ahead of them waits for nobody.
     assert on_gpus(("all_reduce",), ("all_reduce",)) is None
     assert on_gpus(("all_reduce", "barrier"), ("all_reduce",)) is None
 
 
 def test_a_gpu_waits_for_the_rank_that_has_not_come() -> None:
-    finding = on_gpus(("all_reduce",), ())
-    assert finding is not None
-    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (1,))
-    finding = on_gpus(("all_reduce",), None)
-    assert finding is not None
-    assert (finding.kind, finding.fatal, finding.ranks) == ("left", True, (1,))
+    verdict = on_gpus(("all_reduce",), ())
+    assert verdict is not None
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
+    verdict = on_gpus(("all_reduce",), None)
+    assert verdict is not None
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
 
 
 def test_calls_that_came_from_different_lines_before_they_parted() -> None:
     same, other = (own(20),), (own(50),)
     before = [call("broadcast", seq, 8, frames=same) for seq in (1, 2, 3)]
     apart = [replace(c, frames=other) if c.seq > 1 else c for c in before]
-    finding = found(
+    verdict = found(
         state(0, in_ddp_buffers(50), *apart, call("broadcast", 4, 8, frames=other)),
         state(1, in_backward(20), *before, call("all_reduce", 4, 25, frames=same)),
     )
-    assert finding.parting is not None
-    assert (finding.parting.seq, finding.parting.lines_differ_since) == (4, 2)
+    assert verdict.mismatch is not None
+    assert (verdict.mismatch.seq, verdict.mismatch.lines_differ_since) == (4, 2)
 
 
 def test_what_has_left_the_ring_is_not_taken_for_a_call_never_made() -> None:
-    finding = found(
+    verdict = found(
         state(0, in_op("barrier", 40), *alike(5)[3:], call("barrier", 6)),
         state(1, in_op("barrier", 40), *alike(5), call("barrier", 6)),
     )
-    assert finding.kind == "transport"
+    assert verdict.kind == "transport"
 
 
 BUSY = (Frame("/home/me/saver.py", 30, "save"), Frame("/usr/lib/python3.11/threading.py", 1, "run"))
@@ -311,58 +311,58 @@ def test_a_thread_that_works_may_yet_come_to_a_group_of_its_own(
     )
     waits = call("barrier", len(earlier) + 1, group="3")
     rank_1 = state(1, in_op("barrier", 50), *alike(5), *earlier, waits, groups=SAVERS)
-    finding = found(rank_0, rank_1)
-    assert (finding.kind, finding.fatal) == (kind, kind == "deadlock")
+    verdict = found(rank_0, rank_1)
+    assert (verdict.kind, verdict.fatal) == (kind, kind == "deadlock")
     if kind == "working":
-        assert finding.ranks == (0,)
-        assert finding.rows[0].line == BUSY[0]
+        assert verdict.ranks == (0,)
+        assert verdict.rows[0].line == BUSY[0]
 
 
 # --- a rank is gone
 
 
 def test_a_rank_has_left() -> None:
-    finding = found(at_barrier(0), ended(1))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("left", True, (1,))
-    assert finding.rows[1].does.startswith("has ended with exit code 0")
+    verdict = found(at_barrier(0), ended(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
+    assert verdict.rows[1].does.startswith("has ended with exit code 0")
 
 
 def test_a_group_that_is_taken_down_waits_for_nobody_who_has_ended() -> None:
     """NCCL takes seconds for it, and the others may well have ended meanwhile."""
-    finding = found(state(0, in_op("destroy_process_group", 90), *alike(5)), ended(1))
-    assert not finding.fatal
+    verdict = found(state(0, in_op("destroy_process_group", 90), *alike(5)), ended(1))
+    assert not verdict.fatal
 
 
 @pytest.mark.parametrize(("code", "signal"), [(3, None), (None, 9)])
 def test_a_rank_has_died(code: int | None, signal: int | None) -> None:
-    finding = found(at_barrier(0), ended(1, code, signal))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("lost", True, (1,))
+    verdict = found(at_barrier(0), ended(1, code, signal))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("lost", True, (1,))
 
 
 def test_a_rank_is_stopped() -> None:
-    finding = found(at_barrier(0), state(1, None, state="T", answered=False, calls=None))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("stopped", True, (1,))
+    verdict = found(at_barrier(0), state(1, None, state="T", answered=False, calls=None))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("stopped", True, (1,))
 
 
 def test_the_ends_of_a_run_are_not_simultaneous() -> None:
     """A rank has ended well, another still saves: nobody waits for the first."""
-    assert judge(*looks(ended(0), state(1, at(80), *alike(5)), working=(1,)), 8.0) is None
+    assert find(*looks(ended(0), state(1, at(80), *alike(5)), working=(1,)), 8.0) is None
 
 
 def test_a_rank_that_has_just_ended_is_no_finding_yet() -> None:
     earlier, later = looks(at_barrier(0), ended(1))
     earlier = Snapshot(earlier.time, (earlier[0], state(1, at(3))))
-    assert judge(earlier, later, 8.0) is None
+    assert find(earlier, later, 8.0) is None
 
 
 def test_a_death_that_none_has_reaped_yet_is_no_finding() -> None:
-    assert judge(*looks(at_barrier(0), ended(1, None)), 8.0) is None
+    assert find(*looks(at_barrier(0), ended(1, None)), 8.0) is None
 
 
 def test_a_receive_from_an_unknown_rank_is_no_proof_while_another_works() -> None:
     receives = state(0, in_op("recv", 30), groups=THREE)
-    finding = found(receives, ended(1), state(2, at(60)), working=(2,))
-    assert (finding.kind, finding.fatal) == ("left", False)
+    verdict = found(receives, ended(1), state(2, at(60)), working=(2,))
+    assert (verdict.kind, verdict.fatal) == ("left", False)
     assert found(receives, ended(1), ended(2)).fatal
 
 
@@ -370,65 +370,65 @@ def test_a_receive_from_an_unknown_rank_is_no_proof_while_another_works() -> Non
 
 
 def test_a_rank_that_works_alone() -> None:
-    finding = found(state(0, at(95), *alike(5)), at_barrier(1), working=(0,))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (0,))
+    verdict = found(state(0, at(95), *alike(5)), at_barrier(1), working=(0,))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0,))
     # Since the call, which is longer than nothing has moved.
-    assert finding.waited_s == pytest.approx(94.0)
-    assert finding.rows[1].for_s == pytest.approx(94.0)
-    assert finding.advice == ()
+    assert verdict.waited_s == pytest.approx(94.0)
+    assert verdict.rows[1].for_s == pytest.approx(94.0)
+    assert verdict.advice == ()
 
 
 @pytest.mark.parametrize("in_kernel", ["S", "D"])
 def test_a_rank_that_is_blocked_elsewhere(in_kernel: str) -> None:
-    finding = found(state(0, at(95), *alike(5), state=in_kernel, completed={"gloo:0": 5}),
+    verdict = found(state(0, at(95), *alike(5), state=in_kernel, completed={"gloo:0": 5}),
                     at_barrier(1))  # fmt: skip
-    assert (finding.kind, finding.fatal, finding.ranks) == ("blocked", False, (0,))
-    assert ("kernel" in finding.rows[0].does) == (in_kernel == "D")
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
+    assert ("kernel" in verdict.rows[0].does) == (in_kernel == "D")
 
 
 def test_gloo_may_say_too_early_a_last_call() -> None:
     """All five calls are complete, Gloo says four: the rank sleeps in a line of its own."""
-    finding = found(state(0, at(95), *alike(5)), at_barrier(1))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("blocked", False, (0,))
+    verdict = found(state(0, at(95), *alike(5)), at_barrier(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
 
 
 def test_a_rank_that_sleeps_after_an_asynchronous_call_is_not_deadlocked() -> None:
     groups = (*THREE, Group("1", "other", (0, 1)))
     sleeps = state(0, at(95), call("all_reduce", 1, 5, group="1"), groups=groups)
-    finding = found(sleeps, at_barrier(1, 1, groups=groups))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("blocked", False, (0,))
+    verdict = found(sleeps, at_barrier(1, 1, groups=groups))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
 
 
 def test_a_rank_that_waits_for_data() -> None:
-    finding = found(state(0, in_loader(95), *alike(5), completed={"gloo:0": 5}), at_barrier(1))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("loading", False, (0,))
-    assert "DataLoader" in finding.advice[0]
+    verdict = found(state(0, in_loader(95), *alike(5), completed={"gloo:0": 5}), at_barrier(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("loading", False, (0,))
+    assert "DataLoader" in verdict.advice[0]
 
 
 def test_a_rank_whose_interpreter_is_blocked() -> None:
     silent = state(0, at(95), answered=False, calls=None, completed=None, groups=None)
     for working in ((), (0,)):
-        finding = found(silent, at_barrier(1), working=working)
-        assert (finding.kind, finding.fatal, finding.ranks) == ("gil", False, (0,))
+        verdict = found(silent, at_barrier(1), working=working)
+        assert (verdict.kind, verdict.fatal, verdict.ranks) == ("gil", False, (0,))
 
 
 def test_a_rank_without_a_stack() -> None:
-    finding = found(state(0, None, *alike(5)), at_barrier(1))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("unknown", False, (0,))
+    verdict = found(state(0, None, *alike(5)), at_barrier(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("unknown", False, (0,))
 
 
 def test_a_rank_that_has_not_joined_yet() -> None:
     young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
-    finding = found(state(0, at(5), **young), state(1, in_init(8), **young), working=(0,))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (0,))
-    assert finding.rows[1].does == "waits in init_process_group"
+    verdict = found(state(0, at(5), **young), state(1, in_init(8), **young), working=(0,))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0,))
+    assert verdict.rows[1].does == "waits in init_process_group"
 
 
 def test_all_ranks_wait_to_join() -> None:
     young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
-    finding = found(state(0, in_init(8), **young), state(1, in_init(8), **young))
-    assert (finding.kind, finding.fatal) == ("transport", False)
-    assert "same address" in finding.advice[0]
+    verdict = found(state(0, in_init(8), **young), state(1, in_init(8), **young))
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+    assert "same address" in verdict.advice[0]
 
 
 def test_without_flight_recorder_stacks_alone_must_do() -> None:
@@ -436,33 +436,33 @@ def test_without_flight_recorder_stacks_alone_must_do() -> None:
     waits = state(1, in_op("all_reduce", 40), **blind)
     assert found(state(0, at(5), **blind), waits, working=(0,)).kind == "working"
     assert found(state(0, in_op("all_reduce", 41), **blind), waits).kind == "transport"
-    finding = found(state(0, in_op("barrier", 41), **blind), waits)
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    finding = found(state(0, in_backward(41), **blind), waits)
-    assert finding.rows[0].does == "waits in a collective, in backward (step 5)"
+    verdict = found(state(0, in_op("barrier", 41), **blind), waits)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    verdict = found(state(0, in_backward(41), **blind), waits)
+    assert verdict.rows[0].does == "waits in a collective, in backward (step 5)"
 
 
 def test_the_same_collective_everywhere_and_nothing_moves() -> None:
-    finding = found(at_barrier(0), at_barrier(1))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("transport", False, (0, 1))
-    assert "network" in finding.advice[0]
+    verdict = found(at_barrier(0), at_barrier(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("transport", False, (0, 1))
+    assert "network" in verdict.advice[0]
 
 
 def test_receives_only_may_be_a_transfer_under_way() -> None:
-    finding = found(state(0, in_op("recv", 30)), state(1, in_op("recv", 31)))
-    assert (finding.kind, finding.fatal) == ("transport", False)
-    assert "every send needs its receive" in finding.advice[0]
-    finding = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
-    assert (finding.kind, finding.fatal) == ("deadlock", False)
+    verdict = found(state(0, in_op("recv", 30)), state(1, in_op("recv", 31)))
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+    assert "every send needs its receive" in verdict.advice[0]
+    verdict = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
+    assert (verdict.kind, verdict.fatal) == ("deadlock", False)
 
 
 def test_receives_only_where_nothing_can_be_under_way() -> None:
     """On one host, still for a while, and no other thread that could send."""
     both = [state(rank, in_op("recv", 30 + rank)) for rank in range(2)]
-    finding = found(*both, waited_s=12.0)
-    assert (finding.kind, finding.fatal, finding.ranks) == ("deadlock", True, (0, 1))
-    assert "ranks 0-1 wait in recv, for each other" in finding.headline
-    assert "every send needs its receive" in finding.advice[0]
+    verdict = found(*both, waited_s=12.0)
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0, 1))
+    assert "ranks 0-1 wait in recv, for each other" in verdict.headline
+    assert "every send needs its receive" in verdict.advice[0]
     meets = (state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
     assert found(*meets, waited_s=12.0).fatal
     thread = {"threads": (at(90),), "thread_ids": (8,)}
@@ -478,70 +478,70 @@ def test_receives_only_where_nothing_can_be_under_way() -> None:
 
 
 def test_stages_of_a_pipeline_that_make_different_turns() -> None:
-    finding = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)), waited_s=12.0)
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert finding.rows[0].does == "waits in recv, between the stages of the pipeline (step 5)"
-    assert "same turns of the loop" in finding.advice[0]
-    finding = found(state(0, on_wire("wait", 30)), at_barrier(1), waited_s=12.0)
-    assert (finding.kind, finding.fatal) == ("deadlock", True)
-    assert "wait in barrier and send, for each other" in finding.headline
-    finding = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)))
-    assert (finding.kind, finding.fatal) == ("transport", False)
-    assert "same turns of the loop" in finding.advice[0]
-    finding = found(state(0, on_wire("take", 30)), state(1, at(31)), working=(1,), waited_s=12.0)
-    assert (finding.kind, finding.fatal, finding.ranks) == ("working", False, (1,))
+    verdict = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)), waited_s=12.0)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert verdict.rows[0].does == "waits in recv, between the stages of the pipeline (step 5)"
+    assert "same turns of the loop" in verdict.advice[0]
+    verdict = found(state(0, on_wire("wait", 30)), at_barrier(1), waited_s=12.0)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "wait in barrier and send, for each other" in verdict.headline
+    verdict = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)))
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+    assert "same turns of the loop" in verdict.advice[0]
+    verdict = found(state(0, on_wire("take", 30)), state(1, at(31)), working=(1,), waited_s=12.0)
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
 
 
 def test_all_ranks_blocked_outside_collectives() -> None:
-    finding = found(state(0, at(5), completed={}), state(1, in_loader(6)))
-    assert (finding.kind, finding.fatal) == ("blocked", False)
+    verdict = found(state(0, at(5), completed={}), state(1, in_loader(6)))
+    assert (verdict.kind, verdict.fatal) == ("blocked", False)
 
 
 def test_nothing_can_be_seen_of_any_rank() -> None:
     """As on a full disk: they are asked and cannot write their answers."""
     blind = {"answered": False, "calls": None}
-    finding = found(state(0, None, **blind), state(1, None, **blind))
-    assert (finding.kind, finding.fatal, finding.ranks) == ("unknown", False, (0, 1))
-    assert "disk" in finding.advice[0]
+    verdict = found(state(0, None, **blind), state(1, None, **blind))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("unknown", False, (0, 1))
+    assert "disk" in verdict.advice[0]
     other = {"answered": None, "calls": None}  # a program that is not Python is not asked
-    assert judge(*looks(state(0, None, **other), state(1, None, **other)), 8.0) is None
+    assert find(*looks(state(0, None, **other), state(1, None, **other)), 8.0) is None
 
 
 def test_all_ranks_wait_for_data() -> None:
-    finding = found(state(0, in_loader(6)), state(1, in_loader(6)))
-    assert (finding.kind, finding.fatal) == ("loading", False)
-    assert finding.headline == "all ranks wait for data, for 8 s"
+    verdict = found(state(0, in_loader(6)), state(1, in_loader(6)))
+    assert (verdict.kind, verdict.fatal) == ("loading", False)
+    assert verdict.headline == "all ranks wait for data, for 8 s"
 
 
 def test_a_rank_that_waits_for_its_own_threads_at_its_end() -> None:
     shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), own(99))
-    finding = found(ended(0), state(1, shutdown, threads=(BUSY,), thread_ids=(8,)))
-    assert finding.rows[1].does.startswith("has come to its end, and waits for a thread")
-    assert finding.rows[1].line == BUSY[0]
+    verdict = found(ended(0), state(1, shutdown, threads=(BUSY,), thread_ids=(8,)))
+    assert verdict.rows[1].does.startswith("has come to its end, and waits for a thread")
+    assert verdict.rows[1].line == BUSY[0]
 
 
 def test_a_rank_that_does_not_come_to_its_end() -> None:
     silent = state(1, at(9), answered=False)
     for last in (silent, state(1, at(9))):
-        finding = found(ended(0), last, ended(2))
-        assert (finding.kind, finding.fatal, finding.ranks) == ("blocked", False, (1,))
-        assert finding.headline == (
+        verdict = found(ended(0), last, ended(2))
+        assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (1,))
+        assert verdict.headline == (
             "ranks 0, 2 have ended; rank 1 has not, and nothing has been seen of it for 8 s"
         )
-    assert judge(*looks(ended(0), state(1, at(9)), working=(1,)), 8.0) is None
-    assert judge(*looks(silent, state(0, at(9), answered=False)), 8.0) is None
+    assert find(*looks(ended(0), state(1, at(9)), working=(1,)), 8.0) is None
+    assert find(*looks(silent, state(0, at(9), answered=False)), 8.0) is None
 
 
-# --- no finding
+# --- no verdict
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_nobody_waits(size: int) -> None:
-    assert judge(*looks(*(state(r, at(5)) for r in range(size)), working=(0,)), 8.0) is None
+    assert find(*looks(*(state(r, at(5)) for r in range(size)), working=(0,)), 8.0) is None
 
 
 def test_one_rank_that_waits_for_a_person_is_left_alone() -> None:
-    assert judge(*looks(state(0, at(5))), 8.0) is None
+    assert find(*looks(state(0, at(5))), 8.0) is None
 
 
 def test_what_moves_is_no_hang() -> None:
@@ -552,35 +552,35 @@ def test_what_moves_is_no_hang() -> None:
         state(0, at(5), *alike(5)[:4], replace(alike(5)[4], state="completed")),
     ):
         earlier, later = looks(slow, at_barrier(1))
-        assert judge(earlier, Snapshot(TIME, (moved, later[1])), 8.0) is None
+        assert find(earlier, Snapshot(TIME, (moved, later[1])), 8.0) is None
 
 
 def test_a_stack_that_changes_is_work() -> None:
     earlier, later = looks(state(0, at(5), *alike(5)), at_barrier(1))
     later = Snapshot(TIME, (replace(later[0], stack=at(6)), later[1]))
-    finding = judge(earlier, later, 8.0)
-    assert finding is not None
-    assert finding.kind == "working"
+    verdict = find(earlier, later, 8.0)
+    assert verdict is not None
+    assert verdict.kind == "working"
 
 
 def test_a_backward_pass_that_computes_is_work() -> None:
     busy = state(0, in_backward(5), *alike(5))
-    finding = found(busy, at_barrier(1), working=(0,))
-    assert (finding.kind, finding.ranks) == ("working", (0,))
+    verdict = found(busy, at_barrier(1), working=(0,))
+    assert (verdict.kind, verdict.ranks) == ("working", (0,))
 
 
 def test_clocks_of_other_hosts_are_not_compared() -> None:
-    finding = found(at_barrier(0), at_barrier(1, host="b"))
-    assert finding.waited_s == 8.0
-    assert all(row.for_s is None for row in finding.rows)
+    verdict = found(at_barrier(0), at_barrier(1, host="b"))
+    assert verdict.waited_s == 8.0
+    assert all(row.for_s is None for row in verdict.rows)
 
 
 def test_a_rank_that_was_not_there_before_is_left_out() -> None:
     earlier, later = looks(at_barrier(0), at_barrier(1), state(2, at(5)))
     earlier = Snapshot(earlier.time, earlier.ranks[:2])
-    finding = judge(earlier, later, 8.0)
-    assert finding is not None
-    assert [row.rank for row in finding.rows] == [0, 1]
+    verdict = find(earlier, later, 8.0)
+    assert verdict is not None
+    assert [row.rank for row in verdict.rows] == [0, 1]
 
 
 def test_ddp_buffers_in_the_constructor_are_not_those_of_an_evaluation() -> None:
@@ -590,5 +590,5 @@ def test_ddp_buffers_in_the_constructor_are_not_those_of_an_evaluation() -> None
         Frame(DDP, 1066, "__init__"),
         own(4),
     )
-    finding = found(state(0, stack, *alike(5), call("broadcast", 6, 8)), at_barrier(1))
-    assert "construct" in finding.advice[0]
+    verdict = found(state(0, stack, *alike(5), call("broadcast", 6, 8)), at_barrier(1))
+    assert "construct" in verdict.advice[0]

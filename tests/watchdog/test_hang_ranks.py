@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.watchdog import straggler
-from lockstep.watchdog.hang import judge
-from lockstep.watchdog.messages import Finding, render
+from lockstep.watchdog.hang import find
+from lockstep.watchdog.messages import Verdict, render
 
 FOREVER = datetime.timedelta(hours=1)
 
@@ -122,12 +122,12 @@ def contradicted_without_a_frame(rank: int, size: int) -> None:
 )
 def test_deadlock(tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], told: str) -> None:
     with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
-        finding = run.verdict_of_kind("deadlock")
-    assert finding.fatal
-    assert finding.ranks == ranks
-    assert finding.parting is not None
-    assert told in render(finding)
-    for row in finding.rows:
+        verdict = run.verdict_of_kind("deadlock")
+    assert verdict.fatal
+    assert verdict.ranks == ranks
+    assert verdict.mismatch is not None
+    assert told in render(verdict)
+    for row in verdict.rows:
         assert row.line is not None
         assert (row.line.file, row.line.function) in {(__file__, fn.__name__), (__file__, "step")}  # type: ignore[attr-defined]
 
@@ -146,10 +146,10 @@ def test_with_the_lines_of_earlier_calls_an_evaluation_is_told_from_a_step_too_m
         run.verdict_of_kind("deadlock")
         earlier = run.look()
         time.sleep(1.0)
-        finding = judge(earlier, run.look(20.0, lines=True), 1.0)
-    assert finding is not None
-    assert [advice in text for text in finding.advice] == [True]
-    text = render(finding, linecache.getline)
+        verdict = find(earlier, run.look(20.0, lines=True), 1.0)
+    assert verdict is not None
+    assert [advice in text for text in verdict.advice] == [True]
+    text = render(verdict, linecache.getline)
     parted = text[text.index("they parted") :]
     assert re.search(rf"test_hang_ranks.py:\d+: {re.escape(line)}", parted)
     assert re.search(r"test_hang_ranks.py:\d+: dist.barrier\(\)", parted)
@@ -277,21 +277,21 @@ def test_the_others_wait_for_a_rank_that_does_something_else(
     tmp_path: Path, fn: object, kind: str
 ) -> None:
     with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
-        finding = waited_for(run, kind)
-    assert (finding.fatal, finding.ranks) == (False, (0,))
-    line = finding.rows[0].line
+        verdict = waited_for(run, kind)
+    assert (verdict.fatal, verdict.ranks) == (False, (0,))
+    line = verdict.rows[0].line
     assert line is not None
     assert line.file == __file__
-    assert "waits in" in finding.rows[1].does
+    assert "waits in" in verdict.rows[1].does
 
 
-def waited_for(run: Ranks, kind: str) -> Finding:
+def waited_for(run: Ranks, kind: str) -> Verdict:
     """The verdict on rank 0; rank 1 may be late at first."""
     limit = time.monotonic() + HANG_S
     while True:
-        finding = run.verdict_of_kind(kind)
-        if finding.ranks == (0,) or time.monotonic() > limit:
-            return finding
+        verdict = run.verdict_of_kind(kind)
+        if verdict.ranks == (0,) or time.monotonic() > limit:
+            return verdict
 
 
 def stops(rank: int, size: int) -> None:
@@ -303,8 +303,8 @@ def stops(rank: int, size: int) -> None:
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
     with running(stops, 2, tmp_path) as run:
-        finding = run.verdict_of_kind("stopped")
-    assert (finding.fatal, finding.ranks) == (True, (0,))
+        verdict = run.verdict_of_kind("stopped")
+    assert (verdict.fatal, verdict.ranks) == (True, (0,))
 
 
 def slow_on_one_rank(rank: int, size: int) -> None:
@@ -326,9 +326,9 @@ def even(rank: int, size: int) -> None:
 def test_a_straggler(tmp_path: Path) -> None:
     with running(slow_on_one_rank, 2, tmp_path) as run:
         run.wait_until(lambda snapshot: straggler.find(snapshot) is not None)
-        finding = straggler.find(run.look())
-    assert finding is not None
-    assert (finding.kind, finding.fatal, finding.ranks) == ("straggler", False, (1,))
+        verdict = straggler.find(run.look())
+    assert verdict is not None
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("straggler", False, (1,))
 
 
 def test_a_run_that_moves_has_no_verdict(tmp_path: Path) -> None:
@@ -337,4 +337,4 @@ def test_a_run_that_moves_has_no_verdict(tmp_path: Path) -> None:
         for _ in range(3):
             earlier = run.look()
             time.sleep(1.0)
-            assert judge(earlier, run.look(), 1.0) is None
+            assert find(earlier, run.look(), 1.0) is None

@@ -15,7 +15,7 @@ def full() -> Snapshot:
         call("send", 1, 2, p2p=True, state="started", backend="nccl", frames=()),
     )
     return looks(
-        state(0, in_backward(3), *made, threads=(at(9), ()), last_step_s=TIME - 3, step_took_s=0.5),
+        state(0, in_backward(3), *made, threads=(at(9), ())),
         state(1, None, answered=False, calls=None, completed=None, groups=None, threads=None),
         ended(2, None, 9),
     )[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from made_up import TIME, at, call, in_backward, state
 
-from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.snapshot import Call, Group, Snapshot
 from lockstep.watchdog.straggler import find
 
@@ -15,7 +15,7 @@ STEP_S = 0.1
 
 def run(
     late: Callable[[int, int], float], size: int = 3, steps: int = 60, hosts: str = "aaaaaaaa"
-) -> Finding | None:
+) -> Verdict | None:
     """Steps of two collectives each; `late(rank, step)` is what a rank computes in a step."""
     calls: list[list[Call]] = [[] for _ in range(size)]
     free = TIME
@@ -35,13 +35,13 @@ def run(
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_rank_that_is_slow_in_every_step(size: int) -> None:
-    finding = run(lambda rank, step: STEP_S * (2 if rank == 1 else 1), size)
-    assert finding is not None
-    assert (finding.kind, finding.fatal, finding.ranks) == ("straggler", False, (1,))
-    assert "wait" in finding.headline
-    assert "48% of the time" in finding.headline or "47% of the time" in finding.headline
-    assert finding.rows[1].does == "comes last to all_reduce of 10 float"
-    assert finding.rows[1].line is not None
+    verdict = run(lambda rank, step: STEP_S * (2 if rank == 1 else 1), size)
+    assert verdict is not None
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("straggler", False, (1,))
+    assert "wait" in verdict.headline
+    assert "48% of the time" in verdict.headline or "47% of the time" in verdict.headline
+    assert verdict.rows[1].does == "comes last to all_reduce of 10 float"
+    assert verdict.rows[1].line is not None
 
 
 def test_even_ranks() -> None:
@@ -58,11 +58,11 @@ def test_ranks_that_disturb_each_other_on_a_busy_machine(size: int, seed: int) -
 @pytest.mark.parametrize("seed", range(10))
 def test_a_slow_rank_among_ranks_with_jitter(seed: int) -> None:
     numbers = random.Random(seed)
-    finding = run(
+    verdict = run(
         lambda rank, step: STEP_S * numbers.uniform(0.9, 1.2) * (1.6 if rank == 2 else 1), 3, 100
     )
-    assert finding is not None
-    assert finding.ranks == (2,)
+    assert verdict is not None
+    assert verdict.ranks == (2,)
 
 
 def test_a_slightly_slower_rank_is_not_worth_a_word() -> None:
@@ -74,12 +74,12 @@ def test_rank_0_saves_a_checkpoint_now_and_then() -> None:
 
 
 def test_a_slow_first_batch_does_not_hide_what_comes_after() -> None:
-    finding = run(
+    verdict = run(
         lambda rank, step: (8.0 if rank == 0 and step == 0 else 0) + STEP_S * (1 + (rank == 2)),
         steps=80,
     )
-    assert finding is not None
-    assert finding.ranks == (2,)
+    assert verdict is not None
+    assert verdict.ranks == (2,)
 
 
 def test_a_few_slow_steps_say_nothing() -> None:

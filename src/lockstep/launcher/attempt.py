@@ -13,14 +13,13 @@ from dataclasses import replace
 from lockstep.launcher.nodes import Node, departure
 from lockstep.launcher.output import Console
 from lockstep.launcher.plan import HangRules
-from lockstep.launcher.process import Attempt, Process, ending, peak_memory, read_oom_counts
+from lockstep.launcher.process import Attempt, Process, exit_status_of, peak_memory, read_oom_counts
 from lockstep.launcher.rendezvous import Meeting
 from lockstep.watchdog import exit_status
-from lockstep.watchdog.exit_report import ExitReport, exit_report_from
-from lockstep.watchdog.exit_status import Interruption, LostNode
+from lockstep.watchdog.exit_status import ExitReport, Interruption, LostNode
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
-from lockstep.watchdog.observe import Sharing
-from lockstep.watchdog.supervisor import Supervisor, look_at
+from lockstep.watchdog.snapshot import from_values, take_snapshot
+from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor
 
 _STUCK_AT_EXIT_S = 10.0
 """A rank that has raised is given so long to end."""
@@ -28,7 +27,7 @@ _OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
 _LOOK_S = 0.1
 _PEAKS_EVERY_S = 2.0
-_ACCOUNT, _DONE, _RANKS = "account", "done", "ranks"
+_REPORT, _DONE, _RANKS = "exit report", "done", "ranks"
 """What the launchers of a run tell each other."""
 
 
@@ -57,7 +56,7 @@ class Watch:
         self._supervisor: Supervisor | None = None
         self._peaks: dict[int, int] = {}
         self._next_look = 0.0
-        self._sharing: Sharing | None = None
+        self._exchange: SnapshotExchange | None = None
         self._seen: list[Attempt] = []
         self._done: Attempt | None = None
         self.interrupted: Interruption | None = None
@@ -82,14 +81,14 @@ class Watch:
         if self._timeout is not None:
             self._stop_at = time.monotonic() + self._timeout
         self._meeting.tell(_RANKS, [process.rank for process in attempt.processes])
-        self._sharing = Sharing(
+        self._exchange = SnapshotExchange(
             self._meeting,
             attempt.node,
             attempt.nodes,
-            lambda lines: look_at(attempt.processes, lines),
+            lambda lines: take_snapshot(attempt.processes, lines=lines),
         )
         self._supervisor = Supervisor(
-            attempt.processes, self._rules, attempt.folder, self._say, self._sharing.all_ranks
+            attempt.processes, self._rules, attempt.folder, self._say, self._exchange.of_all_ranks
         )
 
     def look(self, attempt: Attempt) -> bool:
@@ -108,9 +107,9 @@ class Watch:
                     self._peaks[process.rank] = peak
             if self._stuck(attempt):
                 return True
-        if self._sharing is not None:
-            self._sharing.answer()
-        return self._supervisor is not None and self._supervisor.look()
+        if self._exchange is not None:
+            self._exchange.answer()
+        return self._supervisor is not None and self._supervisor.check()
 
     def _stuck(self, attempt: Attempt) -> bool:
         """Whether a rank has raised and does not end, while others may wait for it."""
@@ -138,18 +137,18 @@ class Watch:
     def ending(self, attempt: Attempt) -> None:
         """Lets the other machines know why, before the ranks of this one are asked to end."""
         if attempt not in self._seen and attempt.nodes > 1:
-            self._tell(self._account(attempt))
+            self._tell(self._report(attempt))
 
-    def _tell(self, account: ExitReport) -> None:
-        self._meeting.tell(_ACCOUNT, account.to_values())
+    def _tell(self, report: ExitReport) -> None:
+        self._meeting.tell(_REPORT, report.to_values())
 
-    def _account(self, attempt: Attempt) -> ExitReport:
+    def _report(self, attempt: Attempt) -> ExitReport:
         supervisor = self._supervisor
         stops = supervisor is not None and self._rules.on_hang == "stop"
         return ExitReport(
             host=socket.gethostname(),
-            endings=tuple(
-                ending(process, self._oom, peak_bytes=self._peaks.get(process.rank))
+            exits=tuple(
+                exit_status_of(process, self._oom, peak_bytes=self._peaks.get(process.rank))
                 for process in attempt.processes
                 if process.code is not None
             ),
@@ -163,25 +162,27 @@ class Watch:
         """What the other machines of the attempt have told, by node."""
         if attempt.nodes == 1:
             return {}
-        told = self._meeting.heard(_ACCOUNT)
-        return {node: exit_report_from(v) for node, v in told.items() if node != attempt.node}
+        told = self._meeting.heard(_REPORT)
+        return {
+            node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
+        }
 
     def _failed_elsewhere(self, attempt: Attempt) -> bool:
-        return any(account.failed for account in self._others(attempt).values())
+        return any(report.failed for report in self._others(attempt).values())
 
     def _failure(self, attempt: Attempt) -> FirstFailure | None:
-        own = self._account(attempt)
-        accounts = [own, *self._wait_for_accounts(attempt, own)]
-        hangs = [account for account in accounts if account.hang is not None]
-        judged = min(hangs, key=lambda account: account.judged_at, default=own)
-        signals = [account for account in accounts if account.interrupted is not None]
-        endings = [end for account in accounts for end in account.endings]
+        own = self._report(attempt)
+        reports = [own, *self._wait_for_reports(attempt, own)]
+        hangs = [report for report in reports if report.hang is not None]
+        judged = min(hangs, key=lambda report: report.judged_at, default=own)
+        signals = [report for report in reports if report.interrupted is not None]
+        exits = [status for report in reports for status in report.exits]
         failure = first_failure(
-            endings,
+            exits,
             hang=judged.hang,
             judged_at=judged.judged_at,
             interrupted=signals[0].interrupted if signals else None,
-            lost_nodes=self._lost({end.rank for end in endings}),
+            lost_nodes=self._lost({status.rank for status in exits}),
             folder=str(attempt.folder),
             read_line=linecache.getline,
         )
@@ -190,7 +191,7 @@ class Watch:
             failure = replace(failure, headline=f"{failure.headline} on host {host}")
         return failure
 
-    def _wait_for_accounts(self, attempt: Attempt, own: ExitReport) -> Sequence[ExitReport]:
+    def _wait_for_reports(self, attempt: Attempt, own: ExitReport) -> Sequence[ExitReport]:
         """Those of the other machines that can be had in a few seconds."""
         if attempt.nodes == 1:
             return ()
@@ -198,13 +199,13 @@ class Watch:
         limit = time.monotonic() + (_OTHERS_S if self._meeting.hears else 0.0)
         while time.monotonic() < limit:
             others = self._others(attempt)
-            accounts = [own, *others.values()]
-            told = {node for node, account in others.items() if account.complete}
+            reports = [own, *others.values()]
+            told = {node for node, report in others.items() if report.complete}
             gone = {_rank(node) for node in self._meeting.lost_nodes()}
             if (
                 len(told | gone) >= attempt.nodes - 1
-                or any(account.interrupted for account in accounts)
-                or not any(account.failed for account in accounts)
+                or any(report.interrupted for report in reports)
+                or not any(report.failed for report in reports)
             ):
                 break
             time.sleep(_LOOK_S)

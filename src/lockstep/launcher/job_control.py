@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from lockstep.watchdog.observe import read_process
+from lockstep.watchdog.snapshot import read_process
 
 
 @contextlib.contextmanager

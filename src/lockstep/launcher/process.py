@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.launcher.machine import own_cgroups
 from lockstep.launcher.output import tail
-from lockstep.watchdog.exit_status import Ending, read_record, shown
+from lockstep.watchdog.exit_status import ExitStatus, read_record, shown
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import Frame, Stack
 from lockstep.watchdog.stacks import own_line
@@ -205,9 +205,9 @@ def _stack(dump: str) -> Stack:
     return tuple(Frame(match[1], int(match[2]), match[3]) for match in found if match)
 
 
-def ending(
+def exit_status_of(
     process: Process, before: OomCounts, root: Path = Path("/"), *, peak_bytes: int | None = None
-) -> Ending:
+) -> ExitStatus:
     """All that can be found out about a rank that has ended.
 
     Args:
@@ -224,9 +224,9 @@ def ending(
     code, folder = process.code, process.folder
     oom = oom_between(before, read_oom_counts(root)) if code else None
     log = kernel_log_on(process.pid, root) if oom and process.pid else None
-    beacon = read_heartbeat(folder)
+    heartbeat = read_heartbeat(folder)
     ends = [at for number, at in process.sent.items() if number in _THAT_END]
-    return Ending(
+    return ExitStatus(
         rank=process.rank,
         host=socket.gethostname(),
         time=process.ended_at,
@@ -237,7 +237,7 @@ def ending(
         oom_detail=log or "",
         crash_line=crash_line(folder) if code < 0 else None,
         last_lines=tuple(tail(folder, _LAST_LINES, "stderr")) if code else (),
-        step=beacon.steps if beacon and beacon.steps else None,
+        step=heartbeat.steps if heartbeat and heartbeat.steps else None,
         peak_bytes=peak_bytes,
         asked_to_end=min(ends, default=None),
     )

@@ -14,18 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
+import math
 import os
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import LockstepError
-from lockstep.watchdog.snapshot import Frame, Stack
+from lockstep.watchdog.messages import Verdict
+from lockstep.watchdog.snapshot import Frame, Stack, from_values
 from lockstep.watchdog.stacks import own_line
 
 
@@ -53,7 +55,7 @@ class ErrorRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ExitStatus:
     """How the process of one rank ended."""
 
     rank: int
@@ -86,22 +88,6 @@ class Ending:
         """When things went wrong: the exception was raised, or else the end was noticed."""
         return self.error.time if self.error else self.time
 
-    def to_values(self) -> dict[str, Any]:
-        """For JSON, to tell other machines; the traceback stays where it was written."""
-        error = None if self.error is None else replace(self.error, traceback="")
-        return asdict(replace(self, error=error))
-
-
-def ending_from(values: Mapping[str, Any]) -> Ending:
-    """What `Ending.to_values` gave, after JSON.
-
-    Raises:
-        TypeError: these are not its values.
-    """
-    error = values["error"]
-    record = None if error is None else ErrorRecord(**{**error, "chain": tuple(error["chain"])})
-    return Ending(**{**values, "error": record, "last_lines": tuple(values["last_lines"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
@@ -119,6 +105,42 @@ class LostNode:
     ranks: tuple[int, ...]
     time: float
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitReport:
+    """What one launcher knows of the end of its ranks, as it tells it to the others.
+
+    All launchers of a run apply the same pure function to the reports of all of them, and so come
+    to the same first failure. Times are wall-clock seconds of the launcher's host.
+    """
+
+    host: str
+    exits: tuple[ExitStatus, ...] = ()
+    """Of those of its ranks that have ended so far."""
+    complete: bool = False
+    """All of its ranks have."""
+    hang: Verdict | None = None
+    """Why the run cannot go on, and is to be stopped."""
+    judged_at: float = 0.0
+    interrupted: Interruption | None = None
+    """The signal that it was sent."""
+
+    @property
+    def failed(self) -> bool:
+        """Something here ends the run."""
+        if self.hang is not None or self.interrupted is not None:
+            return True
+        by_themselves = (e for e in self.exits if e.failed_at < (e.asked_to_end or math.inf))
+        return any(status.code != 0 for status in by_themselves)
+
+    def to_values(self) -> dict[str, Any]:
+        """For JSON; the tracebacks stay where they were written. `from_values` is the opposite."""
+        exits = tuple(
+            replace(e, error=None if e.error is None else replace(e.error, traceback=""))
+            for e in self.exits
+        )
+        return asdict(replace(self, exits=exits))
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -157,7 +179,7 @@ def read_record(folder: Path) -> ErrorRecord | None:
     try:
         values = json.loads((folder / _FILE).read_text())
         known = {field.name: values[field.name] for field in fields(ErrorRecord)}
-        return ErrorRecord(**{**known, "chain": tuple(known["chain"])})
+        return from_values(ErrorRecord, known)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
-from lockstep.watchdog.exit_status import Ending, ErrorRecord, Interruption, LostNode
-from lockstep.watchdog.messages import Finding
-from lockstep.watchdog.messages import render as render_finding
+from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption, LostNode
+from lockstep.watchdog.messages import Verdict
+from lockstep.watchdog.messages import render as render_verdict
 
 Kind = Literal[
     "exception",
@@ -73,9 +73,9 @@ class FirstFailure:
 
 
 def first_failure(
-    endings: Sequence[Ending],
+    exits: Sequence[ExitStatus],
     *,
-    hang: Finding | None = None,
+    hang: Verdict | None = None,
     judged_at: float = 0.0,
     interrupted: Interruption | None = None,
     lost_nodes: Sequence[LostNode] = (),
@@ -85,7 +85,7 @@ def first_failure(
     """The root cause, with what followed from it; None where nothing failed.
 
     Args:
-        endings: of all ranks that have ended, on all hosts.
+        exits: of all ranks that have ended, on all hosts.
         hang: the hang detector's verdict, where it was fatal.
         judged_at: when that was, in wall-clock seconds.
         interrupted: the signal that the launcher was sent.
@@ -93,8 +93,8 @@ def first_failure(
         folder: where logs and evidence are kept.
         read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
     """
-    ours = [e for e in endings if _ended_by_us(e) or _got_the_same(e, interrupted)]
-    own = [e for e in endings if e not in ours]
+    ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
+    own = [e for e in exits if e not in ours]
     followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
     roots = [_of_ending(e) for e in own if e.code != 0 and e not in followers]
     roots += [_of_lost_node(node) for node in lost_nodes]
@@ -113,11 +113,11 @@ def first_failure(
     return replace(first, ended_by_us=tuple(sorted(e.rank for e in ours)), folder=folder)
 
 
-def _ended_by_us(end: Ending) -> bool:
+def _ended_by_us(end: ExitStatus) -> bool:
     return end.asked_to_end is not None and end.failed_at >= end.asked_to_end
 
 
-def _got_the_same(end: Ending, interrupted: Interruption | None) -> bool:
+def _got_the_same(end: ExitStatus, interrupted: Interruption | None) -> bool:
     """Whether the launcher's signal reached this rank as well (both may be in one terminal)."""
     if interrupted is None or end.time < interrupted.time - INSTANT_S:
         return False
@@ -125,7 +125,7 @@ def _got_the_same(end: Ending, interrupted: Interruption | None) -> bool:
     return raised or end.code in (-interrupted.signal, 128 + interrupted.signal)
 
 
-def _lost_peer_text(end: Ending) -> str | None:
+def _lost_peer_text(end: ExitStatus) -> str | None:
     """The words by which an end shows itself to be a consequence."""
     if end.error is not None:
         return lost_peer([end.error.message, *end.error.chain])
@@ -134,12 +134,12 @@ def _lost_peer_text(end: Ending) -> str | None:
     return None
 
 
-def _may_cause(root: FirstFailure, follower: Ending) -> bool:
+def _may_cause(root: FirstFailure, follower: ExitStatus) -> bool:
     # That a machine has gone is noticed by its silence, long after its connections have broken.
     return root.kind == "node_lost" or root.time <= follower.failed_at + LATE_S
 
 
-def _who_left(own: Sequence[Ending], followers: Sequence[Ending]) -> list[Ending]:
+def _who_left(own: Sequence[ExitStatus], followers: Sequence[ExitStatus]) -> list[ExitStatus]:
     """Ranks that ended well while others still had use for them."""
     if not followers:
         return []
@@ -147,7 +147,7 @@ def _who_left(own: Sequence[Ending], followers: Sequence[Ending]) -> list[Ending
     return [e for e in own if e.code == 0 and e.time <= missed + LATE_S]
 
 
-def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
+def _of_ending(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
     """An ending as a root; `alone`: it says that a peer was lost, but none was."""
     error = end.error
     texts = [f"{error.type}: {error.message}", *error.chain] if error else [*end.last_lines]
@@ -177,14 +177,14 @@ def _of_ending(end: Ending, *, alone: bool = False) -> FirstFailure:
     return replace(failure, advice=(advice,) if advice else ())
 
 
-def _exit_code(end: Ending) -> int:
+def _exit_code(end: ExitStatus) -> int:
     """What a program that ends so, alone, ends with in a shell."""
     if end.code >= 0:
         return end.code
     return end.error.exit_code if end.error and end.error.exit_code > 0 else 128 - end.code
 
 
-def _how(end: Ending) -> str:
+def _how(end: ExitStatus) -> str:
     if end.code <= 0:
         return end.how
     if any(text.startswith("Traceback (most recent call last)") for text in end.last_lines):
@@ -192,12 +192,12 @@ def _how(end: Ending) -> str:
     return f"{end.how}, without an exception (os._exit, or code that is not Python)"
 
 
-def _last_lines(end: Ending) -> tuple[str, ...]:
+def _last_lines(end: ExitStatus) -> tuple[str, ...]:
     shown = end.last_lines[-_MAX_LAST_LINES:]
     return ("its last lines:", *(f"  {text}" for text in shown)) if shown else ()
 
 
-def _message_lines(error: ErrorRecord, end: Ending) -> tuple[str, ...]:
+def _message_lines(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
     """What of the message does not stand in the headline."""
     lines = [text.rstrip() for text in error.message.splitlines()[1:] if text.strip()]
     if error.from_lockstep:
@@ -209,7 +209,7 @@ def _message_lines(error: ErrorRecord, end: Ending) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _oom_headline(end: Ending) -> str:
+def _oom_headline(end: ExitStatus) -> str:
     sure = "killed" if end.oom == "certain" else "probably killed"
     peak = "" if end.peak_bytes is None else f"; it had used {end.peak_bytes / 2**30:.1f} GiB"
     detail = f": {end.oom_detail}" if end.oom_detail else ""
@@ -229,16 +229,18 @@ def _of_lost_node(node: LostNode) -> FirstFailure:
 
 
 def _of_hang(
-    hang: Finding,
+    hang: Verdict,
     judged_at: float,
-    own: Sequence[Ending],
+    own: Sequence[ExitStatus],
     read_line: Callable[[str, int], str] | None,
 ) -> list[FirstFailure]:
     rows = tuple(
-        text[2:] for text in render_finding(replace(hang, advice=()), read_line).splitlines()
+        text[2:] for text in render_verdict(replace(hang, advice=()), read_line).splitlines()
     )
     # The headline may have been wrapped, and is told in one piece here.
-    rows = rows[len(render_finding(replace(hang, rows=(), parting=None, advice=())).splitlines()) :]
+    rows = rows[
+        len(render_verdict(replace(hang, rows=(), mismatch=None, advice=())).splitlines()) :
+    ]
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
         return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
@@ -272,7 +274,7 @@ def _of_interruption(interrupted: Interruption) -> FirstFailure:
     )
 
 
-def _left(end: Ending) -> FirstFailure:
+def _left(end: ExitStatus) -> FirstFailure:
     return FirstFailure(
         kind="left",
         ranks=(end.rank,),
@@ -285,7 +287,7 @@ def _left(end: Ending) -> FirstFailure:
     )
 
 
-def _with_others(roots: Sequence[FirstFailure], followers: Iterable[Ending]) -> FirstFailure:
+def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus]) -> FirstFailure:
     """The first of the roots, with what is to be told of the others."""
     first, *rest = _folded(roots)
     also = [root for root in rest if _cannot_be_ordered(first, root)]

@@ -9,27 +9,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.messages import Finding, Row, Verdict, describe, verb
+from lockstep.watchdog.messages import Row, Verdict, VerdictKind, describe, verb
 from lockstep.watchdog.snapshot import Call, Snapshot
 from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, Wait, is_leaving, own_line
-from lockstep.watchdog.waiting import (
+from lockstep.watchdog.wait_graph import (
     Activity,
+    CallTable,
     Kind,
-    Parting,
-    Table,
-    Waits,
-    find_parting,
+    Mismatch,
+    WaitGraph,
+    build_wait_graph,
+    classify,
+    find_mismatch,
     is_still,
     key,
-    observe,
     on_its_gpu,
     pending,
     signature,
-    who_waits,
     with_other_threads,
 )
 
-_PATIENCE: dict[Kind, tuple[Verdict, str]] = {
+_PATIENCE: dict[Kind, tuple[VerdictKind, str]] = {
     Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
     Kind.LOADING: ("loading", "waits for data"),
     Kind.BLOCKED: ("blocked", "is blocked outside any collective, without computing"),
@@ -43,7 +43,7 @@ _GONE = (Kind.STOPPED, Kind.EXITED)
 _STILL = (Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED)
 
 
-def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None:
+def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     """What keeps a run from moving.
 
     Args:
@@ -57,19 +57,19 @@ def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None
     seconds = later.time - earlier.time
     before = {state.rank: state for state in earlier.ranks}
     activities = {
-        state.rank: observe(before[state.rank], state, seconds)
+        state.rank: classify(before[state.rank], state, seconds)
         for state in later.ranks
         if state.rank in before
     }
     if any(activity.kind is Kind.MOVING for activity in activities.values()):
         return None
-    table = Table(later)
+    table = CallTable(later)
     activities = {
         rank: on_its_gpu(before[rank], a, lambda c: table.absent(c) or table.contradicts(c))
         for rank, a in activities.items()
     }
     activities = with_other_threads(activities, table)
-    waits = who_waits(activities, table)
+    waits = build_wait_graph(activities, table)
     # Bytes on their way between two machines leave no trace in either.
     still = later.one_host and all(
         is_still(before[rank], a.state, seconds)
@@ -78,7 +78,7 @@ def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None
     )
     ages = _ages(later, activities, waits)
     case = _Case(later, activities, table, waits, ages, waited_s, still and waited_s >= _PAIRS_S)
-    if not waits.awaited:
+    if not waits.waits_for:
         return _nobody_waits(case)
     case = replace(case, waited_s=max([waited_s, *case.ages.values()]))
     return _gone(case) or _deadlock(case) or _patience(case) or _transport(case)
@@ -90,8 +90,8 @@ class _Case:
 
     later: Snapshot
     activities: Mapping[int, Activity]
-    table: Table
-    waits: Waits
+    table: CallTable
+    waits: WaitGraph
     ages: Mapping[int, float]
     """For a waiting rank the seconds since it called what it waits in."""
     waited_s: float
@@ -102,17 +102,17 @@ class _Case:
     @property
     def roots(self) -> dict[int, Activity]:
         """Those that wait for none and that others wait for; else all that wait for none."""
-        free = {r: a for r, a in self.activities.items() if r not in self.waits.awaited}
-        everyone = frozenset[int]().union(*self.waits.awaited.values())
+        free = {r: a for r, a in self.activities.items() if r not in self.waits.waits_for}
+        everyone = frozenset[int]().union(*self.waits.waits_for.values())
         return {r: a for r, a in free.items() if r in everyone} or free
 
-    def rows(self, parting: Parting | None = None) -> tuple[Row, ...]:
-        parted = {} if parting is None else dict(parting.calls)
+    def rows(self, mismatch: Mismatch | None = None) -> tuple[Row, ...]:
+        parted = {} if mismatch is None else dict(mismatch.calls)
         return tuple(self._row(a, parted.get(rank)) for rank, a in self.activities.items())
 
     def _row(self, activity: Activity, parted: Call | None) -> Row:
         state = activity.state
-        if activity.rank in self.waits.awaited:
+        if activity.rank in self.waits.waits_for:
             call = parted if parted is not None and _is_open(parted, activity) else activity.call
             does = f"waits in {_named(call, activity.op)}"
             if call is not None and (name := self.table.name(key(call))).startswith("group"):
@@ -127,7 +127,7 @@ class _Case:
 
     def told(self, what: str, ranks: Collection[int]) -> str:
         """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
-        waiting = self.waits.awaited
+        waiting = self.waits.waits_for
         have = f"{name_ranks(waiting)} {verb('has', len(waiting))}"
         it = "it" if len(ranks) == 1 else "them"
         return (
@@ -136,66 +136,68 @@ class _Case:
         )
 
 
-def _ages(later: Snapshot, activities: Mapping[int, Activity], waits: Waits) -> dict[int, float]:
+def _ages(
+    later: Snapshot, activities: Mapping[int, Activity], waits: WaitGraph
+) -> dict[int, float]:
     if not later.one_host:
         return {}
-    calls = {rank: activities[rank].call for rank in waits.awaited}
+    calls = {rank: activities[rank].call for rank in waits.waits_for}
     return {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
 
 
-def _gone(case: _Case) -> Finding | None:
+def _gone(case: _Case) -> Verdict | None:
     gone = {rank: a for rank, a in case.roots.items() if a.kind in _GONE}
-    everyone = frozenset[int]().union(*case.waits.awaited.values())
+    everyone = frozenset[int]().union(*case.waits.waits_for.values())
     gone = {rank: a for rank, a in gone.items() if rank in everyone}
     if not gone:
         return None
-    known = [a for rank, a in case.waits.awaited.items() if rank not in case.waits.guessed]
+    known = [a for rank, a in case.waits.waits_for.items() if rank not in case.waits.guessed]
     # Where it is not known whom a rank waits for, it may be one of those that go on.
     others = [
-        a for r, a in case.activities.items() if r not in case.waits.awaited and r not in gone
+        a for r, a in case.activities.items() if r not in case.waits.waits_for and r not in gone
     ]
     # Taking a group down takes its time, and waits for nobody who has gone.
     leaving = all(
         case.activities[r].op == "destroy_process_group" and r in case.waits.guessed
-        for r in case.waits.awaited
+        for r in case.waits.waits_for
     )
     fatal = bool(frozenset[int]().union(*known) & set(gone)) or not (others or leaving)
     ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
-    kind: Verdict = "stopped"
+    kind: VerdictKind = "stopped"
     if ended:
         kind = "left" if all(state.exit_code == 0 for state in ended) else "lost"
     what = {"stopped": "is stopped by a signal", "left": "has ended without an error"}
     headline = case.told(what.get(kind, "has died"), gone)
     rows = case.rows()
-    return Finding(
+    return Verdict(
         kind, fatal, tuple(sorted(gone)), headline, rows, None, advise(kind, rows), case.waited_s
     )
 
 
-def _deadlock(case: _Case) -> Finding | None:
-    doomed = {rank: case.activities[rank] for rank in sorted(case.waits.doomed)}
-    parting = _with_lines(find_parting(case.table, case.waits.doomed), doomed)
-    pairs = any(a.p2p for a in doomed.values())
-    one_op = parting is None and len({a.op for a in doomed.values()}) == 1
-    if not doomed or (one_op and not (pairs and case.still)):
+def _deadlock(case: _Case) -> Verdict | None:
+    deadlocked = {rank: case.activities[rank] for rank in sorted(case.waits.deadlocked)}
+    mismatch = _with_lines(find_mismatch(case.table, case.waits.deadlocked), deadlocked)
+    pairs = any(a.p2p for a in deadlocked.values())
+    one_op = mismatch is None and len({a.op for a in deadlocked.values()}) == 1
+    if not deadlocked or (one_op and not (pairs and case.still)):
         return None
     alive = [a for a in case.activities.values() if a.kind is not Kind.EXITED]
     # Of a send or receive it is not known what it waits for; a transfer may be under way.
-    proven = not pairs or (case.still and not any(_on_gpu(a) for a in doomed.values()))
-    fatal = proven and all(a.rank in case.waits.awaited for a in alive)
+    proven = not pairs or (case.still and not any(_on_gpu(a) for a in deadlocked.values()))
+    fatal = proven and all(a.rank in case.waits.waits_for for a in alive)
     headline = (
-        f"deadlock: {name_ranks(doomed)} {verb('waits', len(doomed))} in {_how(doomed, parting)}, "
-        f"and nothing has moved for {case.waited_s:.0f} s"
+        f"deadlock: {name_ranks(deadlocked)} {verb('waits', len(deadlocked))} in "
+        f"{_how(deadlocked, mismatch)}, and nothing has moved for {case.waited_s:.0f} s"
     )
-    rows = case.rows(parting)
-    several = len({key(a.call) for a in doomed.values() if a.call is not None}) > 1
-    waits = [a.wait for a in doomed.values()]
-    new_line = _from_a_new_line([a for a in doomed.values() if _in_buffers(a)])
+    rows = case.rows(mismatch)
+    several = len({key(a.call) for a in deadlocked.values() if a.call is not None}) > 1
+    waits = [a.wait for a in deadlocked.values()]
+    new_line = _from_a_new_line([a for a in deadlocked.values() if _in_buffers(a)])
     advice = advise(
-        "deadlock", rows, waits, parting, several_groups=several, new_line=new_line, p2p=pairs
+        "deadlock", rows, waits, mismatch, several_groups=several, new_line=new_line, p2p=pairs
     )
-    ranks = _odd_ones(doomed, parting)
-    return Finding("deadlock", fatal, ranks, headline, rows, parting, advice, case.waited_s)
+    ranks = _odd_ones(deadlocked, mismatch)
+    return Verdict("deadlock", fatal, ranks, headline, rows, mismatch, advice, case.waited_s)
 
 
 def _on_gpu(activity: Activity) -> bool:
@@ -219,17 +221,17 @@ def _from_a_new_line(activities: list[Activity]) -> bool | None:
     return True if activities else None
 
 
-def _with_lines(parting: Parting | None, waiting: Mapping[int, Activity]) -> Parting | None:
+def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> Mismatch | None:
     """A call that a rank waits in has the line the rank is at, where its own was not obtained."""
-    if parting is None:
+    if mismatch is None:
         return None
     calls = []
-    for rank, call in parting.calls:
+    for rank, call in mismatch.calls:
         activity = waiting.get(rank)
         if call is not None and call.frames is None and activity and _is_open(call, activity):
             call = replace(call, frames=activity.state.stack)
         calls.append((rank, call))
-    return replace(parting, calls=tuple(calls))
+    return replace(mismatch, calls=tuple(calls))
 
 
 def _is_open(call: Call, activity: Activity) -> bool:
@@ -238,49 +240,49 @@ def _is_open(call: Call, activity: Activity) -> bool:
     return (key(call), call.seq) in numbers
 
 
-def _how(doomed: Mapping[int, Activity], parting: Parting | None) -> str:
-    if any(activity.p2p for activity in doomed.values()):
-        return f"{_ops(doomed)}, for each other"
-    calls = [] if parting is None else [call for _, call in parting.calls if call is not None]
+def _how(deadlocked: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
+    if any(activity.p2p for activity in deadlocked.values()):
+        return f"{_ops(deadlocked)}, for each other"
+    calls = [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
     ops = {call.op for call in calls}
     if len(ops) == 1 and len({signature(call) for call in calls}) > 1:
         return f"{next(iter(ops))} with different sizes or types"
-    if len({activity.op for activity in doomed.values()}) > 1 or len(ops) > 1:
+    if len({activity.op for activity in deadlocked.values()}) > 1 or len(ops) > 1:
         return "collectives that do not match"
     return "collectives that the others never come to"
 
 
-def _odd_ones(doomed: Mapping[int, Activity], parting: Parting | None) -> tuple[int, ...]:
+def _odd_ones(deadlocked: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[int, ...]:
     """Those that did what the others did not: the fewer at the call where the ranks parted."""
-    lone = [rank for rank, activity in doomed.items() if _in_buffers(activity)]
-    if 0 < len(lone) < len(doomed):
+    lone = [rank for rank, activity in deadlocked.items() if _in_buffers(activity)]
+    if 0 < len(lone) < len(deadlocked):
         return tuple(lone)
-    if parting is None:
-        return tuple(doomed)
+    if mismatch is None:
+        return tuple(deadlocked)
     sides: dict[object, list[int]] = {}
-    for rank, call in parting.calls:
+    for rank, call in mismatch.calls:
         sides.setdefault(None if call is None else signature(call), []).append(rank)
     most = max(sides.values(), key=len)
     if sum(len(side) == len(most) for side in sides.values()) > 1:
-        return tuple(sorted(rank for rank, _ in parting.calls))
+        return tuple(sorted(rank for rank, _ in mismatch.calls))
     return tuple(sorted(rank for side in sides.values() if side is not most for rank in side))
 
 
-def _patience(case: _Case) -> Finding | None:
-    for kind, (verdict, what) in _PATIENCE.items():
+def _patience(case: _Case) -> Verdict | None:
+    for kind, (kind_of_verdict, what) in _PATIENCE.items():
         found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
         if found:
             rows = case.rows()
             headline = case.told(what, found)
-            advice = advise(verdict, rows)
-            return Finding(
-                verdict, False, tuple(found), headline, rows, None, advice, case.waited_s
+            advice = advise(kind_of_verdict, rows)
+            return Verdict(
+                kind_of_verdict, False, tuple(found), headline, rows, None, advice, case.waited_s
             )
     return None
 
 
-def _transport(case: _Case) -> Finding:
-    waiting = {rank: case.activities[rank] for rank in case.waits.awaited}
+def _transport(case: _Case) -> Verdict:
+    waiting = {rank: case.activities[rank] for rank in case.waits.waits_for}
     p2p = any(a.p2p for a in waiting.values())
     match = "for each other" if p2p else "which match on all"
     moved = f"nothing has moved for {case.waited_s:.0f} s"
@@ -288,14 +290,14 @@ def _transport(case: _Case) -> Finding:
     rows = case.rows()
     ranks = tuple(sorted(waiting))
     advice = advise("transport", rows, [a.wait for a in waiting.values()], p2p=p2p)
-    return Finding("transport", False, ranks, headline, rows, None, advice, case.waited_s)
+    return Verdict("transport", False, ranks, headline, rows, None, advice, case.waited_s)
 
 
 def _ops(waiting: Mapping[int, Activity]) -> str:
     return " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
 
 
-def _nobody_waits(case: _Case) -> Finding | None:
+def _nobody_waits(case: _Case) -> Verdict | None:
     """All of several ranks blocked at once is worth a word; where one computes, none is."""
     alive = {r: a for r, a in case.activities.items() if a.kind is not Kind.EXITED}
     ended = case.activities.keys() - alive.keys()
@@ -310,7 +312,7 @@ def _nobody_waits(case: _Case) -> Finding | None:
         "no rank computes in its main thread, and none waits for another in a collective, for "
         f"{case.waited_s:.0f} s"
     )
-    kind: Verdict = "blocked"
+    kind: VerdictKind = "blocked"
     if not ended and all(activity.kind is Kind.LOADING for activity in alive.values()):
         kind, headline = "loading", f"all ranks wait for data, for {case.waited_s:.0f} s"
     if ended:
@@ -320,10 +322,10 @@ def _nobody_waits(case: _Case) -> Finding | None:
             f"{'it' if len(alive) == 1 else 'them'} for {case.waited_s:.0f} s"
         )
     ranks, rows = tuple(sorted(alive)), case.rows()
-    return Finding(kind, False, ranks, headline, rows, None, advise(kind, rows), case.waited_s)
+    return Verdict(kind, False, ranks, headline, rows, None, advise(kind, rows), case.waited_s)
 
 
-def _nothing_seen(case: _Case, ranks: tuple[int, ...]) -> Finding:
+def _nothing_seen(case: _Case, ranks: tuple[int, ...]) -> Verdict:
     """All have been asked, and none has given an answer or a stack."""
     headline = (
         f"nothing can be seen of {name_ranks(ranks)}, and no step has been made for "
@@ -331,7 +333,7 @@ def _nothing_seen(case: _Case, ranks: tuple[int, ...]) -> Finding:
     )
     rows = case.rows()
     advice = advise("unknown", rows)
-    return Finding("unknown", False, ranks, headline, rows, None, advice, case.waited_s)
+    return Verdict("unknown", False, ranks, headline, rows, None, advice, case.waited_s)
 
 
 def _named(call: Call | None, op: str) -> str:
@@ -362,7 +364,7 @@ def _does(activity: Activity) -> str:
     return told.get(activity.kind, "is blocked without computing")
 
 
-_GENERAL: dict[Verdict, str] = {
+_GENERAL: dict[VerdictKind, str] = {
     "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
     "left": "every rank must come to every collective: look why it returned early (fewer batches, "
     "a `return`, a condition on the rank)",
@@ -396,10 +398,10 @@ _STEPS = (
 
 
 def advise(
-    kind: Verdict,
+    kind: VerdictKind,
     rows: Iterable[Row],
     waits: Sequence[Wait | None] = (),
-    parting: Parting | None = None,
+    mismatch: Mismatch | None = None,
     *,
     several_groups: bool = False,
     new_line: bool | None = None,
@@ -411,7 +413,7 @@ def advise(
         kind: the verdict.
         rows: what the ranks do.
         waits: what the stacks of the waiting ranks say.
-        parting: where the ranks parted.
+        mismatch: where the ranks parted.
         several_groups: the waiting ranks wait in different process groups.
         new_line: a DDP model is called from a line from which no collective came before; None: not
             known.
@@ -425,18 +427,18 @@ def advise(
         if kind == "transport" and any("init_process_group" in row.does for row in rows):
             text = "look whether all ranks were given the same address, port and number of ranks"
         return () if text is None else (text,)
-    return _for_deadlock(waits, parting, several_groups, new_line)
+    return _for_deadlock(waits, mismatch, several_groups, new_line)
 
 
 def _for_deadlock(
     waits: Sequence[Wait | None],
-    parting: Parting | None,
+    mismatch: Mismatch | None,
     several_groups: bool,
     new_line: bool | None,
 ) -> tuple[str, ...]:
     places = [wait.where for wait in waits if wait is not None]
     names = {wait.op for wait in waits if wait is not None}
-    calls = [] if parting is None else [call for _, call in parting.calls if call is not None]
+    calls = [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
     kinds = {signature(call) for call in calls}
     if 0 < places.count(IN_BUFFERS) < len(waits):
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]

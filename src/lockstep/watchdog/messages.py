@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.snapshot import Call, Frame
+from lockstep.watchdog.snapshot import Call, Frame, RankState
 from lockstep.watchdog.stacks import own_line
-from lockstep.watchdog.waiting import Parting
+from lockstep.watchdog.wait_graph import Mismatch
 
 WIDTH = 100
 
-Verdict = Literal[
+VerdictKind = Literal[
     "deadlock",  # the ranks wait for each other, and nothing can end that
     "stopped",  # the others wait for a rank that was stopped (SIGSTOP)
     "left",  # ... that has ended with exit code 0
@@ -45,38 +46,38 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """One verdict about a run."""
 
-    kind: Verdict
+    kind: VerdictKind
     fatal: bool
     """Nothing that the run itself can do will end this."""
     ranks: tuple[int, ...]
     """Those at fault, or waited for."""
     headline: str
     rows: tuple[Row, ...] = ()
-    parting: Parting | None = None
+    mismatch: Mismatch | None = None
     advice: tuple[str, ...] = ()
     waited_s: float = 0.0
     """How long nothing has moved."""
 
 
-def render(finding: Finding, read_line: Callable[[str, int], str] | None = None) -> str:
-    """A finding in plain English, in lines of at most 100 columns.
+def render(verdict: Verdict, read_line: Callable[[str, int], str] | None = None) -> str:
+    """A verdict in plain English, in lines of at most 100 columns.
 
     Args:
-        finding: what to tell.
+        verdict: what to tell.
         read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
     """
-    lines = [finding.headline]
-    for ranks, row in _folded(finding.rows):
+    lines = [verdict.headline]
+    for ranks, row in _folded(verdict.rows):
         since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
         lines.append(f"  {name_ranks(ranks)} on {row.host}: {verb(row.does, len(ranks))}{since}")
         if row.line is not None:
             lines.append(_source(row.line, read_line, 4))
-    if finding.parting is not None:
-        lines += _parting_lines(finding.parting, read_line)
-    lines += [f"  do: {text}" for text in finding.advice]
+    if verdict.mismatch is not None:
+        lines += _mismatch_lines(verdict.mismatch, read_line)
+    lines += [f"  do: {text}" for text in verdict.advice]
     return "\n".join(part for line in lines for part in _wrapped(line))
 
 
@@ -112,10 +113,10 @@ def _folded(rows: Iterable[Row]) -> list[tuple[list[int], Row]]:
     return list(found.values())
 
 
-def _parting_lines(parting: Parting, read_line: Callable[[str, int], str] | None) -> list[str]:
-    lines = [f"  they parted at call {parting.seq} of {parting.group}:"]
+def _mismatch_lines(mismatch: Mismatch, read_line: Callable[[str, int], str] | None) -> list[str]:
+    lines = [f"  they parted at call {mismatch.seq} of {mismatch.group}:"]
     groups: dict[tuple[str, Frame | None], list[int]] = {}
-    for rank, call in parting.calls:
+    for rank, call in mismatch.calls:
         told = "has not come to it" if call is None else describe(call)
         line = None if call is None else own_line(call.frames)
         groups.setdefault((told, line), []).append(rank)
@@ -123,9 +124,9 @@ def _parting_lines(parting: Parting, read_line: Callable[[str, int], str] | None
         lines.append(f"    {name_ranks(ranks)}: {told}")
         if line is not None:
             lines.append(_source(line, read_line, 6))
-    if parting.lines_differ_since is not None:
+    if mismatch.lines_differ_since is not None:
         lines.append(
-            f"    (already from call {parting.lines_differ_since} on they called from different "
+            f"    (already from call {mismatch.lines_differ_since} on they called from different "
             "lines)"
         )
     return lines
@@ -142,4 +143,35 @@ def _wrapped(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(line, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [
         ""
+    ]
+
+
+def render_state(state: RankState) -> str:
+    """All that is known of a rank, for people."""
+    lines = [f"rank {state.rank} on {state.host}, process {state.pid}"]
+    if state.exit_code is not None or state.signal is not None:
+        lines[0] += f": ended, exit code {state.exit_code}, signal {state.signal}"
+    if state.steps is not None:
+        lines.append(f"  optimizer steps: {state.steps}")
+    lines += _stack_lines("main thread", state.stack)
+    for stack in state.threads or ():
+        lines += _stack_lines("another thread", stack)
+    if state.calls is None:
+        lines.append("  collectives: not obtained")
+    else:
+        lines.append("  collectives, the latest last:")
+        lines += [
+            f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
+            f"{call.state} {time.strftime('%H:%M:%S', time.localtime(call.time_s))}"
+            for call in state.calls[-20:]
+        ]
+    return "\n".join(lines)
+
+
+def _stack_lines(name: str, stack: Sequence[Frame] | None) -> list[str]:
+    if stack is None:
+        return [f"  {name}: no stack was obtained"]
+    return [
+        f"  {name}, innermost first:",
+        *(f"    {frame.file}:{frame.line} in {frame.function}" for frame in stack),
     ]

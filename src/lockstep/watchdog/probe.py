@@ -1,12 +1,12 @@
-"""What makes a rank visible from outside: stacks on a signal, a beacon, its collectives on request.
+"""What makes a rank visible from outside: stacks on a signal, a heartbeat, its collectives.
 
 Everything here works for any script, costs about a microsecond a step, and is read by
-`lockstep.watchdog.observe` in the launcher. The files in a rank's folder:
+`lockstep.watchdog.snapshot` in the launcher. The files in a rank's folder:
 
 * `crash.txt`: the stacks at a fatal signal (faulthandler);
 * `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`; written by a handler in C, which
   needs no interpreter's lock;
-* `beacon`: optimizer steps and times (`Beacon`), in shared memory;
+* `heartbeat`: optimizer steps and times (`Beacon`), in shared memory;
 * `ask`: a pipe that takes requests `NUMBER [lines]`, one a line, once there is a process group;
 * `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
 """
@@ -42,11 +42,11 @@ FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Variables of a rank in which Flight Recorder is to run: the latest 2000 collectives, 1 to 1.3
 microseconds each, about 1 KB each. Read by torch at the first process group."""
 
-_MAGIC = b"lkbeacn1"
-_BEACON = struct.Struct("=8sqQQdd")
+_MAGIC = b"lkheart1"
+_HEARTBEAT = struct.Struct("=8sqQQdd")
 _STEPS = struct.Struct("=Qdd")
 _OPENS = "init_process_group"
-_STEPS_AT = _BEACON.size - _STEPS.size
+_STEPS_AT = _HEARTBEAT.size - _STEPS.size
 
 
 class Heartbeat(NamedTuple):
@@ -64,10 +64,10 @@ class Heartbeat(NamedTuple):
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """A rank's beacon; None where there is none so far. Costs a few microseconds."""
+    """A rank's heartbeat; None where there is none so far. Costs a few microseconds."""
     try:
-        data = (folder / "beacon").read_bytes()
-        magic, *values = _BEACON.unpack(data[: _BEACON.size])
+        data = (folder / "heartbeat").read_bytes()
+        magic, *values = _HEARTBEAT.unpack(data[: _HEARTBEAT.size])
     except (OSError, struct.error):
         return None
     return Heartbeat(*values) if magic == _MAGIC else None
@@ -86,7 +86,7 @@ class Probe:
         self._lock = threading.Lock()
         self._stopping = False
         self._open_stacks()
-        self._light_beacon()
+        self._start_heartbeat()
         self._make_pipe()
         self._watch_for_a_group()
 
@@ -137,15 +137,15 @@ class Probe:
         self._undo.append(file.close)
         return file
 
-    def _light_beacon(self) -> None:
+    def _start_heartbeat(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         main = threading.main_thread().ident or 0
-        temporary = self.folder / "beacon.new"
-        temporary.write_bytes(_BEACON.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
+        temporary = self.folder / "heartbeat.new"
+        temporary.write_bytes(_HEARTBEAT.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
         with open(temporary, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _BEACON.size)
-        temporary.replace(self.folder / "beacon")
+            self._map = mmap.mmap(file.fileno(), _HEARTBEAT.size)
+        temporary.replace(self.folder / "heartbeat")
         hook = register_optimizer_step_post_hook(self._counter())
         self._undo.append(hook.remove)
 

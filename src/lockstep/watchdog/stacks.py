@@ -137,7 +137,7 @@ def is_leaving(stack: Stack | None) -> bool:
 
 
 def is_loading(stack: Stack | None) -> bool:
-    """Waits for the next batch of a DataLoader."""
+    """WaitGraph for the next batch of a DataLoader."""
     return any(_in(frame, ("torch/utils/data/dataloader.py",)) for frame in (stack or ())[:12])
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.messages import Finding, Row, describe, verb
+from lockstep.watchdog.messages import Row, Verdict, describe, verb
 from lockstep.watchdog.snapshot import Call, Snapshot
 from lockstep.watchdog.stacks import own_line
-from lockstep.watchdog.waiting import Table
+from lockstep.watchdog.wait_graph import CallTable
 
 _LONGEST_S = 30.0
 _SHORTEST_S = 2.0
@@ -36,7 +36,7 @@ class _Late:
     calls: dict[int, Call]
 
 
-def find(snapshot: Snapshot) -> Finding | None:
+def find(snapshot: Snapshot) -> Verdict | None:
     """A rank for which the others wait a good part of every step.
 
     Ranks wait for each other inside a collective, so a slow rank is one that comes late to it: the
@@ -49,7 +49,7 @@ def find(snapshot: Snapshot) -> Finding | None:
     """
     if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
-    table = Table(snapshot)
+    table = CallTable(snapshot)
     for group in table.calls:
         matched = _matched(table, group)
         # The later half as well: a stall before it must not hide what has come since.
@@ -65,7 +65,7 @@ def _length(matched: list[_Late], most: float) -> float:
     return min(most, matched[-1].start_s - matched[0].start_s) if matched else 0.0
 
 
-def _matched(table: Table, group: str) -> list[_Late]:
+def _matched(table: CallTable, group: str) -> list[_Late]:
     """The collectives that all members have called, oldest first."""
     members = table.members(group)
     found = []
@@ -109,7 +109,7 @@ def _shares(window: list[_Late], rank: int) -> list[float]:
     return [wait / length for wait in waits]
 
 
-def _finding(rank: int, window: list[_Late], snapshot: Snapshot) -> Finding:
+def _finding(rank: int, window: list[_Late], snapshot: Snapshot) -> Verdict:
     shares = _shares(window, rank)
     longest = max((late for late in window if late.rank == rank), key=lambda late: late.wait_s)
     others = [state.rank for state in snapshot.ranks if state.rank != rank]
@@ -128,4 +128,4 @@ def _finding(rank: int, window: list[_Late], snapshot: Snapshot) -> Finding:
         "look at its host: other programs on its cores or its GPU, an older or a hotter device, "
         "slower storage; and at what it does alone in every step. Uneven `shares` give it less",
     )
-    return Finding("straggler", False, (rank,), headline, tuple(rows), None, advice)
+    return Verdict("straggler", False, (rank,), headline, tuple(rows), None, advice)

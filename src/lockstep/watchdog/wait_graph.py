@@ -20,7 +20,7 @@ _DEFAULT = "default_pg"
 
 
 @dataclass(frozen=True)
-class Parting:
+class Mismatch:
     """The first collective of a group in which not all ranks called the same."""
 
     group: str
@@ -42,7 +42,7 @@ def signature(call: Call) -> Signature:
     return call.op, sum(prod(size) for size in call.input_sizes), call.dtypes
 
 
-class Table:
+class CallTable:
     """Every rank's collectives by group and number."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -97,32 +97,32 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Waits:
+class WaitGraph:
     """Who waits for whom."""
 
-    awaited: Mapping[int, frozenset[int]]
+    waits_for: Mapping[int, frozenset[int]]
     """For each waiting rank those that have not come to what it waits in."""
     contradicting: frozenset[int]
     """Waiting ranks whose call some other rank answered with another one."""
     guessed: frozenset[int]
     """Waiting ranks whose partners are not known: all others are assumed."""
-    doomed: frozenset[int]
+    deadlocked: frozenset[int]
     """Waiting ranks that wait, in the end, for each other alone, or in vain."""
 
     def __bool__(self) -> bool:
-        return bool(self.awaited)
+        return bool(self.waits_for)
 
 
-def with_other_threads(activities: Mapping[int, Activity], table: Table) -> dict[int, Activity]:
+def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> dict[int, Activity]:
     """The same, where a rank whose main thread waits may yet do what it is waited for.
 
     Another of its threads does: one that saves a checkpoint and has a process group of its own for
     that. The rank then counts as what that thread is: at work.
     """
-    doomed = _graph(activities, table, frozenset()).doomed
-    calls = [call for rank in doomed for call in _open_calls(activities[rank])]
+    deadlocked = _graph(activities, table, frozenset()).deadlocked
+    calls = [call for rank in deadlocked for call in _open_calls(activities[rank])]
     found = dict(activities)
-    for rank in doomed:
+    for rank in deadlocked:
         missed = {key(call) for call in calls if rank in table.absent(call)}
         stack = _thread_for(activities[rank], missed)
         if stack is not None:
@@ -142,18 +142,20 @@ def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
     return None
 
 
-def who_waits(activities: Mapping[int, Activity], table: Table) -> Waits:
+def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
     """The graph of waiting."""
     waits = _graph(activities, table, frozenset())
     # A rank that is blocked in a line of its own after it called a collective may wait for that,
-    # or do anything else. It is not said to be doomed unless its call is contradicted.
+    # or do anything else. It is not said to be deadlocked unless its call is contradicted.
     own_line = {r for r, a in activities.items() if a.kind is Kind.PERHAPS_WAITING}
-    doubtful = (waits.doomed & own_line) - waits.contradicting
+    doubtful = (waits.deadlocked & own_line) - waits.contradicting
     return _graph(activities, table, doubtful) if doubtful else waits
 
 
-def _graph(activities: Mapping[int, Activity], table: Table, without: frozenset[int]) -> Waits:
-    awaited: dict[int, frozenset[int]] = {}
+def _graph(
+    activities: Mapping[int, Activity], table: CallTable, without: frozenset[int]
+) -> WaitGraph:
+    waits_for: dict[int, frozenset[int]] = {}
     contradicting, guessed = set(), set()
     for rank, activity in activities.items():
         if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
@@ -167,11 +169,11 @@ def _graph(activities: Mapping[int, Activity], table: Table, without: frozenset[
             absent.discard(rank)
             guessed.add(rank)
         if activity.kind is Kind.WAITING or absent or contradicted:
-            awaited[rank] = frozenset(absent)
+            waits_for[rank] = frozenset(absent)
         if contradicted:
             contradicting.add(rank)
-    doomed = _doomed(awaited, contradicting)
-    return Waits(awaited, frozenset(contradicting), frozenset(guessed), doomed)
+    deadlocked = _deadlocked(waits_for, contradicting)
+    return WaitGraph(waits_for, frozenset(contradicting), frozenset(guessed), deadlocked)
 
 
 def _open_calls(activity: Activity) -> list[Call]:
@@ -181,16 +183,16 @@ def _open_calls(activity: Activity) -> list[Call]:
     return calls if activity.call in calls else [*calls, activity.call]
 
 
-def _doomed(awaited: Mapping[int, frozenset[int]], contradicting: set[int]) -> frozenset[int]:
-    left = set(awaited)
+def _deadlocked(waits_for: Mapping[int, frozenset[int]], contradicting: set[int]) -> frozenset[int]:
+    left = set(waits_for)
     while True:
-        free = {r for r in left if r not in contradicting and not awaited[r] & left}
+        free = {r for r in left if r not in contradicting and not waits_for[r] & left}
         if not free:
             return frozenset(left)
         left -= free
 
 
-def find_parting(table: Table, ranks: frozenset[int]) -> Parting | None:
+def find_mismatch(table: CallTable, ranks: frozenset[int]) -> Mismatch | None:
     """The first collective in which the ranks did not all call the same.
 
     Args:
@@ -198,30 +200,30 @@ def find_parting(table: Table, ranks: frozenset[int]) -> Parting | None:
         ranks: those that wait for each other.
     """
     found = [
-        parting
+        mismatch
         for group in table.calls
         if len(table.members(group) & ranks) > 0
-        and (parting := _parting_of(table, group)) is not None
+        and (mismatch := _mismatch_of(table, group)) is not None
     ]
     return min(found, key=_time, default=None)
 
 
-def _time(parting: Parting) -> float:
-    return min(call.time_s for _, call in parting.calls if call is not None)
+def _time(mismatch: Mismatch) -> float:
+    return min(call.time_s for _, call in mismatch.calls if call is not None)
 
 
-def _parting_of(table: Table, group: str) -> Parting | None:
+def _mismatch_of(table: CallTable, group: str) -> Mismatch | None:
     members = sorted(table.members(group))
     for seq, calls in sorted(table.calls[group].items()):
         complete = all(table.known(group, seq, rank) for rank in members)
         missing = any(rank not in calls for rank in members)
         if len({signature(call) for call in calls.values()}) > 1 or (complete and missing):
             named = tuple((rank, calls.get(rank)) for rank in members)
-            return Parting(table.name(group), seq, named, _lines_differ(table, group, seq))
+            return Mismatch(table.name(group), seq, named, _lines_differ(table, group, seq))
     return None
 
 
-def _lines_differ(table: Table, group: str, seq: int) -> int | None:
+def _lines_differ(table: CallTable, group: str, seq: int) -> int | None:
     since = None
     while calls := table.calls[group].get(seq - 1):
         lines = {own_line(call.frames) for call in calls.values()}
@@ -319,7 +321,7 @@ def pending(state: RankState) -> list[Call]:
     ]
 
 
-def observe(earlier: RankState, later: RankState, seconds: float) -> Activity:
+def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     """Judges what a rank does.
 
     Args:

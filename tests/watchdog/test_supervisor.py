@@ -13,12 +13,12 @@ import pytest
 from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Process
 from lockstep.watchdog import supervisor
-from lockstep.watchdog.messages import Finding
+from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import Heartbeat
 from lockstep.watchdog.snapshot import Snapshot
 from lockstep.watchdog.supervisor import Supervisor
 
-DEADLOCK = Finding("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
+DEADLOCK = Verdict("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
 
 
 @dataclass
@@ -28,11 +28,11 @@ class World:
     now: float = 1000.0
     steps: int = 0
     took: float = 0.1
-    found: Finding | None = None
-    late: Finding | None = None
+    found: Verdict | None = None
+    late: Verdict | None = None
     looks: list[tuple[float, bool]] = field(default_factory=list)
     judged: int = 0
-    kept: list[Finding | None] = field(default_factory=list)
+    kept: list[Verdict | None] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     folder: Path = Path()
 
@@ -48,7 +48,7 @@ class World:
         while self.now < until:
             self.now += 0.1
             each()
-            if supervisor.look():
+            if supervisor.check():
                 return self.now - began
         return None
 
@@ -60,30 +60,30 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     made = World(folder=tmp_path)
 
-    def look(ranks: object, wait_s: float, lines: bool) -> Snapshot:
+    def look(processes: object, lines: bool) -> Snapshot:
         made.looks.append((made.now, lines))
         return Snapshot(made.now)
 
-    def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Finding | None:
+    def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         made.judged += 1
         if made.found is None:
             return None
         kind, fatal, ranks, headline = (
             made.found.kind, made.found.fatal, made.found.ranks, made.found.headline
         )  # fmt: skip
-        return Finding(kind, fatal, ranks, headline, waited_s=waited_s)
+        return Verdict(kind, fatal, ranks, headline, waited_s=waited_s)
 
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: made.now)
-    monkeypatch.setattr(supervisor.observe, "take_snapshot", look)
+    monkeypatch.setattr(supervisor, "take_snapshot", look)
     monkeypatch.setattr(
         supervisor,
         "read_heartbeat",
         lambda folder: Heartbeat(1, 1, made.steps, made.now, made.took),
     )
     monkeypatch.setattr(
-        supervisor.observe, "keep", lambda snapshot, folder, finding: made.kept.append(finding)
+        supervisor, "write_report", lambda folder, snapshot, verdict: made.kept.append(verdict)
     )
-    monkeypatch.setattr(supervisor.hang, "judge", judge)
+    monkeypatch.setattr(supervisor.hang, "find", judge)
     monkeypatch.setattr(supervisor.straggler, "find", lambda snapshot: made.late)
     return made
 
@@ -104,7 +104,7 @@ def test_a_deadlock_stops_the_run_and_is_kept(world: World) -> None:
     assert [lines for _, lines in world.looks] == [False, False, True]
     assert supervisor.verdict is not None
     assert world.kept == [supervisor.verdict]
-    assert supervisor.look()
+    assert supervisor.check()
     assert world.said == []  # it is told at the end, as what failed first
 
 
@@ -127,14 +127,14 @@ def test_a_full_disk_does_not_hide_a_verdict(world: World, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(supervisor.observe, "keep", fail)
+    monkeypatch.setattr(supervisor, "write_report", fail)
     world.found = DEADLOCK
     assert world.pass_time(world.supervisor(), 60.0) is not None
     assert world.said == ["hang.txt and hang.json cannot be written: No space left on device"]
 
 
 def test_waiting_is_told_seldom(world: World) -> None:
-    world.found = Finding("working", False, (0,), "rank 0 works on")
+    world.found = Verdict("working", False, (0,), "rank 0 works on")
     supervisor = world.supervisor()
     told: list[float] = []
     began = world.now
@@ -175,11 +175,11 @@ def test_looks_come_seldom_while_they_find_that_ranks_move(world: World) -> None
 
 def test_a_straggler_is_told_when_it_is_seen_twice(world: World) -> None:
     supervisor = world.supervisor()
-    world.late = Finding("straggler", False, (1,), "rank 1 comes late")
+    world.late = Verdict("straggler", False, (1,), "rank 1 comes late")
     world.pass_time(supervisor, 7.0, world.step)
     world.late = None
     world.pass_time(supervisor, 30.0, world.step)
     assert world.said == []
-    world.late = Finding("straggler", False, (1,), "rank 1 comes late")
+    world.late = Verdict("straggler", False, (1,), "rank 1 comes late")
     world.pass_time(supervisor, 1000.0, world.step)
     assert world.said == ["rank 1 comes late"]

@@ -4,8 +4,8 @@ import pytest
 from made_up import call, in_backward, own
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.messages import Finding, Row, describe, render, verb
-from lockstep.watchdog.waiting import Parting
+from lockstep.watchdog.messages import Row, Verdict, describe, render, verb
+from lockstep.watchdog.wait_graph import Mismatch
 
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 
@@ -16,7 +16,7 @@ def read_line(file: str, line: int) -> str:
 
 
 def test_a_deadlock_is_told() -> None:
-    parting = Parting(
+    mismatch = Mismatch(
         "the default group",
         6,
         ((0, call("broadcast", 6, 8, frames=(own(95),))),
@@ -29,8 +29,10 @@ def test_a_deadlock_is_told() -> None:
         Row(2, "a", "waits in all_reduce of 25 float, in backward", own(20), 12.1),
         Row(3, "b", "is stopped", None),
     )
-    finding = Finding("deadlock", True, (0,), "deadlock: so it is", rows, parting, ("think",), 12.0)
-    assert render(finding, read_line) == "\n".join(
+    verdict = Verdict(
+        "deadlock", True, (0,), "deadlock: so it is", rows, mismatch, ("think",), 12.0
+    )
+    assert render(verdict, read_line) == "\n".join(
         [
             "deadlock: so it is",
             "  rank 0 on a: waits in broadcast of 8 float, for 12 s",
@@ -52,14 +54,14 @@ def test_a_deadlock_is_told() -> None:
 
 def test_no_line_is_longer_than_100_columns() -> None:
     rows = tuple(Row(r, "host" * r, "waits in " + "x " * 90, own(95), 1.0) for r in range(9))
-    text = render(Finding("working", False, (0,), "long " * 50, rows), read_line)
+    text = render(Verdict("working", False, (0,), "long " * 50, rows), read_line)
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
 def test_without_its_source_a_line_has_the_function() -> None:
-    finding = Finding("working", False, (0,), "x", (Row(0, "a", "works", own(3, "evaluate")),))
-    assert render(finding).splitlines()[-1] == "    train.py:3, in evaluate"
-    assert render(finding, read_line).splitlines()[-1] == "    train.py:3, in evaluate"
+    verdict = Verdict("working", False, (0,), "x", (Row(0, "a", "works", own(3, "evaluate")),))
+    assert render(verdict).splitlines()[-1] == "    train.py:3, in evaluate"
+    assert render(verdict, read_line).splitlines()[-1] == "    train.py:3, in evaluate"
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
                 os._exit(2)
             assert wait_for_child(child) == 0
             assert "records" in json.loads(ask(tmp_path, "1"))
-        beacon = read_heartbeat(tmp_path)
-        assert beacon is not None
-        assert (beacon.pid, beacon.steps) == (os.getpid(), 1)
+        heartbeat = read_heartbeat(tmp_path)
+        assert heartbeat is not None
+        assert (heartbeat.pid, heartbeat.steps) == (os.getpid(), 1)
 
 
 @in_clean_process
@@ -296,8 +296,8 @@ def test_a_folder_that_knows_no_pipes(tmp_path: Path) -> None:
 def test_installing_twice_watches_once(tmp_path: Path) -> None:
     with installed(tmp_path / "a"), installed(tmp_path / "b"):
         optimizer().step()
-        beacons = [read_heartbeat(tmp_path / name) for name in "ab"]
-        assert [beacon and beacon.steps for beacon in beacons] == [0, 1]
+        heartbeats = [read_heartbeat(tmp_path / name) for name in "ab"]
+        assert [heartbeat and heartbeat.steps for heartbeat in heartbeats] == [0, 1]
 
 
 @in_clean_process
@@ -350,7 +350,7 @@ def in_the_pipe(path: Path) -> int:
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
 def test_what_is_no_beacon(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "beacon").write_bytes(content)
+    (tmp_path / "heartbeat").write_bytes(content)
     assert read_heartbeat(tmp_path) is None
 
 

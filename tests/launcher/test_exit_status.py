@@ -18,7 +18,7 @@ from lockstep.launcher.process import (
     OomCounts,
     Process,
     crash_line,
-    ending,
+    exit_status_of,
     in_words,
     kernel_log_on,
     oom_between,
@@ -153,7 +153,7 @@ def test_a_segmentation_fault(tmp_path: Path) -> None:
         """,
     )
     process.ended_at = time.time()
-    end = ending(process, NOTHING, tmp_path)
+    end = exit_status_of(process, NOTHING, tmp_path)
     assert end.code == -signal.SIGSEGV
     assert end.crash_line == "train.py:8: faulthandler._sigsegv()"
     assert end.last_lines == ("step 1",)
@@ -166,21 +166,21 @@ def test_a_segmentation_fault(tmp_path: Path) -> None:
 def test_killed_and_who_asked(tmp_path: Path) -> None:
     process = start(tmp_path, "import os; os.kill(os.getpid(), 9)")
     process.ended_at = 100.0
-    assert ending(process, NOTHING, tmp_path).oom is None
-    assert ending(process, NOTHING, tmp_path).asked_to_end is None
+    assert exit_status_of(process, NOTHING, tmp_path).oom is None
+    assert exit_status_of(process, NOTHING, tmp_path).asked_to_end is None
     write(tmp_path, {"proc/vmstat": "oom_kill 1\n"})
-    assert ending(process, NOTHING, tmp_path).oom == "likely"
+    assert exit_status_of(process, NOTHING, tmp_path).oom == "likely"
     write(tmp_path, {"dev/kmsg": f"3,1,1,-;Out of memory: Killed process {process.pid} (python)\n"})
-    end = ending(process, NOTHING, tmp_path, peak_bytes=5 << 30)
+    end = exit_status_of(process, NOTHING, tmp_path, peak_bytes=5 << 30)
     assert (end.oom, end.peak_bytes) == ("certain", 5 << 30)
     assert end.oom_detail == f"Out of memory: Killed process {process.pid} (python)"
     process.sent = {signal.SIGUSR1: 98.0, signal.SIGTERM: 99.0, signal.SIGKILL: 99.5}
-    assert ending(process, NOTHING, tmp_path).asked_to_end == 99.0
+    assert exit_status_of(process, NOTHING, tmp_path).asked_to_end == 99.0
 
 
 def test_it_must_have_ended(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 3 still runs"):
-        ending(Process(rank=3, local_rank=0, folder=tmp_path), NOTHING)
+        exit_status_of(Process(rank=3, local_rank=0, folder=tmp_path), NOTHING)
 
 
 GROUP = """

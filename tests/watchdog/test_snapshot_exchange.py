@@ -10,9 +10,9 @@ import pytest
 from namespaces import until
 
 from lockstep.launcher.rendezvous import Meeting
-from lockstep.watchdog import observe
-from lockstep.watchdog.observe import Sharing
+from lockstep.watchdog import supervisor
 from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot
+from lockstep.watchdog.supervisor import SnapshotExchange
 
 LINE = Frame("a.py", 1, "f")
 
@@ -53,7 +53,7 @@ def look(node: int, time: float = 1.0, calls: tuple[Call, ...] = ()) -> Snapshot
 
 
 @contextmanager
-def answering(other: Sharing) -> Iterator[None]:
+def answering(other: SnapshotExchange) -> Iterator[None]:
     """Within it another launcher does what its loop does."""
     over = threading.Event()
 
@@ -72,16 +72,16 @@ def answering(other: Sharing) -> Iterator[None]:
 
 def pair(
     takes: Callable[[bool], Snapshot] = lambda lines: look(1), longest: int = 1 << 20
-) -> tuple[Table, Sharing, Sharing]:
+) -> tuple[Table, SnapshotExchange, SnapshotExchange]:
     table = Table()
-    mine = Sharing(table.seat(0, longest), 0, 2, lambda lines: look(0))
-    return table, mine, Sharing(table.seat(1), 1, 2, takes)
+    mine = SnapshotExchange(table.seat(0, longest), 0, 2, lambda lines: look(0))
+    return table, mine, SnapshotExchange(table.seat(1), 1, 2, takes)
 
 
 def test_one_machine_needs_nobody() -> None:
-    alone = Sharing(Table().seat(0), 0, 1, lambda lines: look(0))
+    alone = SnapshotExchange(Table().seat(0), 0, 1, lambda lines: look(0))
     alone.answer()
-    assert alone.all_ranks(look(0)) == look(0)
+    assert alone.of_all_ranks(look(0)) == look(0)
 
 
 def test_another_that_is_not_looking_looks_when_asked() -> None:
@@ -89,7 +89,7 @@ def test_another_that_is_not_looking_looks_when_asked() -> None:
     _, mine, other = pair(lambda lines: look(1, time=float(next(times))))
     with answering(other):
         for _ in range(2):
-            found = mine.all_ranks(look(0))
+            found = mine.of_all_ranks(look(0))
             assert found is not None
             assert [state.rank for state in found.ranks] == [0, 1]
     assert next(times) == 2, "one answer for each question"
@@ -101,7 +101,7 @@ def test_both_may_ask_at_once() -> None:
     over = threading.Event()
 
     def run(node: int) -> None:
-        merged = both[node].all_ranks(look(node))
+        merged = both[node].of_all_ranks(look(node))
         found[node] = 0 if merged is None else len(merged.ranks)
         while not over.wait(0.005):
             both[node].answer()
@@ -119,18 +119,18 @@ def test_both_may_ask_at_once() -> None:
 
 
 def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(supervisor, "_ANSWER_S", 0.1)
     _, mine, other = pair()
     with answering(other):
-        assert mine.all_ranks(look(0)) is not None
-    assert mine.all_ranks(look(0)) is None
+        assert mine.of_all_ranks(look(0)) is not None
+    assert mine.of_all_ranks(look(0)) is None
 
 
 def test_who_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "_ANSWER_S", 1000.0)
+    monkeypatch.setattr(supervisor, "_ANSWER_S", 1000.0)
     table, mine, _ = pair()
     table.lost.append("node 1")
-    assert mine.all_ranks(look(0)) is None
+    assert mine.of_all_ranks(look(0)) is None
 
 
 def test_lines_are_asked_for_where_the_asker_has_them() -> None:
@@ -143,8 +143,8 @@ def test_lines_are_asked_for_where_the_asker_has_them() -> None:
     _, mine, other = pair(take)
     call = Call(group="0", backend="gloo", seq=1, op="barrier", time_s=1.0, frames=(LINE,))
     with answering(other):
-        mine.all_ranks(look(0))
-        mine.all_ranks(look(0, calls=(call,)))
+        mine.of_all_ranks(look(0))
+        mine.of_all_ranks(look(0, calls=(call,)))
     assert asked == [False, True]
 
 
@@ -154,6 +154,6 @@ def test_many_collectives_are_told_in_short() -> None:
     )
     table, mine, other = pair(longest=10_000)
     with answering(other):
-        assert mine.all_ranks(look(0, calls=calls)) is not None
+        assert mine.of_all_ranks(look(0, calls=calls)) is not None
     (state,) = table.told[0]["snapshot"]["ranks"]
     assert [call["seq"] for call in state["calls"]] == list(range(90, 100))

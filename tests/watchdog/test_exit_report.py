@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from lockstep.watchdog.exit_status import ErrorRecord, ExitReport, ExitStatus, Interruption
+from lockstep.watchdog.messages import Row, Verdict
+from lockstep.watchdog.snapshot import Call, Frame, from_values
+from lockstep.watchdog.wait_graph import Mismatch
+
+LINE = Frame("train.py", 7, "main")
+CALL = Call(
+    group="0",
+    backend="gloo",
+    seq=5,
+    op="all_reduce",
+    input_sizes=((2, 3),),
+    output_sizes=((2, 3),),
+    dtypes=("float",),
+    time_s=1.0,
+    frames=(LINE,),
+)
+ERROR = ErrorRecord(
+    type="ValueError", message="m", headline="ValueError: m", line=None, time=2.0, chain=("a: b",)
+)
+FAILED = ExitStatus(rank=1, host="b", time=3.0, code=1, how="exit code 1", error=ERROR)
+HANG = Verdict(
+    "deadlock",
+    True,
+    (0, 1),
+    "they wait",
+    rows=(Row(0, "a", "waits", LINE, 4.0), Row(1, "b", "waits", None)),
+    mismatch=Mismatch("the default group", 5, ((0, CALL), (1, None)), 4),
+    advice=("look",),
+    waited_s=5.0,
+)
+
+
+def through_json(report: ExitReport) -> ExitReport:
+    return from_values(ExitReport, json.loads(json.dumps(report.to_values())))
+
+
+def test_an_exit_report_comes_through_whole() -> None:
+    full = ExitReport(
+        host="b",
+        exits=(FAILED,),
+        complete=True,
+        hang=HANG,
+        judged_at=9.0,
+        interrupted=Interruption(signal=2, time=1.0),
+    )
+    for report in (full, ExitReport(host="b")):
+        assert through_json(report) == report
+
+
+def test_what_ends_a_run() -> None:
+    asked = ExitStatus(rank=0, host="a", time=3.0, code=-15, how="SIGTERM", asked_to_end=2.0)
+    well = ExitStatus(rank=0, host="a", time=3.0, code=0, how="exit code 0")
+    assert not ExitReport(host="a", exits=(asked, well)).failed
+    assert ExitReport(host="a", exits=(FAILED,)).failed
+    # It had raised at 2 s, and did not end by itself.
+    assert ExitReport(host="a", exits=(replace(FAILED, asked_to_end=2.5),)).failed
+    assert ExitReport(host="a", hang=HANG).failed
+    assert ExitReport(host="a", interrupted=Interruption(signal=2, time=1.0)).failed
