@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.data.epochs import Epochs
-from lockstep.data.iterable_source import Shard
-from lockstep.data.loader import Loader
-from lockstep.data.loader_factory import loader_of, source_of
+from lockstep.data.iterable_loader import make_loader
+from lockstep.data.loader import Epochs, Loader
+from lockstep.data.micro_batches import Weight
 from lockstep.data.shares import first_shares
-from lockstep.data.source import Source
-from lockstep.data.weighting import Weight
+from lockstep.data.source import Shard, Source, make_source
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import (
     Run,
@@ -95,7 +93,7 @@ class World:
             run,
             strategy,
             self.precision,
-            make_loader=lambda loader: self._make_loader(source_of(loader)),
+            make_loader=lambda loader: self._make_loader(make_source(loader)),
             say=self.print,
         )
         self._evaluates_together = strategy.evaluates_together
@@ -195,7 +193,7 @@ class World:
             RanksDifferError: data of other lengths on other ranks.
         """
         self._check_open("loader")
-        source = source_of(
+        source = make_source(
             data,
             batch_size,
             per_device=batch_size_per_device,
@@ -388,9 +386,9 @@ class World:
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
         shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
-        made = loader_of(
+        made = make_loader(
             source,
-            wish=self._preparer.settling.wish(shares, own),
+            request=self._preparer.settling.wish(shares, own),
             shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
             micro_batch_size=self._of_process(
                 self.settings.micro_batch_size if own is None else own
@@ -398,8 +396,8 @@ class World:
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
-            together=self._evaluates_together,
-            pieces=self._pieces,
+            evaluates_together=self._evaluates_together,
+            min_micro_batches=self._pieces,
             **options,
         )
         self._preparer.choices.append(made.choice)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from lockstep.data.fetch import Fetch
 from lockstep.data.loader import Loader
-from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.data.source import Source, make_source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, UsageError
@@ -48,8 +48,7 @@ def make(source: Source, rank: int = 0, size: int = 1, **options: Any) -> Loader
 
 
 def numbers(length: int, batch_size: int, **options: Any) -> Source:
-    settings = {"shuffle": True, "drop_last": False, "collate": None, "options": {}, **options}
-    return from_dataset(Numbers(length), batch_size, **settings)
+    return make_source(Numbers(length), batch_size, **{"shuffle": True, **options})
 
 
 def read(loader: Loader) -> list[list[int]]:
@@ -74,7 +73,7 @@ def test_epochs_follow_each_other_without_set_epoch():
 
 def test_an_empty_part_is_an_empty_batch_when_training_and_skipped_when_not():
     data = tensors(1, torch.float32)
-    source = from_loader(DataLoader(data, batch_size=4))
+    source = make_source(DataLoader(data, batch_size=4))
     loader = make(source, rank=2, size=3)
     ((x, y),) = list(loader)
     assert x.shape == (0, 6)
@@ -196,7 +195,7 @@ def test_augmentation_depends_on_the_sample_alone(workers, size):
 
 
 def source_of(workers: int) -> Source:
-    return from_loader(DataLoader(Augmented(20), batch_size=6, shuffle=True, num_workers=workers))
+    return make_source(DataLoader(Augmented(20), batch_size=6, shuffle=True, num_workers=workers))
 
 
 def by_sample(loader: Loader, epoch: int) -> dict[Any, Any]:
@@ -227,7 +226,7 @@ def test_epochs_have_their_own_augmentation_and_the_outer_streams_are_untouched(
 def test_rows_of_tensors_are_what_reading_each_sample_gives():
     data = tensors(30)
     for dataset in (data, Subset(data, [5, 3, 8, 1, 0]), Subset(Subset(data, range(9)), [2, 7])):
-        source = from_loader(DataLoader(dataset, batch_size=4, shuffle=True))
+        source = make_source(DataLoader(dataset, batch_size=4, shuffle=True))
         fast = make(source)
         assert fast._fetch.tensors is not None
         slow = make(source)
@@ -243,7 +242,7 @@ def test_a_subclass_of_tensordataset_is_read_sample_by_sample():
             return tuple(t + 1 for t in super().__getitem__(index))
 
     data = Noisy(torch.zeros(4, 1))
-    source = from_loader(DataLoader(data, batch_size=2))
+    source = make_source(DataLoader(data, batch_size=2))
     assert make(source)._fetch.tensors is None
     assert next(iter(make(source)))[0].tolist() == [[1.0], [1.0]]
 
@@ -253,7 +252,7 @@ def test_without_sample_rng_a_dataset_is_read_in_whole_batches():
         def __getitems__(self, indices: list[int]) -> list[int]:
             return [index + 100 for index in indices]
 
-    source = from_dataset(Batched(6), 3, shuffle=False, drop_last=False, collate=None, options={})
+    source = make_source(Batched(6), 3)
     assert read(make(source, sample_rng=False)) == [[100, 101, 102], [103, 104, 105]]
     assert read(make(source)) == [[0, 1, 2], [3, 4, 5]]
     assert isinstance(make(source)._fetch, Fetch)
@@ -272,7 +271,7 @@ def test_rows_of_tensors_may_be_counted_from_the_end():
 
 def test_a_sampler_of_the_users_is_the_global_order():
     sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * 10, 12)
-    source = from_loader(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
+    source = make_source(DataLoader(Numbers(20), batch_size=5, sampler=sampler))
     one = read(make(source))
     assert [len(batch) for batch in one] == [5, 5, 2]
     assert max(sum(one, [])) < 10
@@ -309,8 +308,8 @@ class MovingBatches(Moving):
 def test_an_order_that_cannot_be_had_again_is_in_the_position(batches):
     def source() -> Source:
         if batches:
-            return from_loader(DataLoader(Numbers(12), batch_sampler=MovingBatches()))
-        return from_loader(DataLoader(Numbers(12), batch_size=3, sampler=Moving()))
+            return make_source(DataLoader(Numbers(12), batch_sampler=MovingBatches()))
+        return make_source(DataLoader(Numbers(12), batch_size=3, sampler=Moving()))
 
     loader = make(source())
     read(loader)
@@ -341,7 +340,7 @@ def test_a_batch_sampler_of_the_users_makes_the_global_batches():
             return 3
 
     batches = Growing(SequentialSampler(Numbers(6)), 2, False)
-    source = from_loader(DataLoader(Numbers(6), batch_sampler=batches))
+    source = make_source(DataLoader(Numbers(6), batch_sampler=batches))
     assert read(make(source)) == [[0], [1, 2], [3, 4, 5]]
     assert make(source).steps == 3
 
@@ -363,4 +362,4 @@ class Endless(Dataset[int]):
 )  # fmt: skip
 def test_loaders_that_cannot_be_cut(error, text, loader):
     with pytest.raises(error, match=text):
-        from_loader(loader())
+        make_source(loader())

@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.source import Source, from_dataset, from_loader
+from lockstep.data.source import Source, make_source
 from lockstep.errors import DataError
 
 SIZE = 24
@@ -60,14 +60,14 @@ class Wrapping(Sampler[int]):
 
 
 def source(batch_size: int = 5, dataset: Dataset[Any] = DATA, **options: Any) -> Source:
-    return from_loader(DataLoader(dataset, batch_size=batch_size, **options))
+    return make_source(DataLoader(dataset, batch_size=batch_size, **options))
 
 
 def batched(sampler: Any, batch_size: int = 5) -> Source:
     class Own(BatchSampler):
         pass
 
-    return from_loader(DataLoader(DATA, batch_sampler=Own(sampler, batch_size, False)))
+    return make_source(DataLoader(DATA, batch_sampler=Own(sampler, batch_size, False)))
 
 
 def stir(seed: int) -> None:
@@ -225,7 +225,7 @@ def test_the_fingerprint_sees_where_the_users_batches_end():
             return 2
 
     one, other = (
-        from_loader(DataLoader(DATA, batch_sampler=Own(batches, 2, False)))
+        make_source(DataLoader(DATA, batch_sampler=Own(batches, 2, False)))
         for batches in ([[0], [1, 2]], [[0, 1], [2]])
     )
     assert one.plan(3, 0).order.tolist() == other.plan(3, 0).order.tolist()
@@ -247,7 +247,7 @@ def test_a_subset_by_name_has_a_fingerprint():
 
 
 def plain(**options: Any) -> Source:
-    return from_dataset(DATA, 4, shuffle=True, drop_last=False, collate=None, options=options)
+    return make_source(DATA, 4, shuffle=True, options=options)
 
 
 @pytest.mark.parametrize(

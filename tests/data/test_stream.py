@@ -23,8 +23,9 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
+from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
-from lockstep.data.loader_factory import loader_of, source_of
+from lockstep.data.source import make_source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -137,11 +138,11 @@ def every_nth(opened: list[int], start: int, step: int) -> Iterator[int]:
 
 def make(data: Any, batch_size: int | None = None, **options: Any) -> Loader:
     """A loader on one process."""
-    own = {name: options.pop(name) for name in ("micro_batch_size", "shares", "sample_rng", "wish")
-           if name in options}  # fmt: skip
+    names = ("micro_batch_size", "shares", "sample_rng", "request")
+    own = {name: options.pop(name) for name in names if name in options}
     collectives = Collectives(Topology(), torch.device("cpu"))
     settings = {"seed": 3, "shares": (1,), "collectives": collectives, "step": Step()} | own
-    return loader_of(source_of(data, batch_size, **options), **settings)
+    return make_loader(make_source(data, batch_size, **options), **settings)
 
 
 def read(loader: Loader) -> list[list[Any]]:
@@ -404,7 +405,7 @@ def test_a_position_is_refused_where_it_means_other_samples():
             SettingError,
             "leave shard out",
             Numbers(),
-            {"shard": False, "micro_batch_size": "auto", "wish": OPEN},
+            {"shard": False, "micro_batch_size": "auto", "request": OPEN},
         ),
         (SettingError, "all parts are equal", Numbers(), {"shard": every_nth, "shares": (1, 2)}),
     ],

@@ -1,18 +1,29 @@
-"""Reads the samples of a micro-batch, each with random streams of its own.
+"""Reads samples: by index or from an iterable, in this process or in workers, then to the device.
 
-A sample's augmentation is drawn from (seed, epoch, index) and from nothing else: not the rank, the
-loader worker, the batch it came in, or the point at which a run was resumed.
+`Fetch` reads the micro-batches of a map-style dataset. A sample's augmentation is drawn from (seed,
+epoch, index) and from nothing else: not the rank, the loader worker, the batch it came in, or the
+point at which a run was resumed.
 
-The worker processes of a loader, which are those of torch's DataLoader.
+`IterableFetch` reads one rank's part of the global batches of an iterable. A worker is asked for a
+global batch by its number, and reads forward to it; so what it gives does not depend on how many
+workers there are, or which of them is asked. The random streams that the iterable itself draws from
+are seeded once a pass from (seed, epoch), alike on all ranks, and kept apart from those of the
+training. What `transform` draws comes from (seed, epoch, sample).
 
-Moves batches to the device one ahead, on a stream of its own: copies hide behind work.
+`Workers` are the worker processes of torch's DataLoader. `to_device` moves batches to the device
+one ahead, on a stream of its own: copies hide behind work.
 """
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +37,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.batch_plan import Indices
+from lockstep.data.batch_plan import Indices, split_batch
+from lockstep.data.consistency import batch_digests
 from lockstep.data.pytree import all_dense, map_tensors, move, pin
+from lockstep.data.source import IterableSource
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
+from lockstep.distributed.topology import DataParallelRank
+from lockstep.distributed.torch_compat import without_worker_info
 
 Key = tuple[int, Indices]
 """Epoch and sample indices of one micro-batch."""
@@ -59,10 +74,8 @@ class Fetch(Dataset[Any]):
         if self.tensors is not None:  # rows of tensors: nothing is drawn, nothing to stack
             tensors, subset = self.tensors
             rows = indices if subset is None else subset[indices]
-            try:
-                return _select(tensors, rows)
-            except (IndexError, RuntimeError):  # some are counted from the end
-                return _select(tensors, np.where(rows < 0, rows + len(tensors[0]), rows))
+            rows = np.where(rows < 0, rows + len(tensors[0]), rows)  # some count from the end
+            return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
         if not self.sample_rng:
             return self.collate(self._read_at_once(indices.tolist()))
         if get_worker_info() is not None:
@@ -82,11 +95,7 @@ class Fetch(Dataset[Any]):
         return read(indices) if read else [self.dataset[index] for index in indices]
 
 
-def _select(tensors: tuple[torch.Tensor, ...], rows: Indices) -> list[torch.Tensor]:
-    return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
-
-
-def as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     """For a DataLoader whose dataset gives what is wanted: nothing is collated or converted."""
     return item
 
@@ -108,6 +117,244 @@ def _tensors(dataset: Dataset[Any]) -> tuple[tuple[torch.Tensor, ...], Indices |
     return None
 
 
+_PASS = 0x57A3  # stands for a sample's index where the streams of a whole pass are seeded
+
+
+class _PassRng:
+    """The CPU streams of torch, numpy and `random` as one pass over an iterable finds them.
+
+    Args:
+        seed: of the run.
+        epoch: of the pass.
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        value = mix_seed(seed, epoch, _PASS)
+        self._torch = torch.Generator().manual_seed(value).get_state()
+        # numpy's generators can be exchanged, which is much quicker than to read and set a state.
+        self._numpy: np.random.BitGenerator = np.random.MT19937(value)
+        self._python = random.Random(value).getstate()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Goes on where it was left the last time; outside all is as it was before."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Puts what is kept here into the global streams, and keeps what was there."""
+        kept = self._torch, self._numpy, self._python
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(kept[0])
+        np.random.set_bit_generator(kept[1])  # type: ignore[attr-defined]
+        random.setstate(kept[2])
+
+
+class GlobalBatchKey(NamedTuple):
+    """Which global batch, and how it is divided."""
+
+    epoch: int
+    position: int
+    shares: tuple[int, ...]
+    micro_batches: int
+    compare: bool
+    """Whether the samples are to be compared between ranks."""
+
+
+@dataclass
+class RankBatch:
+    """A rank's part of a global batch of an iterable."""
+
+    counts: Indices
+    """Samples of each rank that are known here: shape `(ranks,)`. Of an iterable that every rank
+    reads as a whole these are all, else they are right for this rank alone."""
+    sizes: Indices
+    """The planned samples of each rank in each micro-batch, shape `(micro-batches, ranks)`."""
+    indices: list[Indices] = field(default_factory=list)
+    """Of this rank's samples, one array a micro-batch, shape `(n,)`."""
+    batches: list[Any] = field(default_factory=list)
+    """Collated; None where this rank has no sample of a micro-batch."""
+    digests: list[Any] = field(default_factory=list)
+    """Of the first samples, where they are to be compared."""
+
+
+class IterableFetch(Dataset[Any]):
+    """This rank's part of the global batches of an iterable by key; None after the last one.
+
+    Args:
+        source: the iterable.
+        seed: of the run.
+        sample_rng: False leaves all random streams alone.
+        data_parallel: this rank's.
+    """
+
+    def __init__(
+        self, source: IterableSource, seed: int, sample_rng: bool, data_parallel: DataParallelRank
+    ) -> None:
+        self.dataset = source.dataset
+        self._source = source
+        self._seed = seed
+        self._sample_rng = sample_rng
+        self._data_parallel = data_parallel
+        self._reader: _Reader | None = None
+        self._draws = not (source.transform is None and source.collate is default_collate)
+
+    def fresh(self) -> IterableFetch:
+        """The same with nothing open, for a process of its own."""
+        return IterableFetch(self._source, self._seed, self._sample_rng, self._data_parallel)
+
+    def close(self) -> None:
+        """Lets go of the open pass."""
+        self._reader = None
+
+    def __getitem__(self, key: GlobalBatchKey) -> RankBatch | None:
+        rank = self._data_parallel.rank
+        found = self._planned(key)
+        if self._source.shard is None:
+            samples = self.read_whole(key.epoch, key.position)
+            if not samples:
+                return None
+            parts = split_batch(len(samples), key.shares, key.micro_batches)
+            found.sizes = parts[..., 1] - parts[..., 0]
+            found.counts = found.sizes.sum(axis=0)
+            first = key.position * self._source.batch_size
+            order = np.arange(first, first + len(samples), dtype=np.int64)
+            own = parts[:, rank]
+        else:
+            wanted = int(found.counts[rank])
+            samples, order = self._read_shard(key, wanted)
+            # A global batch that is smaller than the ranks are many may leave a rank out.
+            if not samples and (wanted or self._source.shard is False):
+                return None
+            found.counts[rank] = len(samples)
+            ends = np.minimum(np.cumsum([0, *found.sizes[:, rank]]), len(samples))
+            own = np.stack([ends[:-1], ends[1:]], axis=1)
+        if key.compare:
+            found.digests = batch_digests(samples)
+        for begin, end in own.tolist():
+            some, indices = samples[begin:end], order[begin:end]
+            found.indices.append(indices)
+            found.batches.append(self.collate(key.epoch, some, indices) if some else None)
+        return found
+
+    def read_whole(self, epoch: int, position: int) -> list[Any]:
+        """The samples of a whole global batch; fewer, or none, at the end of the iterable."""
+        size = self._source.batch_size
+        return self._read(epoch, position * size, 1, size)
+
+    def nothing(self, key: GlobalBatchKey) -> RankBatch:
+        """What a rank has when its own part of the iterable is at its end."""
+        found = self._planned(key)
+        found.counts[self._data_parallel.rank] = 0
+        found.indices = [np.empty(0, np.int64)] * len(found.sizes)
+        found.batches = [None] * len(found.sizes)
+        return found
+
+    def first(self, epoch: int, count: int) -> Any:
+        """A batch of the first samples that this rank can read; None where there are none."""
+        fetch = self.fresh()
+        samples = fetch._read(epoch, 0, 1, count)
+        return self.collate(epoch, samples, np.arange(len(samples))) if samples else None
+
+    def collate(self, epoch: int, samples: list[Any], indices: Indices) -> Any:
+        """A batch of samples, each transformed with random streams of its own."""
+        transform = self._source.transform
+        if not (self._sample_rng and self._draws):
+            return self._source.collate([transform(x) for x in samples] if transform else samples)
+        with preserve_rng_state():
+            if transform is None:
+                seed_sample(self._seed, epoch, int(indices[0]))
+                return self._source.collate(samples)
+            done = []
+            for sample, index in zip(samples, indices.tolist(), strict=True):
+                seed_sample(self._seed, epoch, index)
+                done.append(transform(sample))
+            return self._source.collate(done)
+
+    def _planned(self, key: GlobalBatchKey) -> RankBatch:
+        """A full global batch, as far as the ranks have one."""
+        size, ranks = self._source.batch_size, self._data_parallel.size
+        if callable(self._source.shard):
+            cuts = -(-size * np.arange(key.micro_batches + 1) // key.micro_batches)
+            # Samples before a cut that belong to a rank: those whose number leaves it as remainder.
+            before = key.position * size + cuts[:, None] - np.arange(ranks)
+            sizes = np.diff(-(-before // ranks), axis=0)
+        else:
+            parts = split_batch(size, key.shares, key.micro_batches)
+            sizes = parts[..., 1] - parts[..., 0]
+        return RankBatch(sizes.sum(axis=0), sizes)
+
+    def _read_shard(self, key: GlobalBatchKey, count: int) -> tuple[list[Any], Indices]:
+        """This rank's samples of an iterable that is split, and their numbers in the whole."""
+        ranks, rank = self._data_parallel.size, self._data_parallel.rank
+        if self._source.shard is False:
+            # Its own samples, of which every full global batch takes as many; numbered so that no
+            # two ranks have a number in common.
+            first = key.position * count
+            samples = self._read(key.epoch, first, 1, count)
+            return samples, (first + np.arange(len(samples))) * ranks + rank
+        begin = key.position * self._source.batch_size
+        first = begin + (rank - begin) % ranks
+        samples = self._read(key.epoch, first, ranks, count)
+        return samples, first + ranks * np.arange(len(samples))
+
+    def _read(self, epoch: int, first: int, step: int, count: int) -> list[Any]:
+        """`count` samples: `first`, `first + step`, ...; fewer at the end of the iterable."""
+        if count == 0:
+            return []
+        with without_worker_info():  # many iterables would give this worker a part of their own
+            reader = self._reader
+            if reader is None or reader.epoch != epoch or reader.next > first:
+                reader = self._open(epoch, first, step)
+            elif reader.ended:
+                return []
+            elif reader.next < first and callable(self._source.shard):
+                reader = self._open(epoch, first, step)
+            with reader.rng():
+                deque(islice(reader.samples, first - reader.next), maxlen=0)
+                samples = list(islice(reader.samples, count))
+            reader.next = first + step * count
+            reader.ended = len(samples) < count
+        return samples
+
+    def _open(self, epoch: int, first: int, step: int) -> _Reader:
+        dataset: Any = self.dataset
+        shard = self._source.shard
+        rng = _PassRng(self._seed, epoch).entered if self._sample_rng else nullcontext
+        begun = 0
+        with rng():
+            has_epochs = hasattr(dataset, "set_epoch")
+            if has_epochs:
+                dataset.set_epoch(epoch)
+            if callable(shard):
+                samples, begun = iter(shard(first, step)), first
+            # The `datasets` library gives another order to what has been skipped to, after epoch 0,
+            # and its load_state_dict loses what was in a shuffle buffer: there one reads on.
+            elif first and hasattr(dataset, "skip") and not has_epochs:
+                samples, begun = iter(dataset.skip(first)), first
+            else:
+                samples = iter(dataset)
+        self._reader = _Reader(epoch, begun, samples, rng)
+        return self._reader
+
+
+@dataclass
+class _Reader:
+    """One pass over an iterable, as far as it has come."""
+
+    epoch: int
+    next: int
+    """The sample that `samples` gives next."""
+    samples: Iterator[Any]
+    rng: Callable[[], AbstractContextManager[None]]
+    """Enters the random streams of this pass."""
+    ended: bool = False
+
+
 class Workers:
     """Reads with worker processes.
 
@@ -119,7 +366,8 @@ class Workers:
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pin_memory"] = False  # `to_device` pins what can be pinned
-        self._options["worker_init_fn"] = partial(_begin, self._options.get("worker_init_fn"))
+        given = self._options.get("worker_init_fn")
+        self._options["worker_init_fn"] = partial(_start_worker, given)
         self._seed = seed
         self._persistent: DataLoader[Any] | None = None
         self._keys: Iterable[Any] = ()
@@ -134,7 +382,7 @@ class Workers:
         self._busy, self._keys = True, keys
         try:
             if self._persistent is None:
-                self._persistent = self._new(fetch, _Present(self))
+                self._persistent = self._new(fetch, _CurrentKeys(self))
             yield from self._persistent
         finally:
             self._busy = False
@@ -150,13 +398,13 @@ class Workers:
             fetch,
             batch_size=None,
             sampler=keys,
-            collate_fn=as_it_is,
+            collate_fn=_identity,
             generator=generator,
             **{**self._options, **changed},
         )
 
 
-class _Present:
+class _CurrentKeys:
     """What persistent workers are to read in the present pass."""
 
     def __init__(self, workers: Workers) -> None:
@@ -166,11 +414,10 @@ class _Present:
         return iter(self._workers._keys)
 
 
-def _begin(given: Callable[[int], None] | None, worker: int) -> None:
-    """Begins a worker process; the user's code finds its own dataset there, as ever."""
+def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
+    """In a new worker process: the user's code finds its own dataset there, as ever."""
     info: Any = get_worker_info()
-    if isinstance(info.dataset, Fetch):
-        object.__setattr__(info, "dataset", info.dataset.dataset)
+    object.__setattr__(info, "dataset", info.dataset.dataset)
     if given is not None:
         given(worker)
 

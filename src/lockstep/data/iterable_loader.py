@@ -1,9 +1,9 @@
-"""The loader of a stream: this rank's part of every global batch, while the end is not known.
+"""The loader of an iterable: this rank's part of every global batch, while the end is not known.
 
-Where every rank reads the whole stream, each knows what the others have, and nothing is exchanged
-but, now and then, a few bytes that tell whether they read the same (`stream_marks`). Where the
-stream is split, the ranks tell each other how many samples they have of every global batch (8 bytes
-each, one global batch ahead, so no step waits for it).
+Where every rank reads the whole iterable, each knows what the others have, and nothing is exchanged
+but, now and then, a few bytes that tell whether they read the same (`consistency`). Where it is
+split, the ranks tell each other how many samples they have of every global batch (8 bytes each, one
+global batch ahead, so no step waits for it).
 """
 
 from __future__ import annotations
@@ -20,19 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batch_plan import Indices
-from lockstep.data.fetch import Key as Rows
-from lockstep.data.iterable_source import (
-    Item,
-    Key,
-    StreamFetch,
-    StreamSource,
-    compare,
-    compare_ends,
-)
+from lockstep.data.consistency import check_global_batch, check_length
+from lockstep.data.fetch import GlobalBatchKey, IterableFetch, Key, RankBatch
 from lockstep.data.loader import SOME_SKIP, Loader
-from lockstep.data.micro_batch_plan import Piece, Portion
-from lockstep.data.pytree import emptied, map_tensors
-from lockstep.data.weighting import Pair, weighted
+from lockstep.data.micro_batches import PlannedMicroBatch, Segment, WithBatch, weighted
+from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, LengthUnknownError, SettingError
@@ -44,7 +36,7 @@ _COMPARED_EVERY = 100
 
 
 @dataclass
-class _Rest(Portion):
+class _Rest(Segment):
     """The global batches from `position` on, to an end that is not known."""
 
     position: int = 0
@@ -55,26 +47,26 @@ class _Counted:
 
     Args:
         position: which of the epoch.
-        item: what this rank has of it.
+        own: what this rank has of it.
     """
 
-    def __init__(self, position: int, item: Item) -> None:
+    def __init__(self, position: int, own: RankBatch) -> None:
         self.position = position
-        self.item = item
+        self.own = own
         self._rows: list[Tensor] = []
         self._work: dist.Work | None = None
 
     @property
-    def brought(self) -> Indices:
+    def counts(self) -> Indices:
         """Samples by rank, shape `(ranks,)`."""
         self.wait()
         if not self._rows:
-            return self.item.brought
-        return torch.cat(self._rows).numpy()[: len(self.item.brought)]
+            return self.own.counts
+        return torch.cat(self._rows).numpy()[: len(self.own.counts)]
 
     def ask(self, collectives: Collectives) -> None:
         """Begins to ask the other ranks."""
-        mine = torch.tensor([int(self.item.brought[collectives.data_parallel.rank])])
+        mine = torch.tensor([int(self.own.counts[collectives.data_parallel.rank])])
         self._rows = [torch.empty_like(mine) for _ in range(collectives.topology.size)]
         self._work = dist.all_gather(self._rows, mine, async_op=True)
 
@@ -85,27 +77,28 @@ class _Counted:
             self._work = None
 
 
-class StreamLoader(Loader):
-    """Iterates this rank's micro-batches of a stream; see `Loader`.
+class IterableLoader(Loader):
+    """Iterates this rank's micro-batches of an iterable; see `Loader`.
 
     Args:
-        source: the stream.
+        source: the iterable.
         **options: of `Loader`.
 
     Raises:
-        SettingError: shares or micro-batches that a stream which is split cannot have.
+        SettingError: shares or micro-batches that an iterable which is split cannot have.
     """
 
-    source: StreamSource
+    source: IterableSource
 
-    def __init__(self, source: StreamSource, **options: Any) -> None:
+    def __init__(self, source: IterableSource, **options: Any) -> None:
         super().__init__(source, **options)
-        self._stream = StreamFetch(
+        self._iterable = IterableFetch(
             source, self.seed, options.get("sample_rng", True), self._collectives.data_parallel
         )
         self._raw: list[Any] = []
+        """All samples of the global batch in which something is measured."""
         self._raw_begins = 0
-        if source.shard is not None and self._division.open:
+        if source.shard is not None and self._plan.undecided:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are found by dividing a global batch that a rank has read as a whole",
@@ -119,22 +112,17 @@ class StreamLoader(Loader):
             )
 
     @property
-    def steps(self) -> int | None:  # type: ignore[override]
-        """Global batches of an epoch; None: not known."""
-        return self.source.steps
-
-    @property
     def choice(self) -> Choice:
         """How the global batch is computed, in words."""
         said = super().choice
         if self._collectives.data_parallel.size == 1:
             return said
-        how = {
+        sharding = {
             "whole": "every rank reads the whole stream and keeps its part",
             "seek": "every rank reads its part of the stream",
             "own": "the stream splits itself over the ranks",
-        }[self.source.how]
-        return Choice(said.name, said.value, f"{said.reason}; {how}")
+        }[self.source.sharding]
+        return Choice(said.name, said.value, f"{said.reason}; {sharding}")
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes up the position; the next pass begins there.
@@ -150,18 +138,15 @@ class StreamLoader(Loader):
             )
         super().load_state_dict(state)
 
-    def example(self) -> Any:
-        """A batch of one micro-batch's size, of the first samples, on the CPU."""
-        return self._first(0, -(-self.batch_size // self.micro_batches))
-
     def _identity(self) -> dict[str, int]:
         split = self.source.shard is False
         ranks = self._collectives.data_parallel.size if split else 0
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
-        self._division.follow()
-        return self._run(epoch, self._portions(epoch, start, training), start, training, False)
+        self._plan.update()
+        segments = self._segments(epoch, start, training)
+        return self._run(epoch, segments, start, training, some_skip=False)
 
     def _size(self) -> str:
         try:
@@ -169,66 +154,63 @@ class StreamLoader(Loader):
         except LengthUnknownError:
             return "a stream"
 
-    def _portions(
+    def _segments(
         self, epoch: int, position: int, training: bool
-    ) -> Generator[Portion, None, None]:
+    ) -> Generator[Segment, None, None]:
         try:
-            while training and self._division.open:
-                self._raw = self._stream.raw(epoch, position)
+            while training and self._plan.undecided:
+                self._raw = self._iterable.read_whole(epoch, position)
                 count, size = len(self._raw), self.batch_size
                 if not count or (count < size and self.source.drop_last):
                     return
                 self._raw_begins = position * size
                 batch = np.arange(self._raw_begins, self._raw_begins + count, dtype=np.int64)
-                yield from self._division.opened(
-                    position,
-                    batch,
-                    self._collectives.data_parallel,
-                    weighed=self.weight is not None,
-                )
+                yield from self._plan.autotuned(position, batch, weighed=self.weight is not None)
                 self._raw = []
                 position += 1
             yield _Rest(deque(), position=position)
         finally:
-            self._stream.close()
+            self._iterable.close()
 
-    def _pairs(self, epoch: int, portion: Portion, training: bool) -> Iterator[Pair]:
-        if not isinstance(portion, _Rest):
-            return super()._pairs(epoch, portion, training)
-        pairs = self._rest(epoch, portion, training)
+    def _with_batches(self, epoch: int, segment: Segment, training: bool) -> Iterator[WithBatch]:
+        if not isinstance(segment, _Rest):
+            return super()._with_batches(epoch, segment, training)
+        pairs = self._rest(epoch, segment, training)
         if self.weight is None or not training:
             return pairs
         return weighted(
-            pairs, self.weight, self._collectives, epoch=epoch, position=portion.position
+            pairs, self.weight, self._collectives, epoch=epoch, position=segment.position
         )
 
-    def _read(self, keys: list[Rows]) -> Iterator[Any]:
+    def _read(self, keys: list[Key]) -> Iterator[Any]:
         """Of a global batch that has been read already."""
         for epoch, indices in keys:
             samples = [self._raw[i - self._raw_begins] for i in indices.tolist()]
-            yield self._stream.collated(epoch, samples, indices) if samples else self._empty(epoch)
+            yield self._iterable.collate(epoch, samples, indices) if samples else self._empty(epoch)
 
-    def _rest(self, epoch: int, portion: _Rest, training: bool) -> Iterator[Pair]:
-        everywhere = training or self._together
+    def _rest(self, epoch: int, segment: _Rest, training: bool) -> Iterator[WithBatch]:
+        everywhere = training or self._evaluates_together
         outer = self._collectives.blocked
-        for counted in self._counted(epoch, portion.position, training):
-            for piece, batch in self._pieces(epoch, counted):
+        for counted in self._counted(epoch, segment.position, training):
+            for planned, batch in self._micro_batches(epoch, counted):
                 if not everywhere:
-                    if not piece[1].local:
+                    if not planned.micro_batch.local:
                         continue
-                    known = self.source.shard is None and piece[3]
+                    known = self.source.shard is None and planned.on_all_ranks
                     self._collectives.blocked = outer if known else SOME_SKIP
-                portion.pieces.append(piece)
-                yield piece[1], batch
+                segment.micro_batches.append(planned)
+                yield planned.micro_batch, batch
 
-    def _pieces(self, epoch: int, counted: _Counted) -> Iterator[tuple[Piece, Any]]:
-        """This rank's micro-batches of a global batch, marked; see `division`."""
-        item, brought = counted.item, counted.brought
-        before = np.cumsum(item.planned, axis=0) - item.planned
-        sizes = np.clip(brought - before, 0, item.planned)
-        count, index = int(brought.sum()), self._collectives.data_parallel.rank
+    def _micro_batches(
+        self, epoch: int, counted: _Counted
+    ) -> Iterator[tuple[PlannedMicroBatch, Any]]:
+        """This rank's micro-batches of a global batch, each with its batch."""
+        own, counts = counted.own, counted.counts
+        before = np.cumsum(own.sizes, axis=0) - own.sizes
+        sizes = np.clip(counts - before, 0, own.sizes)
+        count, index = int(counts.sum()), self._collectives.data_parallel.rank
         some = np.flatnonzero(sizes.sum(axis=1)).tolist()
-        plain = len(some) == 1 and bool((brought == brought[0]).all())
+        plain = len(some) == 1 and bool((counts == counts[0]).all())
         for j in some:
             local = int(sizes[j, index])
             micro = MicroBatch(
@@ -237,33 +219,35 @@ class StreamLoader(Loader):
                 first=j == some[0],
                 last=j == some[-1],
                 pieces=len(some),
-                scale=1.0 if plain else local * len(brought) / count,
+                scale=1.0 if plain else local * len(counts) / count,
                 plain=plain,
             )
             if local:
-                self._keep_example(item.batches[j], local)
-            batch = item.batches[j] if local else self._empty(epoch)
-            yield (counted.position, micro, item.indices[j], bool(sizes[j].all())), batch
+                self._keep_example(own.batches[j], local)
+            batch = own.batches[j] if local else self._empty(epoch)
+            on_all_ranks = bool(sizes[j].all())
+            yield PlannedMicroBatch(counted.position, micro, own.indices[j], on_all_ranks), batch
 
     def _counted(self, epoch: int, begin: int, training: bool) -> Iterator[_Counted]:
         """The global batches, to the end, and how many samples each rank has of them."""
         source, alone = self.source, self._collectives.alone
         whole = source.shard is None
-        asks = not (whole or alone) and (training or self._together or source.drop_last)
+        asks = not (whole or alone) and (training or self._evaluates_together or source.drop_last)
         compares = training and not alone
         total = begin * self.batch_size
         ahead: deque[_Counted] = deque()
-        for counted in self._items(epoch, begin, compares=compares, endless=asks):
-            if compares and self._compared(counted.position, begin):
+        for counted in self._global_batches(epoch, begin, compares=compares, endless=asks):
+            if compares and _is_compared(counted.position, begin):
                 first = counted.position * self.batch_size
-                compare(self._collectives, source, epoch, first, counted.item.marks)
+                digests = counted.own.digests
+                check_global_batch(self._collectives, source, epoch, first, digests)
             if asks:
                 counted.ask(self._collectives)
             ahead.append(counted)
             if asks and len(ahead) < 2:
                 continue
             known = ahead.popleft()
-            count = int(known.brought.sum())
+            count = int(known.counts.sum())
             total += count
             if not count or (source.drop_last and count < self.batch_size):
                 break
@@ -273,39 +257,33 @@ class StreamLoader(Loader):
         for left in ahead:  # the others have asked too
             left.wait()
         if compares and whole:
-            compare_ends(self._collectives, epoch, total)
+            check_length(self._collectives, epoch, total)
 
-    def _items(
+    def _global_batches(
         self, epoch: int, begin: int, *, compares: bool, endless: bool
     ) -> Iterator[_Counted]:
         """What this rank has of the global batches; with `endless` also where that is nothing."""
-        shares, pieces = self._division.shares, self._division.micro_batches
+        shares, micro_batches = self._plan.shares, self._plan.num_micro_batches
         keys = (
-            Key(epoch, t, shares, pieces, compares and self._compared(t, begin))
+            GlobalBatchKey(epoch, t, shares, micro_batches, compares and _is_compared(t, begin))
             for t in itertools.count(begin)
         )
-        if self.source.options.get("num_workers", 0):
-            items = self._workers.read(self._stream.another(), keys)
-        else:
-            items = map(self._stream.__getitem__, keys)
-        for position, item in enumerate(items, begin):
-            if item is None and not endless:
+        read = (
+            self._workers.read(self._iterable.fresh(), keys)
+            if self.source.options.get("num_workers", 0)
+            else map(self._iterable.__getitem__, keys)
+        )
+        for position, own in enumerate(read, begin):
+            if own is None and not endless:
                 return
-            if item is None:
-                item = self._stream.nothing(Key(epoch, position, shares, pieces, False))
-            yield _Counted(position, item)
-
-    def _compared(self, position: int, begin: int) -> bool:
-        return position == begin or position % _COMPARED_EVERY == 0
-
-    def _empty(self, epoch: int) -> Any:
-        if self._example is None:
-            self._example = emptied(self._first(epoch, 1), 1)
-        return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
+            if own is None:
+                key = GlobalBatchKey(epoch, position, shares, micro_batches, False)
+                own = self._iterable.nothing(key)
+            yield _Counted(position, own)
 
     def _first(self, epoch: int, count: int) -> Any:
         with preserve_rng_state():
-            batch = self._stream.first(epoch, count)
+            batch = self._iterable.first(epoch, count)
         if batch is None:
             raise DataError(
                 f"the stream {type(self.dataset).__name__}",
@@ -313,3 +291,14 @@ class StreamLoader(Loader):
                 "look at what it reads, or use fewer processes",
             )
         return batch
+
+
+def _is_compared(position: int, begin: int) -> bool:
+    return position == begin or position % _COMPARED_EVERY == 0
+
+
+def make_loader(source: Source, **options: Any) -> Loader:
+    """The loader of a source; `options` are those of `Loader`."""
+    if isinstance(source, IterableSource):
+        return IterableLoader(source, **options)
+    return Loader(source, **options)

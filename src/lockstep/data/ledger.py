@@ -23,8 +23,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from lockstep.data.batch_plan import Indices
-from lockstep.data.iterable_source import StreamSource
 from lockstep.data.loader import Loader
+from lockstep.data.source import IterableSource
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import LengthUnknownError, SettingError
 from lockstep.step import BatchEvent
@@ -132,17 +132,16 @@ class Ledger:
         """Writes down what the positions of a loader mean; returns its number."""
         number = list(self._loaders).index(loader)
         source = loader.source
-        own_order = source.sampler is not None or source.batch_sampler is not None
         self._write_json(
             {
                 "loader": number,
                 "dataset": type(source.dataset).__name__,
-                "stream": source.how if isinstance(source, StreamSource) else None,
+                "stream": source.sharding if isinstance(source, IterableSource) else None,
                 "length": _or_none(lambda: source.length),
                 "steps": source.steps,
                 "batch_size": source.batch_size,
                 "drop_last": source.drop_last,
-                "own_order": own_order,
+                "own_order": source.custom_order,
             }
         )
         return number

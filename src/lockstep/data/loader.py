@@ -16,19 +16,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.batch_plan import EpochPlan, Indices
+from lockstep.data.batch_plan import EpochPlan
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Key, Workers, to_device
-from lockstep.data.micro_batch_plan import Division, Portion
+from lockstep.data.micro_batches import (
+    MicroBatchPlan,
+    PlannedMicroBatch,
+    Segment,
+    Weight,
+    WithBatch,
+    weigh,
+    weighted,
+)
 from lockstep.data.pytree import emptied, map_tensors
 from lockstep.data.shares import AutotuneRequest, parts
 from lockstep.data.source import Source
-from lockstep.data.weighting import Pair, Weight, weigh, weighted
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
 from lockstep.settings import Choice
 from lockstep.step import BatchEvent, MicroBatch, Pass, Step
+
+SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
 
 
 class Loader:
@@ -36,8 +45,8 @@ class Loader:
 
     With gradients enabled every rank gets every micro-batch, one without samples being a batch of
     shape `(0, *)`: the other ranks need its backward pass. Under `torch.no_grad()` or
-    `torch.inference_mode()` nothing is exchanged (unless `together`), so a rank skips a batch it
-    has no samples of.
+    `torch.inference_mode()` nothing is exchanged (unless `evaluates_together`), so a rank
+    skips a batch it has no samples of.
 
     Args:
         source: the data and its order.
@@ -49,10 +58,10 @@ class Loader:
         seed: of the run.
         collectives: of the run.
         step: the present optimizer step, kept up to date while iterating.
-        together: forward passes without gradients, too, involve other ranks, so every rank gets
-            every micro-batch of an evaluation, one without samples as well.
-        pieces: micro-batches of a global batch, at least.
-        wish: what of shares and micro_batch_size is found in the first pass that trains.
+        evaluates_together: forward passes without gradients involve other ranks too, so every
+            rank gets every micro-batch of an evaluation, one without samples as well.
+        min_micro_batches: of a global batch.
+        request: what of shares and micro_batch_size is found in the first pass that trains.
     """
 
     def __init__(
@@ -66,25 +75,26 @@ class Loader:
         seed: int,
         collectives: Collectives,
         step: Step,
-        together: bool = False,
-        pieces: int = 1,
-        wish: AutotuneRequest | None = None,
+        evaluates_together: bool = False,
+        min_micro_batches: int = 1,
+        request: AutotuneRequest | None = None,
     ) -> None:
         self.source = source
         self.weight = weight
         self.seed = seed
-        self._division = Division(
+        self._plan = MicroBatchPlan(
             source.batch_size,
+            collectives.data_parallel,
             varying=source.batch_sampler is not None,
             shares=shares,
             micro_batch_size=micro_batch_size,
-            least_pieces=pieces,
-            wish=wish,
+            min_micro_batches=min_micro_batches,
+            request=request,
         )
         self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
-        self._together = together
+        self._evaluates_together = evaluates_together
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self.trained = 0
         """Passes in which an optimizer has stepped."""
@@ -94,8 +104,8 @@ class Loader:
         self._epoch = 0
         self._start = 0
         self._running: Pass | None = None
-        self._own_plan: EpochPlan | None = None
-        """Of the pass that is running, or is to be taken up, where the order is the user's own."""
+        self._custom_plan: EpochPlan | None = None
+        """Of the pass that is running or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
         self._workers = Workers(source.options, seed)
@@ -113,18 +123,18 @@ class Loader:
     @property
     def shares(self) -> tuple[int, ...]:
         """How a global batch is divided over the ranks: one whole number each."""
-        self._division.follow()
-        return self._division.shares
+        self._plan.update()
+        return self._plan.shares
 
     @property
     def micro_batches(self) -> int:
         """Of a global batch."""
-        self._division.follow()
-        return self._division.micro_batches
+        self._plan.update()
+        return self._plan.num_micro_batches
 
     @property
-    def steps(self) -> int:
-        """Global batches, and so optimizer steps, of an epoch."""
+    def steps(self) -> int | None:
+        """Global batches, and so optimizer steps, of an epoch; None: not known."""
         return self.source.steps
 
     @property
@@ -157,7 +167,7 @@ class Loader:
             reason = f"samples: the global batch, {shown} on ranks 0 to {len(of_rank) - 1}"
         if self.micro_batches > 1:
             reason += f", in {self.micro_batches} micro-batches"
-        if self._division.open:
+        if self._plan.undecided:
             reason += "; how to divide it is measured in the first that is trained on"
         return Choice("batch", value, reason)
 
@@ -169,12 +179,11 @@ class Loader:
         Raises:
             LengthUnknownError: of a stream that does not say its length.
         """
-        length, size = self.source.length, self.batch_size
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
-            return len(self._division.pieces(plan, self._collectives.data_parallel, 0))
-        full = min(self.steps, length // size)
-        last = len(self._division.planned(length % size)) if self.steps > full else 0
+            return len(self._plan.of_epoch(plan, 0))
+        full, rest = divmod(self.source.length, self.batch_size)
+        last = len(self._plan.split(rest)) if rest and not self.source.drop_last else 0
         return full * self.micro_batches + last
 
     def __iter__(self) -> Iterator[Any]:
@@ -195,8 +204,8 @@ class Loader:
             done = self._running.micro_batch.last and self._running.stepped
             epoch, step = self._epoch - 1, self._position + int(done)
         state: dict[str, Any] = {"epoch": epoch, "step": step, **self._identity()}
-        if self.mid_epoch and self._own_plan is not None:
-            state |= {name: torch.from_numpy(a) for name, a in vars(self._own_plan).items()}
+        if self.mid_epoch and self._custom_plan is not None:
+            state |= {name: torch.from_numpy(a) for name, a in vars(self._custom_plan).items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,15 +222,14 @@ class Loader:
                     "continue with the same data, batch size and seed, or leave the loader out",
                 )
         self._epoch, self._start, self._running = state["epoch"], state["step"], None
-        self._own_plan = None
+        self._custom_plan = None
         if "order" in state:
-            self._own_plan = EpochPlan(state["order"].numpy(), state["bounds"].numpy())
+            self._custom_plan = EpochPlan(state["order"].numpy(), state["bounds"].numpy())
 
     def example(self) -> Any:
         """A batch of one micro-batch's size, of the first samples, on the CPU."""
-        count = min(self.source.length, -(-self.batch_size // self.micro_batches))
-        with preserve_rng_state():
-            return self._fetch[0, np.arange(count, dtype=np.int64)]
+        count = -(-self.batch_size // self.micro_batches)
+        return self._first(0, count)
 
     def release(self) -> None:
         """Ends persistent workers."""
@@ -229,23 +237,22 @@ class Loader:
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         """The pass over an epoch, from a global batch of it on."""
-        plan = self._own_plan if start else None
+        plan = self._custom_plan if start else None
         if plan is None:
             plan = self.source.plan(self.seed, epoch)
-        part = self._collectives.data_parallel
         if training:
-            self._own_plan = plan if self.source.own_order else None
+            self._custom_plan = plan if self.source.custom_order else None
             self.coverage.begin(epoch, start, plan)
-            portions = self._division.portions(plan, part, start, weighed=self.weight is not None)
-            return self._run(epoch, portions, start, training, False)
-        self._division.follow()
-        pieces = self._division.pieces(plan, part, start)
+            segments = self._plan.segments(plan, start, weighed=self.weight is not None)
+            return self._run(epoch, segments, start, training, False)
+        self._plan.update()
+        wanted = self._plan.of_epoch(plan, start)
         some_skip = False
-        if not self._together:
-            some_skip = not all(all_have for _, _, _, all_have in pieces)
-            pieces = [piece for piece in pieces if piece[1].local]
-        portion = Portion(deque(pieces))
-        return self._run(epoch, (one for one in [portion]), start, training, some_skip)
+        if not self._evaluates_together:
+            some_skip = not all(planned.on_all_ranks for planned in wanted)
+            wanted = [planned for planned in wanted if planned.micro_batch.local]
+        segments = (segment for segment in [Segment(deque(wanted))])
+        return self._run(epoch, segments, start, training, some_skip)
 
     def _size(self) -> str:
         return f"{self.source.length:,}".replace(",", " ")
@@ -261,12 +268,12 @@ class Loader:
     def _run(
         self,
         epoch: int,
-        portions: Generator[Portion, None, None],
+        segments: Generator[Segment, None, None],
         start: int,
         training: bool,
         some_skip: bool,
     ) -> Iterator[Any]:
-        """Hands out the pieces; everything is as it was before when the pass is left."""
+        """Hands out the micro-batches; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
         running = Pass()
         try:
@@ -274,26 +281,19 @@ class Loader:
                 self._running, self._position = running, start
             elif some_skip:
                 self._collectives.blocked = SOME_SKIP
-            for portion in portions:
-                for micro, batch in self._place(self._pairs(epoch, portion, training)):
-                    position, _, samples, _ = portion.pieces.popleft()
+            for segment in segments:
+                for micro, batch in self._place(self._with_batches(epoch, segment, training)):
+                    planned = segment.micro_batches.popleft()
                     self.current = step.seen = step.latest = micro
                     if training:
                         step.begin(running, micro)
-                        self.coverage.add(epoch, position, samples, micro)
-                        if step.watchers:
-                            counts = self._collectives.contributes
-                            handed = BatchEvent(
-                                self, epoch, position, samples, micro, batch, counts
-                            )
-                            for watcher in step.watchers:
-                                watcher.handed_out(handed)
+                        self._delivered(epoch, planned, micro, batch)
                         if self._running is running:
-                            self._position = position
+                            self._position = planned.step
                     yield batch
             self.evaluated += int(not training)
         finally:
-            portions.close()
+            segments.close()
             self._collectives.blocked = blocked
             if self._running is running:
                 self._running = None
@@ -301,30 +301,41 @@ class Loader:
             step.end(running)
             step.seen = seen
 
-    def _pairs(self, epoch: int, portion: Portion, training: bool) -> Iterator[Pair]:
-        """The pieces of a portion, weighted, each with its batch on the CPU."""
-        wanted = [*portion.pieces, *portion.ahead]
-        batches = self._read([(epoch, indices) for _, _, indices, _ in wanted])
-        pairs: Iterator[Pair] = zip((piece[1] for piece in wanted), batches, strict=True)
-        if self.weight is None or not training:
+    def _delivered(
+        self, epoch: int, planned: PlannedMicroBatch, micro: MicroBatch, batch: Any
+    ) -> None:
+        """Tells those who look on what the training loop is about to get."""
+        self.coverage.add(epoch, planned.step, planned.indices, micro)
+        if self._step.watchers:
+            counts = self._collectives.contributes
+            event = BatchEvent(self, epoch, planned.step, planned.indices, micro, batch, counts)
+            for watcher in self._step.watchers:
+                watcher.handed_out(event)
+
+    def _with_batches(self, epoch: int, segment: Segment, training: bool) -> Iterator[WithBatch]:
+        """The micro-batches of a segment, weighted, each with its batch on the CPU."""
+        wanted = [*segment.micro_batches, *segment.ahead]
+        batches = self._read([(epoch, planned.indices) for planned in wanted])
+        pairs: Iterator[WithBatch] = zip((x.micro_batch for x in wanted), batches, strict=True)
+        if self.weight is None or not training or not wanted:
             return pairs
-        begun = portion.begun
-        if portion.ahead:
+        weight_before = segment.weight_before
+        if segment.ahead:
             read = list(pairs)
             micro, batch = read[0]
-            portion.begun = weigh(self.weight, batch) if micro.local else 0.0
+            segment.weight_before = weigh(self.weight, batch) if micro.local else 0.0
             pairs = iter(read)
         whole = weighted(
             pairs,
             self.weight,
             self._collectives,
             epoch=epoch,
-            position=wanted[0][0] if wanted else 0,
-            begun=begun,
+            position=wanted[0].step,
+            weight_before=weight_before,
         )
-        return islice(whole, len(portion.pieces))
+        return islice(whole, len(segment.micro_batches))
 
-    def _place(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
+    def _place(self, pairs: Iterator[WithBatch]) -> Iterator[WithBatch]:
         """Moves batches to the device while keeping what they are beside them."""
         micros: list[MicroBatch] = []
 
@@ -360,10 +371,61 @@ class Loader:
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
-            with preserve_rng_state():
-                self._example = emptied(self._fetch[epoch, _FIRST], 1)
+            self._example = emptied(self._first(epoch, 1), 1)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
+    def _first(self, epoch: int, count: int) -> Any:
+        """A batch of the first samples, on the CPU."""
+        with preserve_rng_state():
+            return self._fetch[epoch, np.arange(min(count, self.source.length), dtype=np.int64)]
 
-_FIRST: Indices = np.zeros(1, dtype=np.int64)
-SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
+
+class Epochs:
+    """Counts epochs and sees, from what the loaders did, whether the present one is done.
+
+    Args:
+        loaders: all prepared loaders; the list may still grow.
+        step: of the run.
+    """
+
+    def __init__(self, loaders: list[Loader], step: Step) -> None:
+        self.present = 0
+        self._loaders = loaders
+        self._step = step
+        self._begun: dict[Loader, int] | None = None
+        """Passes with steps of each loader when the present epoch began; None between loops."""
+        self._begun_at = 0
+        self._regular: list[Loader] = []
+        """Those that were trained on in the epoch before belong to every epoch."""
+
+    def run(self, total: int) -> Iterator[int]:
+        """The epochs from the present one to `total` - 1."""
+        while self.present < total:
+            self._begin()
+            try:
+                yield self.present
+            except GeneratorExit:  # the loop was left with `break`
+                self.present = self.next
+                self._begun = None
+                raise
+            self.present += 1
+        self._begun = None
+
+    @property
+    def next(self) -> int:
+        """The epoch to continue with: the present one, or the next if it is done."""
+        return self.present + int(self._done())
+
+    def _begin(self) -> None:
+        before = self._begun or {}
+        self._regular = [x for x in self._loaders if x.trained > before.get(x, x.trained)]
+        self._begun = {loader: loader.trained for loader in self._loaders}
+        self._begun_at = self._step.number
+
+    def _done(self) -> bool:
+        if self._begun is None or any(loader.mid_epoch for loader in self._loaders):
+            return False
+        if not any(loader.trained for loader in self._loaders):
+            return self._step.number > self._begun_at
+        now = [x for x in self._loaders if x.trained > self._begun.get(x, 0)]
+        return bool(now) and all(loader in now for loader in self._regular)

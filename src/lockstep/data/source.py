@@ -1,4 +1,9 @@
-"""What the user gave as data, read once: the dataset, the order of its samples, the batch size."""
+"""What the user gave as data, read once: the dataset, the order of its samples, the batch size.
+
+A map-style dataset has an index, and a global batch is a list of indices (`Source`). An iterable
+one is read again from its beginning in every epoch: its sample `i` is the `i`-th that it gives, and
+global batch `t` holds the samples from `t * B` on, on any number of ranks (`IterableSource`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import difflib
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -19,6 +24,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -26,9 +32,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
+from lockstep.data.batch_plan import (
+    EpochPlan,
+    batches_in_epoch,
+    check_batch_size,
+    cut,
+    global_batch_size,
+    plan_epoch,
+)
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import DataError, LengthUnknownError, UsageError
 
 _SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
 _OPTIONS = (
@@ -56,6 +69,10 @@ _ARGUMENTS = (
     "shard",
 )
 
+Shard = Callable[[int, int], Iterable[Any]] | Literal[False] | None
+"""`(start, step)` gives the samples start, start + step, ...; False: the iterable splits itself
+over the ranks; None: every rank reads the whole of it and keeps its part."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -80,14 +97,14 @@ class Source:
         return _length(self.sampler if self.sampler is not None else self.dataset)
 
     @property
-    def steps(self) -> int:
-        """Global batches of an epoch."""
+    def steps(self) -> int | None:
+        """Global batches of an epoch; None: an iterable does not say its length."""
         if self.batch_sampler is not None:
             return _length(self.batch_sampler)
         return batches_in_epoch(self.length, self.batch_size, drop_last=self.drop_last)
 
     @property
-    def own_order(self) -> bool:
+    def custom_order(self) -> bool:
         """A sampler of the user's says which samples form the global batches."""
         return self.sampler is not None or self.batch_sampler is not None
 
@@ -97,11 +114,11 @@ class Source:
 
         A sampler of the user's is run through once, for epoch 0 of seed 0.
         """
-        sizes = (self.length, self.batch_size, self.shuffle, self.drop_last, self.steps)
-        found = zlib.crc32(repr(tuple(int(size) for size in sizes)).encode())
+        sizes = (self.length, self.batch_size, self.shuffle, self.drop_last, self.steps or 0)
+        found = zlib.crc32(repr(tuple(map(int, sizes))).encode())
         for indices in _subsets(self.dataset):
-            found = zlib.crc32(_bytes(indices), found)
-        if self.own_order:
+            found = zlib.crc32(_index_bytes(indices), found)
+        if self.custom_order:
             plan = self.plan(0, 0)
             found = zlib.crc32(plan.order.tobytes(), found)
             found = zlib.crc32(plan.bounds.tobytes(), found)
@@ -116,7 +133,7 @@ class Source:
 
     def plan(self, seed: int, epoch: int) -> EpochPlan:
         """The global batches of an epoch, the same on every rank."""
-        if not self.own_order:
+        if not self.custom_order:
             return plan_epoch(
                 self.length,
                 self.batch_size,
@@ -136,6 +153,53 @@ class Source:
                 return EpochPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
             order = np.fromiter(_indices(self.sampler), dtype=np.int64)
         return cut(order, self.batch_size, drop_last=self.drop_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableSource(Source):
+    """An iterable dataset and how its samples are grouped."""
+
+    transform: Callable[[Any], Any] | None = None
+    """Applied to a rank's own samples, each with random streams of its own."""
+    shard: Shard = None
+
+    @property
+    def length(self) -> int:
+        """Samples of an epoch, as the iterable itself says.
+
+        Raises:
+            LengthUnknownError: it does not.
+        """
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            raise LengthUnknownError(
+                f"the length of the stream {type(self.dataset).__name__}",
+                "it has no __len__: its end is known when it comes",
+                "count what the loop was handed, or give the stream a __len__ that returns the "
+                "number of its samples",
+            ) from None
+
+    @property
+    def steps(self) -> int | None:
+        """Global batches of an epoch; None: the iterable does not say its length."""
+        try:
+            return super().steps
+        except LengthUnknownError:
+            return None
+
+    @property
+    def description(self) -> str:
+        """What must be equal on all ranks, in words."""
+        return (
+            f"a loader over a stream ({type(self.dataset).__name__}) in global batches of "
+            f"{self.batch_size}, drop_last={self.drop_last}, shard={self.sharding}"
+        )
+
+    @property
+    def sharding(self) -> str:
+        """How a rank comes by its part, in a word."""
+        return "own" if self.shard is False else "whole" if self.shard is None else "seek"
 
 
 def _indices(sampler: Sampler[int] | None) -> Iterator[int]:
@@ -186,55 +250,130 @@ def _subsets(dataset: object) -> Iterator[Any]:
             yield from _subsets(part)
 
 
-def _bytes(indices: Any) -> bytes:
+def _index_bytes(indices: Any) -> bytes:
     """Equal for equal indices, whether given as list, range, array or tensor."""
     try:
         array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
     except ValueError:  # such as tuples of several lengths
-        array = np.asarray(["?"] * len(indices))
+        return str(len(indices)).encode()
     if array.dtype.kind in "iu" or not array.size:
         return array.astype(np.int64).tobytes()
     # Names of samples; of other objects only their number, as their text may hold an address.
     return array.tobytes() if array.dtype.kind == "U" else str(len(indices)).encode()
 
 
-def from_dataset(
-    dataset: Dataset[Any],
-    batch_size: object,
+def make_source(
+    data: Any,
+    batch_size: int | None = None,
     *,
-    shuffle: bool,
-    drop_last: bool,
-    collate: Callable[[Any], Any] | None,
-    options: dict[str, Any],
+    per_device: int | None = None,
+    devices: int = 1,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    collate: Callable[[Any], Any] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    shard: Shard = None,
+    options: dict[str, Any] | None = None,
 ) -> Source:
-    """A dataset with a global batch size.
-
-    Args:
-        dataset: map-style.
-        batch_size: samples of a global batch.
-        shuffle: a new order every epoch.
-        drop_last: leave a last batch that is not full out.
-        collate: joins samples into a batch; None: torch's own.
-        options: of `torch.utils.data.DataLoader`, those that say how samples are read.
+    """The source of a loader, from a dataset or a DataLoader; see `World.loader`.
 
     Raises:
-        DataError: the dataset has no length or no index, `batch_size` is wrong, or an option is
-            unknown or refused by torch.
+        DataError: data or sizes that make no global batch, or an option is unknown or refused by
+            torch.
+        UsageError: arguments that do not fit these data.
     """
-    _check_map_style(dataset)
-    check_batch_size(batch_size)
-    check_options(dataset, options)
+    options = options or {}
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    iterable = isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+    if not iterable and (transform is not None or shard is not None):
+        raise UsageError(
+            "transform= or shard= for data with an index",
+            "they are for streams; of these data every rank reads the samples of its part alone",
+            "leave them out, and transform samples in the dataset's __getitem__",
+        )
+    if iterable:
+        _check_iterable(dataset, shuffle=shuffle, shard=shard)
+    else:
+        _check_map_style(dataset)
+    if not isinstance(data, DataLoader):
+        size = global_batch_size(batch_size, per_device, devices)
+        check_batch_size(size)
+        _check_options(dataset, options)
+        given: dict[str, Any] = {
+            "dataset": dataset,
+            "batch_size": size,
+            "drop_last": drop_last,
+            "collate": collate or default_collate,
+            "options": options,
+        }
+        if iterable:
+            return IterableSource(transform=transform, shard=shard, **given)
+        return Source(shuffle=shuffle, **given)
+    if (
+        batch_size is not None
+        or per_device is not None
+        or options
+        or shuffle
+        or drop_last
+        or collate is not None
+    ):
+        raise UsageError(
+            "world.loader of a DataLoader with batch_size or loader options",
+            "the DataLoader has these already",
+            "set them in the DataLoader, or pass its dataset",
+        )
+    if data.batch_size is None and data.batch_sampler is None:
+        raise DataError(
+            "a DataLoader with batch_size=None",
+            "without a batch size there is no global batch",
+            "give the DataLoader a batch_size",
+        )
+    given = {
+        "dataset": dataset,
+        "drop_last": data.drop_last,
+        "collate": data.collate_fn,
+        "options": {name: getattr(data, name) for name in _OPTIONS},
+    }
+    if iterable:
+        return IterableSource(
+            batch_size=cast(int, data.batch_size), transform=transform, shard=shard, **given
+        )
+    return _from_loader(data, given)
+
+
+def _from_loader(loader: DataLoader[Any], given: dict[str, Any]) -> Source:
+    """A DataLoader over a map-style dataset, whose sampler may be the user's own."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(sampler, DistributedSampler) or isinstance(
+        getattr(batches, "sampler", None), DistributedSampler
+    ):
+        raise UsageError(
+            "a DataLoader with a DistributedSampler",
+            "it is already cut into shards; Lockstep would cut each shard again",
+            "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
+            code="LS102",
+        )
+    if type(batches) is not BatchSampler or loader.batch_size is None:
+        size = getattr(batches, "batch_size", None)
+        if not (isinstance(size, int) and size > 0):  # what is typical of its batches
+            size = max(1, -(-_length(loader.dataset) // max(1, _length(batches))))
+        own = cast("Sampler[list[int]]", batches)
+        return Source(batch_size=size, batch_sampler=own, **given)
+    simple = (
+        type(sampler) is SequentialSampler
+        or (type(sampler) is RandomSampler and not sampler.replacement)
+    ) and len(sampler) == len(sampler.data_source) == _length(loader.dataset)
     return Source(
-        dataset=dataset,
-        batch_size=int(batch_size),  # type: ignore[call-overload]
-        shuffle=shuffle,
-        drop_last=drop_last,
-        collate=collate or default_collate,
-        options=options,
+        batch_size=loader.batch_size,
+        shuffle=simple and type(sampler) is RandomSampler,
+        sampler=None if simple else cast("Sampler[int]", sampler),
+        **given,
     )
 
 
-def check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
+def _check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
     """Raises DataError where an option is unknown, or refused by torch."""
     for name in options:
         if name in _ORDERING:
@@ -270,77 +409,28 @@ def check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
         ) from error
 
 
-def from_loader(loader: DataLoader[Any]) -> Source:
-    """A DataLoader's settings, its `batch_size` being the global batch.
-
-    Raises:
-        DataError: without a batch size, or over a dataset without length.
-        UsageError: the loader is already cut into shards.
-    """
-    _check_map_style(loader.dataset)
-    if isinstance(loader.sampler, DistributedSampler) or isinstance(
-        getattr(loader.batch_sampler, "sampler", None), DistributedSampler
-    ):
+def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
+    name = type(dataset).__name__
+    if shuffle:
         raise UsageError(
-            "a DataLoader with a DistributedSampler",
-            "it is already cut into shards; Lockstep would cut each shard again",
-            "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
-            code="LS102",
+            f"shuffle=True for the stream {name}",
+            "a stream is read in the order that it has",
+            "shuffle inside its __iter__ (whose random streams are seeded alike on all ranks), or "
+            "with the stream's own .shuffle(...)",
         )
-    common = what_it_reads(loader)
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        return Source(
-            batch_size=_typical(loader),
-            batch_sampler=cast("Sampler[list[int]]", loader.batch_sampler),
-            **common,
+    if not (shard is None or shard is False or callable(shard)):
+        raise UsageError(
+            f"shard={shard!r}",
+            "it is neither a function (start, step) nor False",
+            "give a function that returns the samples start, start + step, ...; False, if the "
+            "stream splits itself over the ranks; or leave it out",
         )
-    check_batch_size(loader.batch_size)
-    sampler = loader.sampler
-    simple = (
-        type(sampler) is SequentialSampler
-        or (type(sampler) is RandomSampler and not sampler.replacement)
-    ) and len(sampler) == len(sampler.data_source) == _length(loader.dataset)
-    return Source(
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        shuffle=simple and type(sampler) is RandomSampler,
-        sampler=None if simple else sampler,  # type: ignore[arg-type]
-        **common,
-    )
-
-
-def what_it_reads(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A DataLoader's dataset, its collate function, and how it reads.
-
-    Raises:
-        DataError: it has no batch size.
-    """
-    if loader.batch_size is None and loader.batch_sampler is None:
+    if hasattr(dataset, "__next__"):
         raise DataError(
-            "a DataLoader with batch_size=None",
-            "without a batch size there is no global batch",
-            "give the DataLoader a batch_size",
+            f"data of type {name}, which is an iterator",
+            "it can be read once, and every epoch reads from the beginning",
+            "give an object whose __iter__ begins anew, such as an IterableDataset",
         )
-    return {
-        "dataset": loader.dataset,
-        "collate": loader.collate_fn,
-        "options": {
-            "num_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-        },
-    }
-
-
-def _typical(loader: DataLoader[Any]) -> int:
-    size = getattr(loader.batch_sampler, "batch_size", None)
-    if isinstance(size, int) and size > 0:
-        return size
-    return max(1, -(-_length(loader.dataset) // max(1, _length(loader.batch_sampler))))
 
 
 def _check_map_style(dataset: object) -> None:

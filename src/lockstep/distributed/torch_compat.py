@@ -17,7 +17,8 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -214,6 +215,22 @@ def take_gpu() -> None:
     index = int(os.environ.get("LOCAL_RANK", 0)) if bound is None else bound.index
     if index < cuda.device_count():
         cuda.set_device(index)
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
+
+    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
+    whole of one, to take from it what it was asked for, has no public way to say so.
+    """
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 def process_groups() -> list[dict[str, Any]]:

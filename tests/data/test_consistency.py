@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.same_samples import alike, digest
+from lockstep.data.consistency import alike, digest
 
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 

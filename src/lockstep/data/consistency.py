@@ -1,0 +1,303 @@
+"""Do all ranks read the same data? A few samples are compared; a loss would not show it.
+
+Machines may hold different copies, and `os.listdir` gives each its own order.
+
+Of a dataset with an index (`check_samples`, when it is prepared) at most four samples are read on
+every rank, under the seeds that the loader would give them, and fewer where reading takes long.
+Where the loader has workers, one worker reads them: a dataset may open files when it is first read,
+and processes that are forked later must not share these. Nothing is read on one process, nor where
+workers are not forked, since starting one then takes seconds. Samples that differ are read once
+more. What then differs from itself is drawn at random by other means than the global streams, and
+is left alone.
+
+Of an iterable (`check_global_batch`, now and then while it is read) the first samples of a global
+batch are compared: they must be the same where every rank reads the whole of it, and must not all
+be the same where it is split.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.source import IterableSource, Source
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.seeding import preserve_rng_state, seed_sample
+from lockstep.errors import RanksDifferError, some
+
+_SAMPLES = 4
+_SAMPLES_OF_BATCH = 16
+_TIME_LIMIT_S = 0.25
+"""After that no further sample is read."""
+_NUMBERS, _NUMBERS_OF_BATCH = 2**16, 512
+"""Numbers of an array that are looked at, evenly spread."""
+_SMALL = 16
+"""Numbers that are compared one by one, whatever they are."""
+_TOLERANCE = 1e-3
+"""Relative; machines decode images and round sums a little differently."""
+_END = "end "
+
+
+def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
+    """Compares a few samples of a dataset with an index over all ranks; alone it reads nothing.
+
+    Raises:
+        RanksDifferError: an index stands for different samples; on all ranks.
+    """
+    if collectives.alone or type(source) is not Source:
+        return
+    last = len(source.dataset) - 1  # type: ignore[arg-type]
+    indices = sorted({last * n // (_SAMPLES - 1) for n in range(_SAMPLES if last >= 0 else 0)})
+    first = _read_on_all_ranks(source, seed, indices, collectives)
+    differing = [
+        n
+        for n in range(min(map(len, first)))
+        if all(row[n] is not None for row in first) and not _all_alike([row[n] for row in first])
+    ]
+    if not differing:
+        return
+    again = _read_on_all_ranks(source, seed, indices, collectives)
+    for n in differing:
+        if all(len(b) > n and alike(a[n], b[n]) for a, b in zip(first, again, strict=True)):
+            raise RanksDifferError(
+                f"a {type(source.dataset).__name__} that is the same on every rank",
+                _difference(indices[n], [row[n] for row in first]),
+                "compare the copies of the data on the machines; sort what os.listdir or a set "
+                "gives, and seed what shuffles or draws",
+                code="LS104",
+            )
+
+
+def _read_on_all_ranks(
+    source: Source, seed: int, indices: Sequence[int], collectives: Collectives
+) -> list[list[Any]]:
+    """What every rank has read, as many samples as it read; None for one that it could not read."""
+    mine = json.dumps(_read(source, seed, indices))
+    return [json.loads(text) for text in collectives.exchange(mine)]
+
+
+def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
+    probe = _Probe(source.dataset, seed, indices)
+    if not source.options.get("num_workers"):
+        with preserve_rng_state():
+            return probe[0]
+    context = source.options.get("multiprocessing_context")
+    method = context if isinstance(context, str) or context is None else context.get_start_method()
+    if (method or multiprocessing.get_start_method()) != "fork":
+        return []
+    worker: DataLoader[Any] = DataLoader(
+        probe,
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=context,
+        collate_fn=list,  # torch's own would make tensors of the numbers
+        worker_init_fn=source.options.get("worker_init_fn"),
+        generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
+    )
+    try:
+        (found,) = worker
+    except Exception:  # of `worker_init_fn`: the training loop meets it at its own line
+        return []
+    return list(found)
+
+
+class _Probe(Dataset[Any]):
+    """A dataset of one item: what `indices` of another one hold, in short."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, indices: Sequence[int]) -> None:
+        self.dataset, self.seed, self.indices = dataset, seed, indices
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> list[Any]:
+        found: list[Any] = []
+        begun = time.perf_counter()
+        for index in self.indices:
+            if found and time.perf_counter() - begun > _TIME_LIMIT_S:
+                break
+            seed_sample(self.seed, 0, index)
+            try:
+                found.append(digest(self.dataset[index]))
+            except Exception:  # whatever it is, the training loop meets it at its own line
+                found.append(None)
+        return found
+
+
+def check_global_batch(
+    collectives: Collectives, source: IterableSource, epoch: int, first: int, mine: list[Any]
+) -> None:
+    """Compares what the ranks have read of a global batch of an iterable. A collective.
+
+    Args:
+        collectives: of the run.
+        source: the iterable.
+        epoch: that is being read.
+        first: the first sample of the global batch.
+        mine: `batch_digests` of what this rank has read of it.
+
+    Raises:
+        RanksDifferError: on every rank.
+    """
+    text = json.dumps(mine)
+    if source.shard is None:
+        sums = collectives.exchange(f"{zlib.crc32(text.encode()):08x}")
+        _check_ends(epoch, sums)
+        if len(set(sums)) > 1:
+            rows = [json.loads(row) for row in collectives.exchange(text)]
+            _check_same(source, epoch, first, rows)
+        return
+    ranks = collectives.data_parallel.size
+    parts = [json.loads(part) for part in collectives.exchange(text)[:ranks]]
+    # A part all of whose samples are alike tells nothing: a stream of zeros is the same everywhere.
+    for part in parts:
+        twins = [str(rank) for rank, other in enumerate(parts) if alike(part, other)]
+        if len(twins) > 1 and not _all_alike(part):
+            own = source.shard is False
+            raise RanksDifferError(
+                f"shard={'False' if own else 'a function'}, for a stream that is split over the "
+                "ranks",
+                f"ranks {', '.join(twins)} were given the same samples (epoch {epoch}, from sample "
+                f"{first} on)",
+                "leave shard=False out: every rank then keeps its part of the stream"
+                if own
+                else "let the function give the samples start, start + step, ... of the stream",
+                code="LS108",
+            )
+
+
+def check_length(collectives: Collectives, epoch: int, samples: int) -> None:
+    """Compares how many samples the ranks have read when an iterable is at its end. A collective.
+
+    Raises:
+        RanksDifferError: on every rank.
+    """
+    _check_ends(epoch, collectives.exchange(f"{_END}{samples}"))
+
+
+def _check_ends(epoch: int, texts: list[str]) -> None:
+    """Of ranks whose stream is at its end, and ranks whose stream goes on."""
+    if len(set(texts)) > 1 and any(text.startswith(_END) for text in texts):
+        ends = [
+            f"after {text.removeprefix(_END)} samples on rank {rank}"
+            if text.startswith(_END)
+            else f"not yet on rank {rank}"
+            for rank, text in enumerate(texts)
+        ]
+        raise RanksDifferError(
+            f"a stream that every rank reads (epoch {epoch})",
+            f"it ends {', '.join(ends)}",
+            "let all ranks read the same data: look for machines whose copies differ",
+            code="LS104",
+        )
+
+
+def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[Any]]) -> None:
+    counts = [len(row) for row in rows]
+    shortest = min(counts)
+    differing = (n for n in range(shortest) if not _all_alike([row[n] for row in rows]))
+    place = next(differing, shortest)
+    if place < shortest:
+        found = _difference(first + place, [row[place] for row in rows])
+    elif len(set(counts)) > 1:
+        ended = ", ".join(str(r) for r, count in enumerate(counts) if count == shortest)
+        found = f"on rank {ended} it ends before sample {first + place}, elsewhere it goes on"
+    else:
+        return
+    raise RanksDifferError(
+        f"the stream {type(source.dataset).__name__}, which every rank reads as a whole, to keep "
+        f"its part (epoch {epoch})",
+        found,
+        "if it splits itself over the ranks, let it give every rank everything, or pass "
+        "shard=False to world.loader; else seed what shuffles it, and let the order not depend "
+        "on a set, a folder or the time",
+        code="LS109",
+    )
+
+
+def _difference(sample: int, digests: Sequence[Any]) -> str:
+    """Which ranks have another sample under a number than rank 0, in words."""
+    others = [rank for rank, found in enumerate(digests) if not alike(found, digests[0])]
+    shown = some([str(rank) for rank in others])
+    several = "s" * (len(others) > 1)
+    return f"sample {sample} of rank{several} {shown} is another one than that of rank 0"
+
+
+def batch_digests(samples: Sequence[Any]) -> list[Any]:
+    """Of the first samples of a batch."""
+    return [digest(sample, _NUMBERS_OF_BATCH) for sample in islice(samples, _SAMPLES_OF_BATCH)]
+
+
+def digest(value: Any, most: int = _NUMBERS) -> Any:
+    """A sample in short, as JSON: exact but for measured numbers, of which there are many.
+
+    Of an array at most about twice `most` numbers are looked at.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            return [str(value.dtype), list(value.shape)]
+        value = value.detach().cpu()
+        value = (value if value.dtype in _NUMPY else value.to(torch.float32)).numpy()
+    elif hasattr(value, "__array_interface__"):  # an image
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _digest_array(np.asarray(value), most)
+    if isinstance(value, str):  # a path may be this machine's own
+        return "path" if "/" in value or "\\" in value else zlib.crc32(value.encode())
+    if isinstance(value, bytes):
+        return zlib.crc32(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return [[str(key), digest(item, most)] for key, item in value.items()]
+    if isinstance(value, Sequence):
+        return [digest(item, most) for item in value]
+    return type(value).__name__
+
+
+_NUMPY = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def _digest_array(array: npt.NDArray[Any], most: int) -> list[Any]:
+    form = [str(array.dtype), list(array.shape)]
+    if array.dtype.kind not in "biufc":
+        return form
+    array = array.reshape(-1)[:: max(1, array.size // most)]
+    if array.dtype.kind != "f" and (array.dtype != np.uint8 or array.size <= _SMALL):
+        return [*form, zlib.crc32(np.ascontiguousarray(array).tobytes())]
+    if array.size <= _SMALL:
+        return [*form, *array.astype(np.float64).tolist()]
+    numbers = array.astype(np.float64)
+    sizes = np.abs(numbers)
+    weights = np.linspace(0.5, 1.5, len(numbers))
+    means = sizes.mean(), (sizes * weights).mean(), np.maximum(numbers, 0.0).mean()
+    return [*form, *map(float, means)]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two digests are of the same sample."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-9)
+    return bool(one == other)
+
+
+def _all_alike(digests: Sequence[Any]) -> bool:
+    return all(alike(one, digests[0]) for one in digests)

@@ -1,0 +1,313 @@
+"""A rank's micro-batches: how global batches are divided, and how much each micro-batch weighs.
+
+Where shares or the size of a micro-batch are to be found first, a global batch is handed out in two
+segments: a micro-batch in which they are found, then the rest, divided by what was found.
+
+DDP averages over ranks and backward passes accumulate, so a micro-batch whose loss is the mean over
+weight `w` counts as it should when that loss is multiplied by `w * ranks / W`, `W` being the weight
+of the whole global batch. By samples, `W` is known from the plan. By a user's weight (the tokens
+that count, say) it is a sum over ranks: the loader reads one global batch ahead and starts that
+all-reduce (24 bytes, on the CPU side) a whole step before its result is needed, so no step waits
+for it. At most one is under way. A loop that is left lets go of it unread, which is right where all
+ranks leave; the sum also says of which global batch it is, so that one of a rank that has left
+alone is not taken for another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, split_batch
+from lockstep.data.shares import AutotuneRequest, Question, opening, parse_micro_batch
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.topology import DataParallelRank
+from lockstep.errors import DataError, RanksDifferError
+from lockstep.step import MicroBatch
+
+Weight = Callable[[Any], float | Tensor]
+WithBatch = tuple[MicroBatch, Any]
+
+
+class PlannedMicroBatch(NamedTuple):
+    """A micro-batch of this rank, before it is read."""
+
+    step: int
+    """Which global batch of the epoch it is part of."""
+    micro_batch: MicroBatch
+    indices: Indices
+    """Of its samples in the dataset."""
+    on_all_ranks: bool
+    """Whether every rank has samples of it."""
+
+
+@dataclass
+class Segment:
+    """Micro-batches that are planned, read and handed out together."""
+
+    micro_batches: deque[PlannedMicroBatch]
+    """In order; each is taken off when it is handed out."""
+    ahead: list[PlannedMicroBatch] = field(default_factory=list)
+    """The rest of the global batch, where it must be read already to weigh the whole."""
+    weight_before: float = 0.0
+    """Of what this rank was handed of the first of these global batches before."""
+
+
+class MicroBatchPlan:
+    """How the global batches of a loader are divided.
+
+    Args:
+        batch_size: samples of a global batch.
+        data_parallel: this rank among those that compute parts.
+        varying: global batches may be of any size: each is divided by its own.
+        shares: one whole number a rank.
+        micro_batch_size: the most samples a rank computes at a time; None: its whole part. `"auto"`
+            is None until it is found.
+        min_micro_batches: of a global batch.
+        request: what is found in the first pass that trains; None: nothing.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        data_parallel: DataParallelRank,
+        *,
+        varying: bool,
+        shares: tuple[int, ...],
+        micro_batch_size: int | str | None,
+        min_micro_batches: int,
+        request: AutotuneRequest | None,
+    ) -> None:
+        self.shares = shares
+        self._batch_size = batch_size
+        self._data_parallel = data_parallel
+        self._varying = varying
+        self._micro_batch_size = parse_micro_batch(micro_batch_size)
+        self._min_micro_batches = min_micro_batches
+        self._request = request
+        self.update()
+
+    @property
+    def undecided(self) -> bool:
+        """Something is still to be found."""
+        return self._request is not None and self._request.open
+
+    def update(self) -> None:
+        """Takes up what has been found in the meantime, by whichever loader."""
+        if self._request is not None:
+            found = self._request.found
+            if self._request.shares and found.shares is not None:
+                self.shares = found.shares
+            if self._request.micro_batch_size and found.tried:
+                self._micro_batch_size = found.micro_batch_size
+        self.num_micro_batches = self._needed(self._batch_size)
+
+    def split(self, count: int) -> Indices:
+        """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
+        needed = self._needed(count) if self._varying else self.num_micro_batches
+        return split_batch(count, self.shares, needed)
+
+    def of_epoch(self, plan: EpochPlan, start: int) -> list[PlannedMicroBatch]:
+        """All of this rank's micro-batches from a step on."""
+        return [
+            micro
+            for step in range(start, len(plan))
+            for micro in self._of_rank(step, plan[step], self.split(len(plan[step])))
+        ]
+
+    def segments(
+        self, plan: EpochPlan, start: int, *, weighed: bool
+    ) -> Generator[Segment, None, None]:
+        """A pass that trains, from a step on; in its first global batches finds what is open.
+
+        Args:
+            plan: of the epoch.
+            start: the first step.
+            weighed: the user's weight of a global batch has to be known when it begins.
+        """
+        self.update()
+        while start < len(plan) and self.undecided:
+            yield from self.autotuned(start, plan[start], weighed=weighed)
+            start += 1
+        yield Segment(deque(self.of_epoch(plan, start)))
+
+    def autotuned(
+        self, step: int, batch: Indices, *, weighed: bool
+    ) -> Generator[Segment, None, None]:
+        """One global batch, in which something of what is not known is found."""
+        request = self._request
+        count, planned = len(batch), self.split(len(batch))
+        first = None
+        if request is not None:
+            first = opening(
+                count, self.shares, planned, self._micro_batch_size, whole=request.whole
+            )
+        if request is None or first is None:  # it is too short
+            yield Segment(deque(self._of_rank(step, batch, planned)))
+            return
+        begin, end = first[0, self._data_parallel.rank]
+        question = Question(
+            local=int(end - begin),
+            batch_size=self._batch_size,
+            shares=self.shares,
+            micro_batch_size=self._micro_batch_size,
+            find_shares=request.shares and request.found.shares is None,
+            find_micro_batch=request.micro_batch_size and not request.found.tried,
+        )
+        done = int(first[0, -1, 1])
+        segment = Segment(deque(self._of_rank(step, batch, first)))
+        if weighed:
+            segment.ahead = self._of_rank(step, batch, self._rest(count, done))
+        with request.found.watch(question):
+            yield segment
+        self.update()
+        if done < count:
+            rest = self._of_rank(step, batch, self._rest(count, done))
+            yield Segment(deque(rest), weight_before=segment.weight_before)
+
+    def _needed(self, count: int) -> int:
+        needed = micro_batches_needed(count, self.shares, self._micro_batch_size)
+        return max(needed, min(self._min_micro_batches, count))
+
+    def _rest(self, count: int, done: int) -> Indices:
+        """The parts of a global batch after its first samples: as planned, where that can be."""
+        planned = self.split(count)
+        later = [j for j in range(len(planned)) if planned[j, 0, 0] == done]
+        if later or done == count:
+            return planned[later[0] :] if later else planned[:0]
+        return done + split_batch(count - done, self.shares, self._needed(count - done))
+
+    def _of_rank(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:
+        """This rank's micro-batches of what of a global batch is in `parts`."""
+        rank, ranks = self._data_parallel.rank, self._data_parallel.size
+        counts = parts[..., 1] - parts[..., 0]
+        whole = len(parts) == 1 and int(counts.sum()) == len(batch)
+        plain = whole and bool((counts == counts[0, 0]).all()) and len(batch) > 0
+        found = []
+        for j in range(len(parts)):
+            begin, end = parts[j, rank]
+            local = int(end - begin)
+            micro = MicroBatch(
+                count=len(batch),
+                local=local,
+                first=int(parts[j, 0, 0]) == 0,
+                last=int(parts[j, -1, 1]) == len(batch),
+                pieces=len(parts),
+                scale=1.0 if plain else local * ranks / max(1, len(batch)),
+                plain=plain,
+            )
+            found.append(PlannedMicroBatch(step, micro, batch[begin:end], bool(counts[j].all())))
+        return found
+
+
+@dataclass
+class _WeighedBatch:
+    """One global batch: its micro-batches, their weights, and the sum that is on its way."""
+
+    pairs: list[WithBatch]
+    weights: list[float]
+    place: tuple[int, int]
+    """Its epoch, and its position in it."""
+    total: Tensor
+    """Over the ranks: weight, epoch, position."""
+    work: dist.Work | None
+
+
+def weighted(
+    pairs: Iterator[WithBatch],
+    weight: Weight,
+    collectives: Collectives,
+    *,
+    epoch: int,
+    position: int,
+    weight_before: float = 0.0,
+) -> Iterator[WithBatch]:
+    """The same micro-batches with the exact scale of `weight` instead of that of samples.
+
+    Args:
+        pairs: the micro-batches, in order.
+        weight: of a batch.
+        collectives: of the run.
+        epoch: of the pass.
+        position: of the first global batch in the epoch.
+        weight_before: of what this rank was handed of that batch before.
+
+    Raises:
+        RanksDifferError: another rank is at another global batch.
+    """
+    ahead: _WeighedBatch | None = None
+    group: list[WithBatch] = []
+    for pair in pairs:
+        group.append(pair)
+        if pair[0].last:
+            # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
+            ready = [] if ahead is None else _finish(ahead, collectives)
+            ahead = _start(group, weight, collectives, weight_before, (epoch, position))
+            group, weight_before, position = [], 0.0, position + 1
+            yield from ready
+    if ahead is not None:
+        yield from _finish(ahead, collectives)
+
+
+def _start(
+    pairs: list[WithBatch],
+    weight: Weight,
+    collectives: Collectives,
+    weight_before: float,
+    place: tuple[int, int],
+) -> _WeighedBatch:
+    weights = [weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
+    own = weight_before + sum(weights) if collectives.contributes else 0.0
+    total = torch.tensor([own, *place], dtype=torch.float64)
+    work = None if collectives.alone else dist.all_reduce(total, async_op=True)
+    return _WeighedBatch(pairs, weights, place, total, work)
+
+
+def _finish(group: _WeighedBatch, collectives: Collectives) -> list[WithBatch]:
+    if group.work is not None:
+        group.work.wait()
+        _check_position(group, collectives)
+    total = float(group.total[0])
+    ranks = collectives.data_parallel.size
+    plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].first
+    found = []
+    for (micro, batch), own in zip(group.pairs, group.weights, strict=True):
+        scale = own * ranks / total if total else 0.0
+        found.append((replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch))
+    return found
+
+
+def _check_position(group: _WeighedBatch, collectives: Collectives) -> None:
+    size = collectives.topology.size
+    if group.total[1:].tolist() != [size * number for number in group.place]:
+        epoch, position = group.place
+        raise RanksDifferError(
+            "the same global batch on every rank, which weight= sums up over the ranks",
+            f"rank {collectives.topology.rank} is at number {position} of epoch {epoch}, and "
+            "another rank is elsewhere",
+            "leave the training loop at the same step on every rank: decide break, continue and "
+            "return by what is equal everywhere, such as the step or world.mean(loss)",
+        )
+
+
+def weigh(weight: Weight, batch: Any) -> float:
+    """What a batch weighs.
+
+    Raises:
+        DataError: the user's function did not give a number that is at least 0.
+    """
+    value = weight(batch)
+    number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e300:
+        raise DataError(
+            f"weight={getattr(weight, '__name__', weight)}",
+            f"it gave {value!r} for a batch",
+            "return one number that is at least 0, such as the number of tokens that count",
+        )
+    return float(number)
