@@ -137,3 +137,12 @@ def test_torchs_binding_to_processors_takes_what_it_is_given():
     parameters = inspect.signature(binding._maybe_wrap_command_args_with_numa_binding).parameters
     assert {"numa_options"} < set(parameters)
     assert {"gpu_index", "device_index"} & set(parameters)
+
+
+def test_a_loader_worker_can_be_without_its_worker_info(monkeypatch):
+    info = object()
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", info)
+    assert torch.utils.data.get_worker_info() is info
+    with torch_compat.without_worker_info():
+        assert torch.utils.data.get_worker_info() is None
+    assert torch.utils.data.get_worker_info() is info

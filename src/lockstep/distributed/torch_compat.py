@@ -170,6 +170,25 @@ def answers_as_store(connection: socket.socket) -> bool:
         return False
 
 
+# Workers of a DataLoader
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
+
+    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
+    whole of one, to take from it what it was asked for, has no public way to say so.
+    """
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
 # Process groups and their Flight Recorder
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -215,22 +234,6 @@ def take_gpu() -> None:
     index = int(os.environ.get("LOCAL_RANK", 0)) if bound is None else bound.index
     if index < cuda.device_count():
         cuda.set_device(index)
-
-
-@contextmanager
-def without_worker_info() -> Iterator[None]:
-    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
-
-    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
-    whole of one, to take from it what it was asked for, has no public way to say so.
-    """
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 def process_groups() -> list[dict[str, Any]]:
