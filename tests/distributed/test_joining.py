@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.manifest import Claim, Verdict, meet, wait_until
+from lockstep.distributed.manifest import Decision, Place, agree
+from lockstep.distributed.network import Endpoint, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     DuplicateRankError,
@@ -23,49 +24,62 @@ from lockstep.errors import (
 )
 
 
-def claim(rank: int, size: int, timeout: float = 20.0, **record: str) -> Claim:
-    return Claim(
+@dataclass(frozen=True)
+class Rank:
+    """One process that asks to join."""
+
+    topology: Topology
+    manifest: dict[str, str]
+    timeout: float
+
+    def join(self, store: Store) -> Decision:
+        return agree(store, self.topology, self.manifest, Place("a table"), self.timeout)
+
+
+def rank_of(rank: int, size: int, timeout: float = 20.0, **manifest: str) -> Rank:
+    return Rank(
         Topology(rank=rank, size=size, local_rank=rank, local_size=size),
-        {"host": f"host{rank // 2}", "pid": "1", "rank": str(rank), **record},
-        "a table",
+        {"host": f"host{rank // 2}", "pid": "1", "rank": str(rank), **manifest},
         timeout,
     )
 
 
-def meet_all(*claims: Claim) -> list[Verdict]:
-    """Each claim in a thread of its own."""
+def join_all(*ranks: Rank) -> list[Decision]:
+    """Each rank in a thread of its own."""
     store = dist.HashStore()
-    verdicts: list[Verdict | None] = [None] * len(claims)
+    decisions: list[Decision | None] = [None] * len(ranks)
 
     def run(place: int) -> None:
-        verdicts[place] = meet(store, claims[place])
+        decisions[place] = ranks[place].join(store)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(claims))]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [verdict for verdict in verdicts if verdict is not None]
+    return [decision for decision in decisions if decision is not None]
 
 
-def texts(verdicts: list[Verdict]) -> set[tuple[type[LockstepError], str, str, str]]:
-    faults = [v.fault for v in verdicts if v.fault is not None]
-    assert len(faults) == len(verdicts)
-    return {(type(f), f.was_set, f.found, f.do) for f in faults}
+def texts(decisions: list[Decision]) -> set[tuple[type[LockstepError], str, str, str]]:
+    errors = [d.error for d in decisions if d.error is not None]
+    assert len(errors) == len(decisions)
+    return {(type(f), f.was_set, f.found, f.do) for f in errors}
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_ranks_get_all_records_in_the_order_of_ranks(size: int) -> None:
-    verdicts = meet_all(*(claim(rank, size) for rank in reversed(range(size))))
-    assert [v.fault for v in verdicts] == [None] * size
-    for verdict in verdicts:
-        assert [record["rank"] for record in verdict.records] == [str(r) for r in range(size)]
-    assert [v.judged for v in verdicts] == [False] * (size - 1) + [True]
+def test_all_ranks_get_all_manifests_in_the_order_of_ranks(size: int) -> None:
+    decisions = join_all(*(rank_of(rank, size) for rank in reversed(range(size))))
+    assert [d.error for d in decisions] == [None] * size
+    for decision in decisions:
+        assert [manifest["rank"] for manifest in decision.manifests] == [
+            str(r) for r in range(size)
+        ]
+    assert [d.made_here for d in decisions] == [False] * (size - 1) + [True]
 
 
 def test_a_missing_rank_is_named_to_all_with_those_that_came() -> None:
     ((kind, was_set, found, do),) = texts(
-        meet_all(claim(0, 6, 1), claim(1, 6, 1), claim(2, 6, 1), claim(4, 6, 1))
+        join_all(rank_of(0, 6, 1), rank_of(1, 6, 1), rank_of(2, 6, 1), rank_of(4, 6, 1))
     )
     assert kind is MissingRankError
     assert was_set == "a run of 6 processes that meet at a table"
@@ -76,7 +90,7 @@ def test_a_missing_rank_is_named_to_all_with_those_that_came() -> None:
 
 
 def test_without_rank_0_the_others_say_so() -> None:
-    found = {item[2] for item in texts(meet_all(claim(1, 3, 0.3), claim(2, 3, 0.3)))}
+    found = {item[2] for item in texts(join_all(rank_of(1, 3, 0.3), rank_of(2, 3, 0.3)))}
     assert found == {
         "rank 0 did not come within 0.3 s; rank 1 did",
         "rank 0 did not come within 0.3 s; rank 2 did",
@@ -85,20 +99,20 @@ def test_without_rank_0_the_others_say_so() -> None:
 
 @pytest.mark.parametrize("doubled", [0, 1])
 def test_two_equal_ranks_are_named_to_all(doubled: int) -> None:
-    ((kind, _, found, _),) = texts(meet_all(claim(0, 3), claim(1, 3), claim(doubled, 3)))
+    ((kind, _, found, _),) = texts(join_all(rank_of(0, 3), rank_of(1, 3), rank_of(doubled, 3)))
     assert kind is DuplicateRankError
     assert f"two processes claim rank {doubled}: process" in found
 
 
 def test_disagreeing_world_sizes_are_named_to_all() -> None:
-    ((kind, _, found, _),) = texts(meet_all(claim(0, 2), claim(1, 3), claim(2, 3)))
+    ((kind, _, found, _),) = texts(join_all(rank_of(0, 2), rank_of(1, 3), rank_of(2, 3)))
     assert kind is WorldSizeError
     assert "rank 0 says world size 2; rank" in found
 
 
-def test_differing_records_are_named_to_all() -> None:
+def test_differing_manifests_are_named_to_all() -> None:
     ((kind, _, found, _),) = texts(
-        meet_all(claim(0, 3, seed="0"), claim(1, 3, seed="0"), claim(2, 3, seed="7"))
+        join_all(rank_of(0, 3, seed="0"), rank_of(1, 3, seed="0"), rank_of(2, 3, seed="7"))
     )
     assert kind is RanksDifferError
     assert found == "seed: ranks 0-1 have '0', rank 2 has '7'"
@@ -107,37 +121,37 @@ def test_differing_records_are_named_to_all() -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_comes_after_the_run_has_begun_is_turned_away(late: int) -> None:
     store = dist.HashStore()
-    threads = [threading.Thread(target=meet, args=(store, claim(rank, 2))) for rank in (0, 1)]
+    threads = [threading.Thread(target=rank_of(rank, 2).join, args=(store,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    fault = meet(store, claim(late, 2)).fault
-    assert isinstance(fault, DuplicateRankError)
-    assert "a run has already begun there, with process" in fault.found
-    assert f"as rank {late};" in fault.found
+    error = rank_of(late, 2).join(store).error
+    assert isinstance(error, DuplicateRankError)
+    assert "a run has already begun there, with process" in error.found
+    assert f"as rank {late};" in error.found
 
 
 def test_a_store_that_goes_away_is_reported(free_port: Callable[[], int]) -> None:
-    endpoint = rendezvous.Endpoint("127.0.0.1", free_port(), True)
+    endpoint = Endpoint("127.0.0.1", free_port(), True)
     served: list[Store] = [rendezvous.serve(endpoint, 10)]
     client = rendezvous.connect(endpoint, 10)
-    verdicts: list[Verdict] = []
-    thread = threading.Thread(target=lambda: verdicts.append(meet(client, claim(1, 2))))
+    decisions: list[Decision] = []
+    thread = threading.Thread(target=lambda: decisions.append(rank_of(1, 2).join(client)))
     thread.start()
-    wait_until(lambda: served[0].check(["arrival/1"]), time.monotonic() + 10)
+    wait_until(lambda: served[0].check(["request/1"]), time.monotonic() + 10)
     served.clear()
     thread.join()
-    fault = verdicts[0].fault
-    assert isinstance(fault, MissingRankError)
-    assert "went away during the join" in fault.found
+    error = decisions[0].error
+    assert isinstance(error, MissingRankError)
+    assert "went away during the join" in error.found
 
 
-def test_a_judge_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.distributed.manifest.GRACE_S", 0.1)
     store = dist.HashStore()
-    meet(store, claim(0, 1))
-    store.delete_key("verdict")
-    fault = meet(store, replace(claim(1, 2), timeout=0.1)).fault
-    assert isinstance(fault, MissingRankError)
-    assert "on host0) came, but stopped answering" in fault.found
+    rank_of(0, 1).join(store)
+    store.delete_key("decision")
+    error = rank_of(1, 2, 0.1).join(store).error
+    assert isinstance(error, MissingRankError)
+    assert "on host0) came, but stopped answering" in error.found

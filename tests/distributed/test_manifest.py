@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from lockstep.distributed.manifest import NEVER_COMPARED, collect, differences, shared_arguments
+from lockstep.distributed.manifest import NEVER_COMPARED, collect, mismatches, shared_arguments
 from lockstep.distributed.topology import Topology
 from lockstep.errors import name_ranks
 
@@ -40,19 +40,19 @@ def test_arguments_that_name_the_process_are_left_out(argv: list[str], kept: lis
     assert shared_arguments(argv) == kept
 
 
-def test_equal_records_have_no_differences() -> None:
+def test_equal_manifests_have_no_mismatches() -> None:
     records = [{"a": "1", "host": f"h{i}", "pid": str(i), "rank": str(i)} for i in range(3)]
-    assert differences(records) == []
-    assert differences(records[:1]) == []
+    assert mismatches(records) == []
+    assert mismatches(records[:1]) == []
 
 
 def test_a_difference_names_the_field_both_values_and_the_ranks() -> None:
-    lines = differences([{"arguments": "--lr 0.1", "x": "1"}, {"arguments": "--lr 0.2", "x": "1"}])
+    lines = mismatches([{"arguments": "--lr 0.1", "x": "1"}, {"arguments": "--lr 0.2", "x": "1"}])
     assert lines == ["arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'"]
 
 
 def test_ranks_that_agree_are_grouped_and_a_missing_field_is_said() -> None:
-    lines = differences([{"seed": "0", "a": "1"}, {"seed": "0"}, {"seed": "0"}, {"seed": "7"}])
+    lines = mismatches([{"seed": "0", "a": "1"}, {"seed": "0"}, {"seed": "0"}, {"seed": "7"}])
     assert lines == [
         "seed: ranks 0-2 have '0', rank 3 has '7'",
         "a: rank 0 has '1', ranks 1-3 have none",
@@ -60,11 +60,11 @@ def test_ranks_that_agree_are_grouped_and_a_missing_field_is_said() -> None:
 
 
 def test_many_values_are_cut_short() -> None:
-    (line,) = differences([{"seed": str(rank)} for rank in range(10)])
+    (line,) = mismatches([{"seed": str(rank)} for rank in range(10)])
     assert line.endswith("rank 3 has '3', and 6 more values")
 
 
-def test_the_record_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/a/train.py", "--local_rank", "1", "--lr", "0.1"])
     record = collect(Topology(rank=1, size=2, local_rank=1, local_size=2), {"seed": 3, "s": None})
     assert record["arguments"] == "train.py --lr 0.1"
@@ -72,7 +72,7 @@ def test_the_record_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (record["seed"], record["s"], record["rank"]) == ("3", "None", "1")
     assert set(record) >= NEVER_COMPARED
     assert all(isinstance(value, str) for value in record.values())
-    assert differences([record, dict(record)]) == []
+    assert mismatches([record, dict(record)]) == []
 
 
 def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -83,5 +83,5 @@ def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: ob
             file.write(text)
         monkeypatch.setattr(sys.modules["__main__"], "__file__", path, raising=False)
         records.append(collect(Topology(), {}))
-    (line,) = differences(records)
+    (line,) = mismatches(records)
     assert line.startswith("script: rank 0 has 'sha256 ca978112")

@@ -18,10 +18,10 @@ from ranks import run_ranks
 
 from lockstep.distributed import rendezvous
 from lockstep.distributed.environment import detect
-from lockstep.distributed.manifest import collect, wait_until
-from lockstep.distributed.network import local_addresses
+from lockstep.distributed.manifest import collect
+from lockstep.distributed.network import Endpoint, local_addresses, wait_until
 from lockstep.distributed.process_group import choose_backend, close_group, open_group
-from lockstep.distributed.rendezvous import Endpoint, join, meeting_place
+from lockstep.distributed.rendezvous import join, parse_init_method
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     DuplicateRankError,
@@ -43,20 +43,20 @@ def try_to_join(init_method: str | None, timeout: float) -> Outcome:
     topology = detect(os.environ)
     assert topology is not None
     try:
-        record = collect(topology, {"seed": os.environ.get("SEED", "0")})
-        joined = join(topology, init_method, record=record, timeout=timeout)
+        manifest = collect(topology, {"seed": os.environ.get("SEED", "0")})
+        joined = join(topology, init_method, manifest=manifest, timeout=timeout)
     except LockstepError as error:
         return type(error).__name__, str(error)
     joined.close()
-    return "joined", ",".join(record["rank"] for record in joined.records)
+    return "joined", ",".join(manifest["rank"] for manifest in joined.manifests)
 
 
 def train_a_little(init_method: str | None) -> float:
     topology = detect(os.environ)
     assert topology is not None
     device = torch.device("cpu")
-    record = collect(topology, {})
-    joined = join(topology, init_method, record=record, timeout=30)
+    manifest = collect(topology, {})
+    joined = join(topology, init_method, manifest=manifest, timeout=30)
     open_group(topology, choose_backend(None, device)[0], device, joined.store, timeout=None)
     total = torch.tensor(float(topology.rank + 1))
     dist.all_reduce(total)
@@ -126,7 +126,7 @@ def test_ipv6(free_port: Callable[[], int]) -> None:
 def where_rank_0_listens() -> list[str]:
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, record=collect(topology, {}), timeout=30)
+    joined = join(topology, None, manifest=collect(topology, {}), timeout=30)
     listening = [
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"
     ]
@@ -171,7 +171,12 @@ def test_rank_0_missing(place: Place) -> None:
     shifted = environment(3)
     outcomes = run_ranks(try_to_join, 2, init_method, 1, environment=lambda p: shifted(p + 1))
     if init_method is None and "TORCHELASTIC_RUN_ID" not in shifted(0):
-        same(outcomes, MasterUnreachableError, "nothing listens on that port", "look at rank 0's")
+        same(
+            outcomes,
+            MasterUnreachableError,
+            "nothing listens on that port",
+            "look at the output of rank 0",
+        )
     else:
         same(outcomes, MissingRankError, "rank 0 did not come within 1 s")
 
@@ -221,7 +226,7 @@ def test_a_port_of_another_program() -> None:
         outcomes,
         PortTakenError,
         f"port {port} is taken by process {os.getpid()}: ",
-        "set MASTER_PORT",
+        "choose a free port",
     )
 
 
@@ -242,7 +247,7 @@ def begin_or_intrude(folder: str) -> Outcome:
         return outcome
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, record=collect(topology, {"seed": "0"}), timeout=30)
+    joined = join(topology, None, manifest=collect(topology, {"seed": "0"}), timeout=30)
     begun.touch()
     wait_until(tried.exists, float("inf"))
     joined.close()
@@ -289,7 +294,7 @@ def test_malformed_init_methods_are_errors_that_show_the_forms() -> None:
         ("env://x", "the scheme is 'env'"),
     ]:
         with pytest.raises(SettingError) as caught:
-            meeting_place(topology, init_method)
+            parse_init_method(topology, init_method)
         assert words in str(caught.value)
         assert "'tcp://host:port'" in caught.value.do
 
@@ -301,14 +306,14 @@ def test_env_without_the_address_of_rank_0(name: str, value: Any) -> None:
     if other == "master_addr":
         topology = Topology(size=2, local_size=2, master_addr="h")
     with pytest.raises(SettingError, match=f"{name} is not set, so rank 0 cannot be found"):
-        meeting_place(topology, "env://")
+        parse_init_method(topology, "env://")
 
 
 def test_places() -> None:
     topology = Topology(size=2, master_addr="h", master_port=5)
-    assert meeting_place(topology, None) == Endpoint("h", 5, False)
-    assert meeting_place(topology, "tcp://[::1]:6").text == "tcp://[::1]:6"  # type: ignore[union-attr]
-    assert meeting_place(topology, "file:///a b/c?d#e") == Path("/a b/c?d#e")
+    assert parse_init_method(topology, None) == Endpoint("h", 5, False)
+    assert str(parse_init_method(topology, "tcp://[::1]:6")) == "[::1]:6"
+    assert parse_init_method(topology, "file:///a b/c?d#e") == Path("/a b/c?d#e")
 
 
 def test_a_name_that_does_not_resolve(free_port: Callable[[], int]) -> None:
@@ -321,7 +326,7 @@ def test_an_address_that_is_not_rank_0s(free_port: Callable[[], int]) -> None:
     environment = by_hand(2, free_port(), "198.51.100.7")  # set aside for documentation
     outcomes = run_ranks(try_to_join, 2, None, 1, environment=environment)
     same(outcomes, MasterUnreachableError, "198.51.100.7")
-    assert "198.51.100.7 is not an address of rank 0's machine, which has " in outcomes[0][1]
+    assert "198.51.100.7 is not an address of this machine, which has " in outcomes[0][1]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +349,7 @@ def test_hindrances_are_told_apart(
 
 
 def test_something_that_listens_but_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_is_here", lambda address: False)
+    monkeypatch.setattr(rendezvous, "is_here", lambda address: False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], False)
         with pytest.raises(MasterUnreachableError, match="not a torch store"):
@@ -355,7 +360,7 @@ def leave_a_file(path: str) -> None:
     """A run that ends without closing its store."""
     topology = Topology(rank=1, size=2, local_rank=1, local_size=2)
     try:
-        join(topology, f"file://{path}", record=collect(topology, {}), timeout=0.1)
+        join(topology, f"file://{path}", manifest=collect(topology, {}), timeout=0.1)
     finally:
         os._exit(0)
 
@@ -400,6 +405,6 @@ def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
 )
 def test_a_path_that_cannot_hold_the_file(tmp_path: Path, path: str, words: str) -> None:
     topology = Topology(rank=0, size=2, local_size=2)
-    record = collect(topology, {})
+    manifest = collect(topology, {})
     with pytest.raises(SettingError, match=words):
-        join(topology, f"file://{tmp_path}{path}", record=record, timeout=1)
+        join(topology, f"file://{tmp_path}{path}", manifest=manifest, timeout=1)

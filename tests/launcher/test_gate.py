@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from namespaces import listening
 
+from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
 from lockstep.launcher import auth, nodes
 from lockstep.launcher.auth import Token, find_token
@@ -219,7 +220,7 @@ def test_what_is_behind_a_port_is_told_apart(
     with socket.create_server((LOOPBACK, 0)) as silent:
         assert knock(silent.getsockname()[1]) == auth.NOT_A_GATE
         port = silent.getsockname()[1]
-    assert knock(port) == auth.REFUSED
+    assert knock(port) == network.REFUSED
     with socket.create_server((LOOPBACK, 0)) as server:
 
         def cut() -> None:
@@ -227,14 +228,14 @@ def test_what_is_behind_a_port_is_told_apart(
 
         cutter = threading.Thread(target=cut)
         cutter.start()
-        assert knock(server.getsockname()[1]) == auth.CUT
+        assert knock(server.getsockname()[1]) == network.CUT
         cutter.join()
 
     async def lost(*_: object) -> None:
         await asyncio.sleep(30)  # as packets that a firewall drops
 
     monkeypatch.setattr(asyncio, "open_connection", lost)
-    assert knock(port) == auth.NO_ANSWER
+    assert knock(port) == network.NO_ANSWER
 
 
 def test_connections_end_together(thread: auth.Thread, door: Gate) -> None:

@@ -1,16 +1,15 @@
-"""What all ranks must agree on before the first step, and how a difference is worded.
+"""What all ranks must agree on before the first step, and how they find out whether they do.
 
-The join: every rank reports at the store, rank 0 judges, and all ranks get the same verdict.
+Each rank writes a join request with its manifest (command, code, versions, settings) to the store
+that the ranks have met at. Rank 0 decides, and all ranks get the same decision. Everything written
+is JSON. The keys, on a store of torch's (no process group exists yet):
 
-Communication pattern, on a store of torch's (no process group exists yet):
-
-    each rank   n = add("arrivals", 1); set("arrival/n", its record)
-    rank 0      reads the arrivals until all ranks have come, two claim the same rank, two claim
-                different world sizes, or the time is over; then set("verdict", ...)
-    each rank   reads the verdict; set("read/n"); goes on, or raises what the verdict says
-    rank 0      after a bad verdict, stays until the others have read it, as it may host the store
-
-Everything written is JSON.
+    each rank   n = add("requests", 1); set("request/n", its request)
+    rank 0      set("rank 0", its request); reads the requests until all ranks have come, two have
+                the same rank, two have different world sizes, or the time is over; then
+                set("decision", ...)
+    each rank   reads the decision; set("read/n"); goes on, or raises what the decision says
+    rank 0      after an error, stays until the others have read it, as it may host the store
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from lockstep.distributed.network import wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     DuplicateRankError,
@@ -50,21 +49,19 @@ _PLACE_FLAGS = frozenset(
     f"--{noun}{joint}rank" for noun in ("local", "node", "machine") for joint in "_-"
 ) | {"--rank"}
 _GROUPS_SHOWN = 4
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-T = TypeVar("T")
 
 
 def collect(topology: Topology, settings: Mapping[str, object]) -> dict[str, str]:
-    """This rank's record: the command, the code, the versions and the settings of the run.
+    """This rank's manifest: the command, the code, the versions and the settings of the run.
 
     Args:
         topology: who this process is.
         settings: what else must be equal on all ranks, such as the seed.
 
     Returns:
-        Text by field. `host`, `pid` and `rank` say whose record it is and are never compared.
+        Text by field. `host`, `pid` and `rank` say whose manifest it is and are never compared.
     """
-    record = {
+    manifest = {
         "host": socket.gethostname(),
         "pid": str(os.getpid()),
         "rank": str(topology.rank),
@@ -78,27 +75,27 @@ def collect(topology: Topology, settings: Mapping[str, object]) -> dict[str, str
         "numpy": _version("numpy"),
         "lockstep": _version("torch-lockstep"),
     }
-    return record | {name: str(value) for name, value in settings.items()}
+    return manifest | {name: str(value) for name, value in settings.items()}
 
 
-def differences(records: Sequence[Mapping[str, str]]) -> list[str]:
+def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
     """One line for each field that is not equal on all ranks.
 
     Args:
-        records: one per rank, in the order of ranks.
+        manifests: one per rank, in the order of ranks.
 
     Returns:
         Lines such as "arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'", ranks that agree
         grouped together.
     """
-    fields = dict.fromkeys(name for record in records for name in record)
+    fields = dict.fromkeys(name for manifest in manifests for name in manifest)
     lines = []
     for name in fields:
         if name in NEVER_COMPARED:
             continue
         holders: dict[str | None, list[int]] = {}
-        for rank, record in enumerate(records):
-            holders.setdefault(record.get(name), []).append(rank)
+        for rank, manifest in enumerate(manifests):
+            holders.setdefault(manifest.get(name), []).append(rank)
         if len(holders) > 1:
             lines.append(f"{name}: {_groups(holders)}")
     return lines
@@ -152,26 +149,26 @@ def _version(distribution: str) -> str:
 
 
 GRACE_S = 5.0
-"""How long past the deadline a rank waits for a judge who is there, and a judge for his readers."""
+"""How long past the deadline a rank waits for a rank 0 that has come, and rank 0 for readers."""
 
-ARRIVAL_MARK = '{"number": '
-"""How the JSON of an `Arrival` begins."""
-FAULT_MARK = '"fault": ["'
-"""What only the JSON of a verdict that is a fault holds."""
+REQUEST_MARK = '{"number": '
+"""How the JSON of a `JoinRequest` begins."""
+ERROR_MARK = '"error": ["'
+"""What only the JSON of a decision that is an error holds."""
 
-Fault = JoinError | RanksDifferError
-_KINDS: dict[str, type[Fault]] = {
+Error = JoinError | RanksDifferError
+_ERRORS: dict[str, type[Error]] = {
     kind.__name__: kind
     for kind in (MissingRankError, DuplicateRankError, WorldSizeError, RanksDifferError)
 }
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """One process that has come to the store."""
+class JoinRequest:
+    """What one process has written to the store."""
 
     number: int
-    """The how-manieth it was, from 1."""
+    """Counts the requests, from 1."""
     rank: int
     size: int
     """The world size it was started with."""
@@ -179,8 +176,8 @@ class Arrival:
     pid: int
     started: float
     """When the process was created, in seconds since 1970."""
-    record: Mapping[str, str]
-    """From `manifest.collect`."""
+    manifest: Mapping[str, str]
+    """From `collect`."""
 
     @property
     def process(self) -> str:
@@ -189,243 +186,223 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What rank 0 has decided; `fault` is None when all is well."""
+class Decision:
+    """What rank 0 has decided; `error` is None when all is well."""
 
-    records: Sequence[Mapping[str, str]] = ()
+    manifests: Sequence[Mapping[str, str]] = ()
     """In the order of ranks."""
-    fault: Fault | None = None
-    judged: bool = False
+    error: Error | None = None
+    made_here: bool = False
     """This process is the one that decided."""
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a process says of itself, and where it says so."""
+class Place:
+    """Where the ranks of a run meet, for messages."""
 
-    topology: Topology
-    record: Mapping[str, str]
-    place: str
-    """The meeting place in words, for messages."""
-    timeout: float
-    """Seconds."""
-    alone: str = "a port of its own"
+    name: str
+    another: str = "a port of its own"
     """What a second run needs not to meet this one."""
     before_next_try: str = ""
     """What else to do, appended to an advice."""
 
-    @property
-    def run(self) -> str:
-        """What was asked for, in words."""
-        return f"a run of {self.topology.size} processes that meet at {self.place}"
 
-
-def meet(store: Store, claim: Claim) -> Verdict:
-    """Reports at the store and returns the verdict, which is the same on every rank.
+def agree(
+    store: Store,
+    topology: Topology,
+    manifest: Mapping[str, str],
+    place: Place,
+    timeout: float,
+) -> Decision:
+    """Asks to join, and returns rank 0's decision, which is the same on every rank.
 
     Args:
-        store: where the ranks of this run, and of no other, report.
-        claim: who this process is.
+        store: where the ranks of this run, and of no other, meet.
+        topology: who this process is.
+        manifest: from `collect`.
+        place: where the store is.
+        timeout: how long ranks wait for each other, in seconds.
 
     Returns:
-        The verdict; the caller raises its fault after having let go of the store.
+        The decision; the caller raises its error after having let go of the store.
     """
+    asked = f"a run of {topology.size} processes that meet at {place.name}"
     try:
-        # A second rank 0 reports like any other, and the first one judges.
-        judges = claim.topology.is_main and store.add("judges", 1) == 1
-        own = _arrive(store, claim)
-        return _Judge(store, claim, own).judge() if judges else _attend(store, claim, own)
+        # A second rank 0 asks like any other, and the first one decides.
+        decides = topology.is_main and store.add("ranks 0", 1) == 1
+        own = _ask(store, topology, manifest)
+        if decides:
+            return _RankZero(store, own, asked, place, timeout).decide()
+        return _await_decision(store, own, asked, place, timeout)
     except RuntimeError as error:  # what torch's stores raise
         reason = str(error).partition("\n")[0]
-        return Verdict(
-            fault=MissingRankError(
-                claim.run,
+        return Decision(
+            error=MissingRankError(
+                asked,
                 f"rank 0 or its store went away during the join ({reason})",
                 "look at rank 0's error: it failed first",
             )
         )
 
 
-def read_arrival(store: Store, key: str) -> Arrival:
-    """The arrival under a key that is there."""
-    return Arrival(**json.loads(store.get(key)))
+def read_request(store: Store, key: str) -> JoinRequest:
+    """The request under a key that is there."""
+    return JoinRequest(**json.loads(store.get(key)))
 
 
-def _arrive(store: Store, claim: Claim) -> Arrival:
+def _ask(store: Store, topology: Topology, manifest: Mapping[str, str]) -> JoinRequest:
     process = psutil.Process()
-    arrival = Arrival(
-        number=int(store.add("arrivals", 1)),
-        rank=claim.topology.rank,
-        size=claim.topology.size,
-        host=claim.record["host"],
+    request = JoinRequest(
+        number=int(store.add("requests", 1)),
+        rank=topology.rank,
+        size=topology.size,
+        host=manifest["host"],
         pid=process.pid,
         started=process.create_time(),
-        record=dict(claim.record),
+        manifest=dict(manifest),
     )
-    store.set(f"arrival/{arrival.number}", _written(arrival))
-    return arrival
+    store.set(f"request/{request.number}", json.dumps(vars(request)))
+    return request
 
 
-def _written(arrival: Arrival) -> str:
-    return json.dumps(vars(arrival))
-
-
-def _attend(store: Store, claim: Claim, own: Arrival) -> Verdict:
-    """Waits for the judge, then for the verdict."""
-    if not wait_until(lambda: store.check(["judge"]), time.monotonic() + claim.timeout):
-        return Verdict(
-            fault=MissingRankError(
-                claim.run,
-                f"rank 0 did not come within {claim.timeout:g} s; {name_ranks([own.rank])} did",
-                f"look at the output of rank 0's process, or start it{claim.before_next_try}",
+def _await_decision(
+    store: Store, own: JoinRequest, asked: str, place: Place, timeout: float
+) -> Decision:
+    if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + timeout):
+        return Decision(
+            error=MissingRankError(
+                asked,
+                f"rank 0 did not come within {timeout:g} s; {name_ranks([own.rank])} did",
+                f"look at the output of rank 0's process, or start it{place.before_next_try}",
             )
         )
-    if not wait_until(lambda: store.check(["verdict"]), time.monotonic() + claim.timeout + GRACE_S):
-        return Verdict(
-            fault=MissingRankError(
-                claim.run,
-                f"rank 0 ({read_arrival(store, 'judge').process}) came, but stopped answering",
+    if not wait_until(lambda: store.check(["decision"]), time.monotonic() + timeout + GRACE_S):
+        return Decision(
+            error=MissingRankError(
+                asked,
+                f"rank 0 ({read_request(store, 'rank 0').process}) came, but stopped answering",
                 "look at rank 0's process: it was ended, stopped, or its machine is out of reach"
-                + claim.before_next_try,
+                + place.before_next_try,
             )
         )
-    verdict = json.loads(store.get("verdict"))
+    decision = json.loads(store.get("decision"))
     store.set(f"read/{own.number}", "")
-    if verdict["fault"] is not None:
-        kind, was_set, found, do = verdict["fault"]
-        return Verdict(fault=_KINDS[kind](was_set, found, do))
-    if own.number in verdict["members"]:
-        return Verdict(records=verdict["records"])
-    member = read_arrival(
-        store, f"arrival/{verdict['members'][own.rank % len(verdict['members'])]}"
-    )
-    return Verdict(
-        fault=DuplicateRankError(
-            claim.run,
+    if decision["error"] is not None:
+        kind, was_set, found, do = decision["error"]
+        return Decision(error=_ERRORS[kind](was_set, found, do))
+    members = decision["members"]
+    if own.number in members:
+        return Decision(manifests=decision["manifests"])
+    member = read_request(store, f"request/{members[own.rank % len(members)]}")
+    return Decision(
+        error=DuplicateRankError(
+            asked,
             f"a run has already begun there, with {member.process} as rank {member.rank}; "
             f"this is {own.process} as rank {own.rank}",
-            f"start each rank once, and give a second run {claim.alone}",
+            f"start each rank once, and give a second run {place.another}",
         )
     )
 
 
-class _Judge:
-    """Rank 0's part, from the first arrival to the last reader."""
+class _RankZero:
+    """Rank 0's side, from the first request to the last reader."""
 
-    def __init__(self, store: Store, claim: Claim, own: Arrival) -> None:
-        self.store = store
-        self.claim = claim
-        self.own = own
-        self.arrivals: list[Arrival] = []
+    def __init__(
+        self, store: Store, own: JoinRequest, asked: str, place: Place, timeout: float
+    ) -> None:
+        self.store, self.own = store, own
+        self.asked, self.place, self.timeout = asked, place, timeout
+        self.requests: list[JoinRequest] = []
 
-    def judge(self) -> Verdict:
-        self.store.set("judge", _written(self.own))
-        wait_until(self._can_decide, time.monotonic() + self.claim.timeout)
-        members = {arrival.rank: arrival for arrival in reversed(self.arrivals)}
+    def decide(self) -> Decision:
+        self.store.set("rank 0", json.dumps(vars(self.own)))
+        wait_until(self._can_decide, time.monotonic() + self.timeout)
+        members = {request.rank: request for request in reversed(self.requests)}
         in_order = [members[rank] for rank in sorted(members)]
-        records = [arrival.record for arrival in in_order]
-        fault = self._contradiction() or self._absence() or self._difference(records)
-        told = fault and (type(fault).__name__, fault.was_set, fault.found, fault.do)
-        verdict = {"members": [a.number for a in in_order], "records": records, "fault": told}
-        self.store.set("verdict", json.dumps(verdict))
-        if fault is not None:
-            self._stay(fault)
-        return Verdict(records=records, fault=fault, judged=True)
+        manifests = [request.manifest for request in in_order]
+        error = self._contradiction() or self._absence() or self._mismatch(manifests)
+        written = error and (type(error).__name__, error.was_set, error.found, error.do)
+        numbers = [request.number for request in in_order]
+        decision = {"members": numbers, "manifests": manifests, "error": written}
+        self.store.set("decision", json.dumps(decision))
+        if error is not None:
+            self._wait_for_readers(error)
+        return Decision(manifests=manifests, error=error, made_here=True)
 
-    def _take(self) -> None:
-        """Reads the arrivals that are new."""
-        while self.store.check([key := f"arrival/{len(self.arrivals) + 1}"]):
-            self.arrivals.append(read_arrival(self.store, key))
+    def _read_new_requests(self) -> None:
+        while self.store.check([key := f"request/{len(self.requests) + 1}"]):
+            self.requests.append(read_request(self.store, key))
 
     def _can_decide(self) -> bool:
-        self._take()
+        self._read_new_requests()
         return self._contradiction() is not None or not self._missing()
 
     def _missing(self) -> set[int]:
-        return set(range(self.own.size)) - {a.rank for a in self.arrivals}
+        return set(range(self.own.size)) - {r.rank for r in self.requests}
 
-    def _contradiction(self) -> Fault | None:
-        claimed: dict[int, list[int]] = {}
-        holders: dict[int, list[Arrival]] = {}
-        for arrival in self.arrivals:
-            claimed.setdefault(arrival.size, []).append(arrival.rank)
-            holders.setdefault(arrival.rank, []).append(arrival)
-        if len(claimed) > 1:
+    def _contradiction(self) -> Error | None:
+        by_size: dict[int, list[int]] = {}
+        by_rank: dict[int, list[JoinRequest]] = {}
+        for request in self.requests:
+            by_size.setdefault(request.size, []).append(request.rank)
+            by_rank.setdefault(request.rank, []).append(request)
+        if len(by_size) > 1:
             return WorldSizeError(
-                f"processes that meet at {self.claim.place}",
+                f"processes that meet at {self.place.name}",
                 "; ".join(
                     f"{name_ranks(ranks)} {'says' if len(set(ranks)) == 1 else 'say'} "
                     f"world size {size}"
-                    for size, ranks in sorted(claimed.items())
+                    for size, ranks in sorted(by_size.items())
                 ),
                 f"start every process with the same world size, and give a second run "
-                f"{self.claim.alone}",
+                f"{self.place.another}",
             )
-        for rank, doubled in sorted(holders.items()):
+        for rank, doubled in sorted(by_rank.items()):
             if len(doubled) > 1:
                 return DuplicateRankError(
-                    self.claim.run,
+                    self.asked,
                     f"two processes claim rank {rank}: "
-                    + " and ".join(a.process for a in doubled[:2]),
+                    + " and ".join(request.process for request in doubled[:2]),
                     "start each process with a rank of its own, and give a second run "
-                    f"{self.claim.alone}",
+                    f"{self.place.another}",
                 )
         return None
 
-    def _absence(self) -> Fault | None:
+    def _absence(self) -> Error | None:
         missing = self._missing()
         if not missing:
             return None
         by_host: dict[str, list[int]] = {}
-        for arrival in self.arrivals:
-            by_host.setdefault(arrival.host, []).append(arrival.rank)
+        for request in self.requests:
+            by_host.setdefault(request.host, []).append(request.rank)
         came = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         return MissingRankError(
-            self.claim.run,
-            f"{name_ranks(missing)} did not come within {self.claim.timeout:g} s; came: {came}",
+            self.asked,
+            f"{name_ranks(missing)} did not come within {self.timeout:g} s; came: {came}",
             f"look at the output of {name_ranks(missing)}, or start "
             f"{'it' if len(missing) == 1 else 'them'}; if there should be fewer processes, correct "
             "the world size",
         )
 
-    def _difference(self, records: Sequence[Mapping[str, str]]) -> Fault | None:
-        lines = differences(records)
+    def _mismatch(self, manifests: Sequence[Mapping[str, str]]) -> Error | None:
+        lines = mismatches(manifests)
         if not lines:
             return None
         return RanksDifferError(
-            self.claim.run,
+            self.asked,
             "; ".join(lines),
             "start the same command, with the same code and versions, on every machine",
         )
 
-    def _stay(self, fault: Fault) -> None:
-        """Until all who can be expected have read the verdict, but not long."""
+    def _wait_for_readers(self, error: Error) -> None:
+        """Until all that can be expected have read the decision, but not long."""
 
         def all_have_read() -> bool:
-            self._take()
+            self._read_new_requests()
             expected = (
-                0 if isinstance(fault, MissingRankError) else max(a.size for a in self.arrivals)
+                0 if isinstance(error, MissingRankError) else max(r.size for r in self.requests)
             )
-            keys = [f"read/{a.number}" for a in self.arrivals if a.number != self.own.number]
-            return len(self.arrivals) >= expected and (not keys or self.store.check(keys))
+            keys = [f"read/{r.number}" for r in self.requests if r.number != self.own.number]
+            return len(self.requests) >= expected and (not keys or self.store.check(keys))
 
         wait_until(all_have_read, time.monotonic() + GRACE_S)
-
-
-def wait_until(attempt: Callable[[], T], deadline: float) -> T:
-    """Calls `attempt` until it returns something true, or `time.monotonic()` passes the deadline.
-
-    `Store.wait` would do for keys, but it cannot be interrupted, logs its timeouts, and on files
-    looks once a second.
-
-    Returns:
-        The last result.
-    """
-    pause = _FIRST_PAUSE_S
-    while not (result := attempt()):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return result

@@ -1,36 +1,43 @@
-"""The addresses of this machine, and the sockets that listen on one of them.
+"""The addresses of this machine, where one process serves and the others find it, how to wait.
 
 What needs torch or psutil imports it when it is called: the launcher is here before torch is, and
 most runs need no psutil.
 
-Which network interface the ranks talk over, and why.
-
-Gloo takes the address that the host name resolves to. Many systems map the host name to 127.0.1.1
-in /etc/hosts; on several machines the ranks then tell each other a loopback address and cannot
-connect. Gloo can be told otherwise through GLOO_SOCKET_IFNAME alone, which is why this one file
-sets an environment variable, for the moment in which a process group is made.
+Which network interface the ranks talk over, and why: Gloo takes the address that the host name
+resolves to. Many systems map the host name to 127.0.1.1 in /etc/hosts; on several machines the
+ranks then tell each other a loopback address and cannot connect. Gloo can be told otherwise through
+GLOO_SOCKET_IFNAME alone, which is why this one file sets an environment variable, for the moment in
+which a process group is made.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.distributed.topology import Topology
-from lockstep.errors import SettingError
+from lockstep.errors import MasterUnreachableError, PortTakenError, SettingError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-
+T = TypeVar("T")
+Addresses = Mapping[str, Sequence[str]]
 LOOPBACK = "127.0.0.1"
-ANY_OUTSIDE_ADDRESS = "203.0.113.1"
+_ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 """Of the block set aside for documentation (RFC 5737): on the way to it lies the default route."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+
+
+# The addresses of this machine
 
 
 def local_addresses() -> dict[str, list[str]]:
@@ -94,19 +101,90 @@ def means_loopback(host: str | None) -> bool:
         return False
 
 
-def owner_of(port: int) -> str:
-    """The process of this machine that listens on a port, in words, as far as we may know it."""
-    import psutil
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this machine's."""
+    return interface_of(address) is not None
 
-    try:
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"process {connection.pid}: {command[:200]}"
-    except psutil.Error:
-        pass
-    return "another program"
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address; None: it is not this machine's."""
+    own = local_addresses()
+    if is_loopback_address(address) and address not in own.get("lo", []):
+        address = LOOPBACK  # all of 127.0.0.0/8 is the loopback interface's
+    return _owner(own, lambda each: each == address)
+
+
+# Where one process serves and the others find it
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the store of a run is served."""
+
+    host: str
+    """A name or an address."""
+    port: int
+    one_node: bool = False
+    """All that use it are on this machine, so that loopback serves."""
+
+    def __str__(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def addresses(self) -> list[str]:
+        """Where to connect to; empty when the host name does not resolve."""
+        found = resolve(self.host)
+        if self.one_node and any(map(is_here, found)):
+            return [next(filter(is_loopback_address, found), LOOPBACK)]
+        return found
+
+
+def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
+    """The address of this machine to listen on, so that the others find it at the endpoint.
+
+    That is the endpoint's own where it is one of this machine's. It is not where the host name
+    means loopback on its own machine (127.0.1.1 in /etc/hosts), or belongs to a forwarder in front
+    of this machine, as in Kubernetes; then it is `local_addr`, or the address to the outside.
+
+    Raises:
+        MasterUnreachableError: the host does not resolve, or is not this machine.
+        SettingError: `local_addr` is not an address of this machine.
+    """
+    addresses = endpoint.addresses()
+    if endpoint.one_node:
+        here = [address for address in addresses if is_loopback_address(address)]
+    else:
+        own = [a for each in local_addresses().values() for a in each if not is_loopback_address(a)]
+        here = [address for address in addresses if address in own]
+        if not here and local_addr:
+            return own_address(local_addr)
+        if not here:
+            routed = address_reaching(_ANY_OUTSIDE_ADDRESS)
+            here = own if len(own) == 1 else [routed] if routed in own else []
+    if here:
+        return here[0]
+    raise MasterUnreachableError(
+        f"this machine serves the run at {endpoint}",
+        f"{', '.join(addresses) or 'the name does not resolve, and it'} is not an address of this "
+        f"machine, which has {listing(local_addresses())}",
+        "give the address of this machine (MASTER_ADDR, --master-addr, or the host of tcp:// and "
+        "--rdzv-endpoint), or --local-addr for the one that the others reach",
+    )
+
+
+def own_address(local_addr: str) -> str:
+    """The address of this machine that a name or address stands for.
+
+    Raises:
+        SettingError: it is not one of this machine's.
+    """
+    found = next(filter(is_here, resolve(local_addr)), None)
+    if found is None:
+        raise SettingError(
+            f"--local-addr {local_addr}",
+            f"it is not an address of this machine, which has {listing(local_addresses())}",
+            "set it to one of these, or leave it out to have one chosen",
+        )
+    return found
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
@@ -150,7 +228,97 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
         )
 
 
-Addresses = Mapping[str, Sequence[str]]
+def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
+    """The error to raise for a socket that could not be bound."""
+    if error.errno == errno.EADDRINUSE:
+        return port_taken(endpoint)
+    if error.errno == errno.EACCES:
+        return SettingError(
+            f"this machine serves the run at {endpoint}",
+            f"this user may not listen on port {endpoint.port}",
+            "choose a port above 1023, the same everywhere",
+        )
+    return error
+
+
+def port_taken(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
+    """The error for a port that something else has, as far as we may know what."""
+    return PortTakenError(
+        f"this machine serves the run at {endpoint}",
+        f"port {endpoint.port} is taken by {owner or owner_of(endpoint.port)}",
+        "choose a free port, the same everywhere (MASTER_PORT, --master-port, or the port of "
+        "tcp:// and --rdzv-endpoint), or end that program",
+    )
+
+
+def owner_of(port: int) -> str:
+    """The process of this machine that listens on a port, in words, as far as we may know it."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid}: {command[:200]}"
+    except psutil.Error:
+        pass
+    return "another program"
+
+
+UNRESOLVED = "the host name does not resolve"
+REFUSED = "the machine answers, but nothing listens on that port"
+NO_ANSWER = "no answer"
+CUT = "the connection was accepted and then cut"
+_ADVICE = {
+    UNRESOLVED: "check the spelling, or give the address of the machine of {}",
+    REFUSED: "look at the output of {}: it has not started, has ended, or uses another port",
+    NO_ANSWER: "check the address, and that no firewall stands between the machines",
+    CUT: "look at the output of {}: it has not started, or has ended",
+}
+
+
+def unreachable(
+    server: str, endpoint: Endpoint, reason: str, *, address: str = "", tried: float = 0.0
+) -> MasterUnreachableError:
+    """The error for a server that cannot be reached.
+
+    Args:
+        server: who serves, in words.
+        endpoint: where it should be.
+        reason: one of the texts above, or what else there is.
+        address: the one that was tried last.
+        tried: seconds.
+    """
+    where = f" ({address})" if address not in ("", endpoint.host) else ""
+    return MasterUnreachableError(
+        f"{server} at {endpoint}{where}",
+        reason + (f" (tried for {tried:g} s)" if tried else ""),
+        _ADVICE.get(reason, "choose a port that no other program has").format(server),
+    )
+
+
+def wait_until(attempt: Callable[[], T], deadline: float) -> T:
+    """Calls `attempt` until it returns something true, or `time.monotonic()` passes the deadline.
+
+    `Store.wait` would do for keys, but it cannot be interrupted, logs its timeouts, and on files
+    looks once a second.
+
+    Returns:
+        The last result.
+    """
+    pause = _FIRST_PAUSE_S
+    while not (result := attempt()):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return result
+
+
+# The interface that the ranks talk over
+
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -224,6 +392,25 @@ def gloo_interface(name: str | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[_GLOO]
+
+
+def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
+    """The variables that make the ranks' own sockets use an interface.
+
+    Gloo and NCCL connect the ranks directly, and by default Gloo takes the address that the host
+    name resolves to (often 127.0.1.1) and NCCL any interface that is up.
+
+    Args:
+        environ: what the user has set there is left alone.
+        interface: from `Rendezvous.interface`; None: unknown.
+
+    Source: torch's "Common environment variables" of torch.distributed; NCCL's "Environment
+    Variables" (`=` before a name: exactly this one).
+    """
+    if interface is None:
+        return {}
+    wanted = {_GLOO: interface, _NCCL: f"={interface}"}
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:

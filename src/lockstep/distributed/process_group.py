@@ -28,8 +28,13 @@ from torch.distributed.constants import default_pg_timeout
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.environment import detect, port
-from lockstep.distributed.manifest import collect, wait_until
-from lockstep.distributed.network import find_interface, gloo_interface, means_loopback
+from lockstep.distributed.manifest import collect
+from lockstep.distributed.network import (
+    find_interface,
+    gloo_interface,
+    means_loopback,
+    wait_until,
+)
 from lockstep.distributed.topology import Topology
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.settings import Choice, Settings
@@ -138,12 +143,12 @@ def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) ->
     from lockstep.distributed.rendezvous import join  # one process meets nobody
 
     global _joins
-    _joins += 1  # a store that outlives this run must not show it the records of the last
+    _joins += 1  # a store that outlives this run must not show it the requests of the last
     launch = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return join(
         topology,
         settings.init_method,
-        record=collect(topology, _compared(settings, environ)),
+        manifest=collect(topology, _compared(settings, environ)),
         timeout=settings.join_timeout_s,
         attempt=".".join((*launch, str(_joins))),
     )
@@ -202,7 +207,7 @@ def _on_this_machine(
     """
     if joined is None:
         return [text]
-    store, hosts = joined.store, [record["host"] for record in joined.records]
+    store, hosts = joined.store, [manifest["host"] for manifest in joined.manifests]
     keys = [f"here/{r}" for r, host in enumerate(hosts) if host == hosts[topology.rank]]
     store.set(f"here/{topology.rank}", text)
     come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
@@ -213,7 +218,7 @@ def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
     """Where the script gave the rank, the local rank is known once the ranks have met."""
     if topology.source != _BY_SCRIPT:
         return topology
-    hosts = [record["host"] for record in joined.records]
+    hosts = [manifest["host"] for manifest in joined.manifests]
     here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
     return replace(
         topology,

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.distributed.network import LOOPBACK
+from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED
 from lockstep.errors import SettingError
 
 T = TypeVar("T")
@@ -61,12 +61,9 @@ _MAX_STRANGERS = 256
 
 
 class Hindrance(Exception):
-    """Why one attempt to pass a gate failed; one of the texts below."""
+    """Why one attempt to pass a gate failed, in words."""
 
 
-REFUSED = "the machine answers, but nothing listens on that port"
-NO_ANSWER = "no answer"
-CUT = "the connection was accepted and then cut"
 NOT_A_GATE = "something listens there, but it is not `lockstep run`"
 TOKEN_DIFFERS = "its token differs from this machine's"
 

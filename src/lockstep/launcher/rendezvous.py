@@ -21,30 +21,30 @@ Which address and interface this machine shows to the other machines of a run.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.network import (
-    ANY_OUTSIDE_ADDRESS,
+    CUT,
     LOOPBACK,
-    address_reaching,
-    is_loopback_address,
+    UNRESOLVED,
+    Endpoint,
+    cannot_listen,
+    interface_of,
+    is_here,
     listening_socket,
-    listing,
-    local_addresses,
     means_loopback,
-    owner_of,
     resolve,
     serve_store,
+    serving_address,
+    unreachable,
 )
 from lockstep.errors import (
     LockstepError,
@@ -250,15 +250,7 @@ def _by_torch(config: LaunchConfig, say: Say) -> Meeting:
     return Meeting(handler, Board(own_node(config)), interface=None, hears=False)
 
 
-_UNRESOLVED = "the host name does not resolve"
-_ADVICE = {
-    _UNRESOLVED: "check the spelling, or give the address of the node that serves",
-    auth.REFUSED: "look at the output of the node that serves: it has not started, has ended, or "
-    "uses another port",
-    auth.NO_ANSWER: "check the address, and that no firewall stands between the machines",
-    auth.CUT: "look at the output of the node that serves: it has not started, or has ended",
-    auth.NOT_A_GATE: "start all nodes with `lockstep run`, at a port that no other program has",
-}
+_SERVER = "the node that serves"
 _RETRY_S, _LOOK_S = 0.25, 0.02
 _FIRST_COMER_S = 1.0
 """How long a launcher that is to serve looks for another one that does so already."""
@@ -283,7 +275,7 @@ def come(config: LaunchConfig, say: Say, environ: Mapping[str, str]) -> Meeting:
         # A forwarder's address, or that of a machine on which another node 0 is.
         with suppress(MasterUnreachableError):
             return _visit(config, endpoint, token, say, _FIRST_COMER_S)
-    address = serving_address(endpoint.host, config.local_addr)
+    address = serving_address(endpoint, config.local_addr)
     try:
         listener = listening_socket(address, endpoint.port)
     except OSError as error:
@@ -358,7 +350,7 @@ def _serve(
     try:
         thread.wait(door.listen(listener))
         if token.open:
-            where = Endpoint(address, endpoint.port).text
+            where = Endpoint(address, endpoint.port)
             say(f"{VARIABLE}=none: whoever reaches {where} may join this run")
         return _meeting(config, board, (store, store.port), address, say, thread, hub, ends, forget)
     except BaseException:
@@ -384,7 +376,7 @@ def _visit(
         try:
             board, objection = thread.wait(introduce(link, own_node(config)))
         except (OSError, EOFError, ValueError):
-            raise _unreachable(endpoint, address, auth.CUT, 0) from None
+            raise unreachable(_SERVER, endpoint, CUT, address=address) from None
         if board is None:
             thread.wait(link.close())
             raise objection_as_error(objection)
@@ -419,7 +411,7 @@ def _client(port: int, timeout: timedelta, endpoint: Endpoint) -> TCPStore:
     try:
         return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError:
-        raise _unreachable(endpoint, endpoint.host, auth.CUT, 0) from None
+        raise unreachable(_SERVER, endpoint, CUT) from None
 
 
 def _knock_until(
@@ -429,8 +421,8 @@ def _knock_until(
     began = time.monotonic()
     announce = announcer(say)
     while True:
-        address, hindrance = "", _UNRESOLVED
-        for address in resolve(endpoint.host):
+        address, hindrance = "", UNRESOLVED
+        for address in endpoint.addresses():
             try:
                 return address, thread.wait(auth.knock(address, endpoint.port, token, auth.LINK))
             except auth.Hindrance as error:
@@ -438,27 +430,16 @@ def _knock_until(
         waited = time.monotonic() - began
         if hindrance == auth.TOKEN_DIFFERS:
             raise TokenDiffersError(
-                f"the run at {endpoint.text}, with the token of {token.source}",
+                f"the run at {endpoint}, with the token of {token.source}",
                 "the token differs: the node that serves has another one",
                 f"set {VARIABLE} to the same text on all machines (`openssl rand -hex 16` makes "
                 "one), or copy the token file of one machine to the others",
             )
         if waited > timeout or (hindrance == auth.NOT_A_GATE and waited > _WRONG_SERVICE_S):
-            raise _unreachable(endpoint, address, hindrance, timeout)
-        announce(f"the node that serves at {endpoint.text}: {hindrance}")
+            tried = 0.0 if hindrance == auth.NOT_A_GATE else timeout
+            raise unreachable(_SERVER, endpoint, hindrance, address=address, tried=tried)
+        announce(f"{_SERVER} at {endpoint}: {hindrance}")
         time.sleep(_RETRY_S)
-
-
-def _unreachable(
-    endpoint: Endpoint, address: str, hindrance: str, timeout: float
-) -> MasterUnreachableError:
-    where = f" ({address})" if address not in ("", endpoint.host) else ""
-    tried = f" (tried for {timeout:g} s)" if timeout and hindrance != auth.NOT_A_GATE else ""
-    return MasterUnreachableError(
-        f"the node that serves at {endpoint.text}{where}",
-        f"{hindrance}{tried}",
-        _ADVICE[hindrance],
-    )
 
 
 def _meeting(
@@ -505,19 +486,6 @@ def _meeting(
 _C10D_PORT = 29400
 _STATIC_TIMEOUT_S = _JOIN_TIMEOUT_S = 600.0
 _READ_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """What the store is known by to the launchers: a host name or address, and a port."""
-
-    host: str
-    port: int
-
-    @property
-    def text(self) -> str:
-        """The endpoint as it is written on the command line."""
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def check(config: LaunchConfig) -> None:
@@ -602,110 +570,4 @@ def endpoint_of(config: LaunchConfig) -> Endpoint:
             "there is no port at which several machines could meet",
             "give the address of one of the machines and a free port there, the same on all",
         )
-    return Endpoint(host, port)
-
-
-def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
-    """The error for a socket that could not be bound."""
-    if error.errno == errno.EADDRINUSE:
-        return PortTakenError(
-            f"this machine serves the run at {endpoint.text}",
-            f"port {endpoint.port} is taken by {owner_of(endpoint.port)}",
-            "choose another port, the same on all nodes, or end that program",
-        )
-    if error.errno == errno.EACCES:
-        return SettingError(
-            f"this machine serves the run at {endpoint.text}",
-            f"this user may not listen on port {endpoint.port}",
-            "choose a port above 1023, the same on all nodes",
-        )
-    return error
-
-
-_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """The variables that make the ranks' own sockets use an interface.
-
-    Gloo and NCCL connect the ranks directly, and by default Gloo takes the address that the host
-    name resolves to (often 127.0.1.1) and NCCL any interface that is up.
-
-    Args:
-        environ: what the user has set there is left alone.
-        interface: from `Meeting.interface`; None: unknown.
-
-    Source: torch's "Common environment variables" of torch.distributed; NCCL's "Environment
-    Variables" (`=` before a name: exactly this one).
-    """
-    if interface is None:
-        return {}
-    wanted = {_GLOO: interface, _NCCL: f"={interface}"}
-    return {name: value for name, value in wanted.items() if not environ.get(name)}
-
-
-def serving_address(host: str, local_addr: str | None) -> str:
-    """The address of this machine that the others reach as `host`.
-
-    That is `host` itself where it is one of this machine's. It is not where the host name means
-    loopback on its own machine (127.0.1.1 in /etc/hosts), or belongs to a forwarder in front of
-    this machine, as in Kubernetes; then it is `local_addr`, or the address to the outside.
-
-    Args:
-        host: name or address of the master.
-        local_addr: `--local-addr`, if given.
-
-    Raises:
-        MasterUnreachableError: it is not clear which of several addresses is meant.
-        SettingError: `local_addr` is not an address of this machine.
-    """
-    if means_loopback(host):
-        return LOOPBACK if host == "localhost" else host
-    own = [a for each in local_addresses().values() for a in each if not is_loopback_address(a)]
-    addresses = resolve(host)
-    outward = [address for address in addresses if address in own]
-    if outward:
-        return outward[0]
-    if local_addr:
-        return own_address(local_addr)
-    routed = address_reaching(ANY_OUTSIDE_ADDRESS)
-    if len(own) == 1:
-        return own[0]
-    if routed in own:
-        return routed
-    raise MasterUnreachableError(
-        f"this machine serves the run at {host}",
-        f"{', '.join(addresses) or 'the name does not resolve, and it'} is not an address of this "
-        f"machine, which has {listing(local_addresses())}",
-        "set --master-addr (or the host of --rdzv-endpoint) to the address of this machine, or "
-        "--local-addr to the one that the others reach",
-    )
-
-
-def own_address(local_addr: str) -> str:
-    """The address of this machine that a name or address stands for.
-
-    Raises:
-        SettingError: it is not one of this machine's.
-    """
-    found = next((address for address in resolve(local_addr) if is_here(address)), None)
-    if found is None:
-        raise SettingError(
-            f"--local-addr {local_addr}",
-            f"it is not an address of this machine, which has {listing(local_addresses())}",
-            "set it to one of these, or leave it out to have one chosen",
-        )
-    return found
-
-
-def is_here(address: str) -> bool:
-    """Whether an address is one of this machine's."""
-    return is_loopback_address(address) or interface_of(address) is not None
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None: it is not this machine's."""
-    own = local_addresses()
-    if address not in own.get("lo", []) and is_loopback_address(address):
-        address = LOOPBACK  # all of 127.0.0.0/8 is the loopback interface's
-    return next((name for name, addresses in own.items() if address in addresses), None)
+    return Endpoint(host, port, one_node=means_loopback(host))

@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import config_from_args
 
+from lockstep.distributed.network import socket_variables
 from lockstep.errors import JoinError, SettingError
 from lockstep.launcher.agent import Agent
 from lockstep.launcher.attempt import Watch
@@ -30,7 +31,7 @@ from lockstep.launcher.job_control import stops_with
 from lockstep.launcher.output import console_for
 from lockstep.launcher.plan import HangRules, Plan, max_nodes, variables
 from lockstep.launcher.process import Attempt
-from lockstep.launcher.rendezvous import open_meeting, socket_variables
+from lockstep.launcher.rendezvous import open_meeting
 from lockstep.launcher.worker import Command
 from lockstep.launcher.zygote import Zygote
 from lockstep.watchdog.exit_status import Interruption

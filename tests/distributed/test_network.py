@@ -4,12 +4,13 @@ import socket
 
 import pytest
 
+from lockstep.distributed import network
 from lockstep.errors import MasterUnreachableError, SettingError
-from lockstep.launcher import rendezvous
 
 ONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"]}
 TWO = {**ONE, "ib0": ["10.2.0.5"]}
 NAMES = {
+    "localhost": ["127.0.0.1"],
     "node0": ["127.0.1.1"],  # as many systems have it in /etc/hosts
     "node0.lan": ["10.1.0.5"],
     "fast": ["10.2.0.5"],
@@ -18,11 +19,15 @@ NAMES = {
 }
 
 
+def endpoint(host: str) -> network.Endpoint:
+    return network.Endpoint(host, 29400, one_node=network.means_loopback(host))
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(rendezvous, "local_addresses", lambda: request.param)
-    monkeypatch.setattr(rendezvous, "resolve", lambda host: NAMES.get(host, [host]))
-    monkeypatch.setattr(rendezvous, "address_reaching", lambda host: "10.2.0.5")
+    monkeypatch.setattr(network, "local_addresses", lambda: request.param)
+    monkeypatch.setattr(network, "resolve", lambda host: NAMES.get(host, [host]))
+    monkeypatch.setattr(network, "address_reaching", lambda host: "10.2.0.5")
 
 
 @pytest.mark.usefixtures("machine")
@@ -43,39 +48,39 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     indirect=["machine"],
 )
 def test_the_gate_is_where_the_others_go(host: str, local_addr: str | None, address: str) -> None:
-    assert rendezvous.serving_address(host, local_addr) == address
+    assert network.serving_address(endpoint(host), local_addr) == address
 
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("machine", [{**ONE, "ib0": ["10.3.0.5"]}], indirect=True)
 def test_a_loopback_address_is_never_chosen_for_others() -> None:
     with pytest.raises(MasterUnreachableError, match=r"172\.20\.0\.9 is not an address of this"):
-        rendezvous.serving_address("service", None)
+        network.serving_address(endpoint("service"))
     with pytest.raises(SettingError, match=r"--local-addr 9\.9\.9\.9"):
-        rendezvous.serving_address("service", "9.9.9.9")
+        network.serving_address(endpoint("service"), "9.9.9.9")
 
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("machine", [TWO], indirect=True)
 def test_interfaces_are_found_by_address() -> None:
-    assert rendezvous.interface_of("10.2.0.5") == "ib0"
-    assert rendezvous.interface_of("fd00::5") == "eth0"
-    assert rendezvous.interface_of("127.0.1.1") == "lo"
-    assert rendezvous.interface_of("10.9.9.9") is None
+    assert network.interface_of("10.2.0.5") == "ib0"
+    assert network.interface_of("fd00::5") == "eth0"
+    assert network.interface_of("127.0.1.1") == "lo"
+    assert network.interface_of("10.9.9.9") is None
 
 
 def test_this_machine_is_known() -> None:
-    assert rendezvous.interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
-    assert rendezvous.is_here("127.0.0.1")
-    assert not rendezvous.is_here("203.0.113.1")
+    assert network.interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
+    assert network.is_here("127.0.0.1")
+    assert not network.is_here("203.0.113.1")
 
 
 def test_the_variables_of_the_user_are_left_alone() -> None:
-    assert rendezvous.socket_variables({}, "eth0") == {
+    assert network.socket_variables({}, "eth0") == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
     }
-    assert rendezvous.socket_variables({"NCCL_SOCKET_IFNAME": "ib"}, "eth0") == {
+    assert network.socket_variables({"NCCL_SOCKET_IFNAME": "ib"}, "eth0") == {
         "GLOO_SOCKET_IFNAME": "eth0"
     }
-    assert rendezvous.socket_variables({}, None) == {}
+    assert network.socket_variables({}, None) == {}
