@@ -1,4 +1,4 @@
-"""What `python -m build` makes is whole: it runs in an environment that has nothing else of ours."""
+"""What `python -m build` makes is whole: it runs in an environment that has nothing else."""
 
 from __future__ import annotations
 
