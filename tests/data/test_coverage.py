@@ -37,13 +37,13 @@ def settle(ranks: list[Coverage], counting: int | None = None) -> list[LockstepE
     brought: list[str] = []
     found: list[LockstepError | None] = []
     for rank in ranks:  # a copy brings what the rank will bring
-        collect = SimpleNamespace(exchange=brought.append, part=None)
+        collect = SimpleNamespace(exchange=brought.append, data_parallel=None)
         with contextlib.suppress(TypeError):
             copy.deepcopy(rank).settle(collect)
     for rank in ranks:
-        part = SimpleNamespace(count=counting or len(ranks))
+        present = SimpleNamespace(size=counting or len(ranks))
         try:
-            rank.settle(SimpleNamespace(exchange=lambda _: brought, part=part))
+            rank.settle(SimpleNamespace(exchange=lambda _: brought, data_parallel=present))
             found.append(None)
         except LockstepError as error:
             found.append(error)
@@ -149,7 +149,7 @@ def test_long_passes_are_compared_each_short_ones_now_and_then():
     exchanges: list[list[int]] = []
     counting = SimpleNamespace(
         exchange=lambda text: exchanges.append(json.loads(text)) or [text],
-        part=SimpleNamespace(count=1),
+        data_parallel=SimpleNamespace(size=1),
     )
     for epoch in range(52):
         hand_out(ranks, plan_epoch(160, 4, epoch=epoch), epoch)  # 40 steps
