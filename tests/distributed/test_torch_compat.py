@@ -146,3 +146,28 @@ def test_a_loader_worker_can_be_without_its_worker_info(monkeypatch):
     with torch_compat.without_worker_info():
         assert torch.utils.data.get_worker_info() is None
     assert torch.utils.data.get_worker_info() is info
+
+
+def test_a_shallow_copy_holds_no_parameters_and_shares_no_list_of_weights():
+    lstm = nn.LSTM(2, 4)
+    new = torch_compat.shallow_copy(lstm)
+    assert type(new) is nn.LSTM
+    assert new._is_replica
+    assert new._parameters == {}
+    assert new._flat_weights is not lstm._flat_weights
+
+
+def test_a_module_says_that_it_was_compiled():
+    layer = nn.Linear(1, 1)
+    assert not torch_compat.is_compiled_in_place(layer)
+    layer.compile(backend="eager")
+    assert torch_compat.is_compiled_in_place(layer)
+
+
+def test_a_backward_pass_is_seen():
+    seen = []
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_compat.in_backward_pass()))
+    (x * 2).backward()
+    assert seen == [True]
+    assert not torch_compat.in_backward_pass()

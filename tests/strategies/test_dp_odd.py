@@ -301,14 +301,14 @@ def test_what_the_second_replica_keeps_is_the_modules_where_the_first_has_no_sam
 def test_copies_are_gone_without_a_garbage_collection(monkeypatch):
     """Each holds copies of all parameters, where it is on another GPU."""
     alive: list[weakref.ref[nn.Module]] = []
-    shallow = replicas._shallow
+    shallow = replicas.shallow_copy
 
     def watched(part: nn.Module) -> nn.Module:
         new = shallow(part)
         alive.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(replicas, "_shallow", watched)
+    monkeypatch.setattr(replicas, "shallow_copy", watched)
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(2)])
     lockstep.checkpoint_activations(blocks.double(), nn.Linear)
     fails = nn.Sequential(nn.BatchNorm1d(FEATURES).double(), made(lambda s, x: x + None))

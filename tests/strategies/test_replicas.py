@@ -20,7 +20,6 @@ from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
 from lockstep.errors import DataError, SettingError, UsageError
 from lockstep.strategies.data_parallel import replicas
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.strategies.data_parallel.threads import place
 
 FEATURES = 5
 Pair = namedtuple("Pair", ["one", "other"])
@@ -435,7 +434,7 @@ def test_an_error_in_a_replica_reaches_the_caller():
         assert caught.value.__notes__ == [note]
         assert caught.traceback[-1].statement.lines[0].strip().endswith("# the user's line")
         assert threading.active_count() == 1
-        assert place() is None
+        assert replicas.present.get() is None
 
 
 def test_an_interruption_ends_all_replicas():
@@ -577,17 +576,6 @@ def test_methods_set_on_the_object_are_those_of_the_copy():
     wrapped = DataParallel(module, replicas=3)
     wrapped(data(6))
     assert module.counter == 1
-
-
-def test_the_private_parts_of_torch_are_there():
-    """What `replicas.copies` and `replicas.batchnorm` use of torch, so that a change is noticed."""
-    lstm = nn.LSTM(FEATURES, 4)
-    new = lstm._replicate_for_data_parallel()
-    assert new._is_replica
-    assert new._parameters == {}
-    assert new._flat_weights is not lstm._flat_weights
-    assert torch._C._current_graph_task_id() == -1
-    assert nn.Linear(1, 1)._compiled_call_impl is None
 
 
 def test_gradients_that_come_from_other_devices(monkeypatch):

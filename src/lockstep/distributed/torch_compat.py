@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -146,6 +146,30 @@ def gradient_hooks(parameter: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another one (torch 2.11 and 2.13)."""
     return tensor._is_view()
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A new module of the same attributes and submodules, without parameters (2.11 and 2.13).
+
+    What `nn.DataParallel` makes its replicas of. An RNN's copy has a list of weights of its own.
+    """
+    replicate: Any = module._replicate_for_data_parallel
+    made: nn.Module = replicate()
+    return made
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called (torch 2.11 and 2.13)."""
+    return module._compiled_call_impl is not None
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread is in a backward pass, as checkpointed blocks are when they are computed
+    again; torch's own checkpointing asks the same (torch 2.11 and 2.13).
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
 
 
 # Stores

@@ -120,7 +120,7 @@ class SyncBatchNorm(BatchNorm):
                     "use a larger batch, drop a last batch of one sample, or call .eval()",
                 )
         if self.track_running_stats:
-            self._update_running_stats(moments)
+            update_running_stats(self, moments.mean, moments.variance, moments.total)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, moments, self.eps, self.process_group
         )
@@ -135,18 +135,27 @@ class SyncBatchNorm(BatchNorm):
                 "5 dimensions",
             )
 
-    @torch.no_grad()
-    def _update_running_stats(self, moments: _Moments) -> None:
-        weight = self.momentum or 0.0
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                weight = 1.0 / float(self.num_batches_tracked)
-        if self.running_mean is not None:
-            self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), weight)
-        if self.running_var is not None:
-            unbiased = moments.variance * (moments.total / (moments.total - 1))
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+@torch.no_grad()
+def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    """Lets a layer's running statistics follow those of a batch, as torch's BatchNorm does.
+
+    Args:
+        layer: of torch's, too.
+        mean: (C,).
+        variance: (C,), biased.
+        total: (), values per channel, float64.
+    """
+    weight = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            weight = 1.0 / float(layer.num_batches_tracked)
+    if layer.running_mean is not None:
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), weight)
+    if layer.running_var is not None:
+        unbiased = variance * (total / (total - 1))
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), weight)
 
 
 class _Centred(NamedTuple):
@@ -347,7 +356,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
                 "it does not know its number of channels before its first input",
                 "run one forward pass of the model on a sample batch first",
             )
-        (converted if _is_plain(layer) else left).append((name, layer))
+        (converted if is_plain(layer) else left).append((name, layer))
     for _, layer in converted:
         group = vars(layer).get("process_group")
         layer._original = _Original(type(layer), group)
@@ -382,8 +391,8 @@ def revert(module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """True when changing the layer's class loses none of its behaviour."""
+def is_plain(layer: nn.Module) -> bool:
+    """True when another forward in the place of the layer's loses none of its behaviour."""
     if "forward" in vars(layer):
         return False
     for layer_class in type(layer).__mro__:

@@ -25,7 +25,6 @@ from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import UsageError
 from lockstep.strategies.base import Strategy, may_set
-from lockstep.strategies.data_parallel.batchnorm import ReplicaBatchNorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _MOST_RUNS, _ENOUGH_S = 10, 0.03
@@ -270,8 +269,7 @@ def _own_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module in modules
         for child in module.modules()
         if isinstance(child, SyncBatchNorm | nn.SyncBatchNorm)
-        and not isinstance(child, ReplicaBatchNorm)  # the devices of this rank stay together
-        and "forward" not in vars(child)
+        and "forward" not in vars(child)  # of replicas: the devices of this rank stay together
     ]
     for layer in layers:
         layer.forward = BatchNorm.forward.__get__(layer)  # type: ignore[method-assign]

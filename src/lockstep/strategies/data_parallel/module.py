@@ -4,23 +4,19 @@ The parameters are on the first device. Each forward pass cuts the inputs, copie
 other devices, runs the replicas, and joins their outputs; autograd brings the gradients back. This
 is `torch.nn.DataParallel`, with parts that may differ in size, exact for all of them.
 
-A batch cut for the replicas of a module, and their outputs joined.
-
-What the replicas of a module do otherwise than one device, found by looking at a forward pass.
-
-A module that keeps statistics of its samples, or a term of the loss, keeps those of each replica's
-samples in each replica, and those of the first one stay. A list beside the tensors of a batch is
-not cut. Neither is an error, as both may be meant; both give other numbers in silence.
+What replicas do otherwise than one device is looked for in a forward pass (LS310). A module that
+keeps statistics of its samples, or a term of the loss, keeps those of each replica's samples in
+each replica, and those of the first one stay. A list beside the tensors of a batch is not cut.
+Neither is an error, as both may be meant; both give other numbers in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +29,14 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
 from lockstep.settings import AUTO
 from lockstep.strategies.base import PLAIN
-from lockstep.strategies.data_parallel import batchnorm
-from lockstep.strategies.data_parallel.batchnorm import ReplicaBatchNorm
-from lockstep.strategies.data_parallel.replicas import attributes, copies, take_back
-from lockstep.strategies.data_parallel.threads import run_together
+from lockstep.strategies.data_parallel.replicas import (
+    OverReplicas,
+    attributes,
+    copies,
+    run_together,
+    synchronise,
+    take_back,
+)
 
 Device = int | str | torch.device
 
@@ -60,7 +60,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     Args:
         module: on the first device before it is called; its BatchNorm layers are changed in place
-            (`ReplicaBatchNorm`) where there are several devices and `sync_batchnorm` is left True.
+            (`OverReplicas`) where there are several devices and `sync_batchnorm` is left True.
         device_ids: GPUs, the first of which holds the parameters; None: all that are visible.
         output_device: where the outputs are joined; None: on the first device.
         dim: of the samples.
@@ -99,7 +99,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.dim = dim
         self.shares = _parse_shares(shares, self.count)
         self.module = module
-        self._differences = Differences()
+        self._looked_at_inputs = self._looked_at_state = False
         self.averaged = False
         """The last forward pass returned a mean with a gradient, joined of several replicas'."""
         self.synchronised: list[str] = []
@@ -115,7 +115,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 "wrap the whole model once",
             )
         if sync_batchnorm and self.count > 1:
-            self.synchronised, self.left = batchnorm.convert(module)
+            self.synchronised, self.left = synchronise(module)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -152,7 +152,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         count = samples(batch, self.dim, self.count)
         sizes = self.sizes(count) if count else [0] * self.count
         running = [n for n, size in enumerate(sizes) if size] or [0]
-        others = copies(self.module, held, devices[0], [devices[n] for n in running if n])
+        others = copies(self.module, held, [devices[0], *(devices[n] for n in running if n)])
         modules = [self.module, *others] if running[0] == 0 else others
         ends = list(accumulate(sizes))
         calls = []
@@ -161,30 +161,49 @@ class DataParallel(nn.DataParallel[nn.Module]):
             args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
             told = where if count and self.count > 1 else ""
-            calls.append(_Call(module, args, named, devices[n], told))
+            calls.append(partial(_call, module, args, named, devices[n], told))
         before = attributes(modules[0]) if running[0] else {}
-        with self._differences.looked_for(modules, batch, count):
-            outputs = self._run(calls)
+        with self._differences_said(modules, batch, count):
+            outputs = self._run(calls, [devices[n] for n in running])
         if running[0]:
             take_back(self.module, modules[0], before, devices[0])
         self.averaged = False
         to = devices[0] if self._output is None else self._output
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
-        parts = [sizes[n] for n in running]
-        own = partial(_are_own, modules, {} if running[0] else {0: _places(held)})
-        output = joined(outputs, partial(join, sizes=parts, dim=self.dim, device=to, is_own=own))
+        parts, is_own = [sizes[n] for n in running], _belonging_to(modules)
+        join_ = partial(join, sizes=parts, dim=self.dim, device=to, is_own=is_own)
+        output = joined(outputs, join_)
         self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
         return output
 
-    def _run(self, calls: Sequence[_Call]) -> list[Any]:
+    def _run(
+        self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
+    ) -> list[Any]:
         """In this thread where that gives the same; threads do not carry all modes of torch."""
-        devices = [call.device for call in calls]
-        several = len(calls) > 1
-        meet = any(isinstance(m, ReplicaBatchNorm) and m.meets for m in self.module.modules())
-        if several and (meet or len(set(devices)) > 1):
+        forwards = [vars(part).get("forward") for part in self.module.modules()]
+        meet = any(isinstance(forward, OverReplicas) and forward.meets for forward in forwards)
+        if len(calls) > 1 and (meet or len(set(devices)) > 1):
             return run_together(calls, devices)
         return [call() for call in calls]
+
+    @contextmanager
+    def _differences_said(
+        self, modules: Sequence[nn.Module], batch: Any, count: int
+    ) -> Iterator[None]:
+        """Warns of what the first pass of several replicas, and the first with gradients, shows."""
+        trains = torch.is_grad_enabled() and not self._looked_at_state
+        if len(modules) < 2 or (self._looked_at_inputs and not trains):
+            yield
+            return
+        if not self._looked_at_inputs:
+            self._looked_at_inputs = True
+            _warn_of_lists(len(modules), batch, count)
+        before = _containers(modules[0]) if trains else {}
+        yield
+        if trains:
+            self._looked_at_state = True
+            _warn_of_state(modules, before)
 
     def _check_home(self, held: Sequence[Tensor], home: torch.device) -> None:
         for tensor in held:
@@ -283,26 +302,15 @@ class BalancedDataParallel(DataParallel):
         self._short = count if count < gpu0_bsz else None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What one replica has to do."""
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    device: torch.device
-    where: str
-    """For errors; empty: it is clear."""
-
-    def __call__(self) -> Any:
-        cuda = self.device.type == "cuda"
-        try:
-            with torch.cuda.device(self.device) if cuda else nullcontext():
-                return self.module(*self.inputs, **self.kwargs)
-        except Exception as error:
-            if self.where:
-                error.add_note(f"lockstep: {self.where}")
-            raise
+def _call(module: nn.Module, args: Any, kwargs: Any, device: torch.device, where: str) -> Any:
+    """Runs one replica; `where`, if there is any, is added to what it raises."""
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return module(*args, **kwargs)
+    except Exception as error:
+        if where:
+            error.add_note(f"lockstep: {where}")
+        raise
 
 
 def _devices(
@@ -383,28 +391,20 @@ def _held(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _places(held: Sequence[Tensor]) -> dict[int, int]:
-    return {id(tensor): place for place, tensor in enumerate(held)}
+def _belonging_to(modules: Sequence[nn.Module]) -> Callable[[Sequence[Tensor]], bool]:
+    """Tells whether tensors, one a module, are the same parameter or buffer, each of its own."""
 
+    @cache
+    def places(n: int) -> dict[int, int]:
+        return {id(tensor): place for place, tensor in enumerate(_held(modules[n]))}
 
-def _are_own(
-    modules: Sequence[nn.Module], known: dict[int, dict[int, int]], leaves: Sequence[Tensor]
-) -> bool:
-    """Whether tensors are the same parameter or buffer of all modules, each of its own.
+    def is_own(leaves: Sequence[Tensor]) -> bool:
+        place = places(0).get(id(leaves[0]))
+        return place is not None and all(
+            places(n).get(id(leaf)) == place for n, leaf in enumerate(leaves)
+        )
 
-    Args:
-        modules: copies of one.
-        known: the places of what each holds, by its id; filled where it is needed.
-        leaves: one a module.
-    """
-    places = set()
-    for n, (module, leaf) in enumerate(zip(modules, leaves, strict=True)):
-        if n not in known:
-            known[n] = _places(_held(module))
-        places.add(known[n].get(id(leaf)))
-        if len(places) > 1 or None in places:
-            return False
-    return True
+    return is_own
 
 
 def samples(batch: Any, dim: int, replicas: int) -> int:
@@ -557,40 +557,6 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-_SHOWN = 4
-_CODE = "LS310"
-
-
-class Differences:
-    """Looks at the first forward pass of several replicas, and at the first with gradients."""
-
-    def __init__(self) -> None:
-        self._seen = False
-        self._trained = False
-
-    @contextmanager
-    def looked_for(self, modules: Sequence[nn.Module], batch: Any, count: int) -> Iterator[None]:
-        """Warns of what the pass shows that runs meanwhile.
-
-        Args:
-            modules: the replicas that run.
-            batch: what the whole pass was called with.
-            count: its samples.
-        """
-        trained = torch.is_grad_enabled() and not self._trained
-        if len(modules) < 2 or (self._seen and not trained):
-            yield
-            return
-        if not self._seen:
-            self._seen = True
-            _warn_of_lists(len(modules), batch, count)
-        before = _containers(modules[0]) if trained else {}
-        yield
-        if trained:
-            self._trained = True
-            _warn_of_state(modules, before)
-
-
 def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
     found = listed(batch, count)
     if found:
@@ -599,24 +565,26 @@ def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
             f"{found[0]}, beside tensors of {count} samples: tensors are cut, and this goes to "
             "every replica as a whole",
             "give what belongs to the samples as tensors; nothing, where it does not",
-            code=_CODE,
+            code="LS310",
         )
 
 
-def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, _Terms]) -> None:
+def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, Container]) -> None:
     first, *others = [_kept(module) for module in modules]
     names = [n for n, value in first.items() if not all(_same(value, o.get(n)) for o in others)]
     # A list or dictionary that was there before is one for all replicas.
-    now = _containers(modules[0])
-    names += [n for n, old in before.items() if n in now and now[n].came_to(old)]
+    for name, (container, terms) in _containers(modules[0]).items():
+        old, old_terms = before.get(name, (None, {}))
+        if container is old and [*map(id, terms.values())] != [*map(id, old_terms.values())]:
+            names.append(name)
     if names:
-        shown = some(names, _SHOWN)
+        shown = some(names, 4)
         warn(
             f"a module on {len(modules)} replicas that keeps {shown}",
             "each replica makes its own of its samples, and the first one's stays; a list grows "
             "by an entry a replica, and a dictionary keeps the last one's",
             "return what the loss needs from forward, so that it is joined",
-            code=_CODE,
+            code="LS310",
         )
 
 
@@ -626,30 +594,22 @@ def _kept(module: nn.Module) -> dict[str, Any]:
     for name, part in _parts(module):
         found |= {name + key: buffer for key, buffer in part._buffers.items()}
         found |= {name + key: value for key, value in vars(part).items() if is_term(value)}
-    for name, container in _containers(module).items():
-        found |= {f"{name}.{key}": term for key, term in container.terms.items()}
+    for name, (_, terms) in _containers(module).items():
+        found |= {f"{name}.{key}": term for key, term in terms.items()}
     return found
 
 
-class _Terms(NamedTuple):
-    """Of a loss, in a list or dictionary."""
-
-    container: Any
-    terms: dict[Any, Tensor]
-
-    def came_to(self, old: _Terms) -> bool:
-        """Whether the same container had others before."""
-        ids = [list(map(id, each.terms.values())) for each in (self, old)]
-        return self.container is old.container and ids[0] != ids[1]
+Container = tuple[Any, dict[Any, Tensor]]
+"""A list or dictionary, and the terms of a loss in it."""
 
 
-def _containers(module: nn.Module) -> dict[str, _Terms]:
+def _containers(module: nn.Module) -> dict[str, Container]:
     found = {}
     for name, part in _parts(module):
         for key, value in vars(part).items():
             if key not in PLAIN and isinstance(value, list | dict):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                found[name + key] = _Terms(value, {k: v for k, v in items if is_term(v)})
+                found[name + key] = value, {k: v for k, v in items if is_term(v)}
     return found
 
 

@@ -1,17 +1,23 @@
-"""Copies of a module for the replicas of one forward pass, on its own device and on others.
+"""The replicas of one forward pass: copies of a module, threads that can meet, BatchNorm over all.
 
 A copy is shallow: its submodules are new objects with the attributes of the originals. On the
 module's device it holds the very parameters, and copies of the buffers. On another device it holds
 copies of the parameters, made by torch's broadcast (NCCL where it can); their gradients are added
 up there and come back as one. Copies are made for each forward pass, as in `nn.DataParallel`.
+
+Replicas on several devices run side by side, those on one device one at a time and in order: they
+share the device's stream of random numbers, so only a fixed order draws the same numbers again.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar, copy_context
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,33 +26,35 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from lockstep.data.pytree import map_tensors
-from lockstep.errors import UsageError
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    in_backward_pass,
+    is_compiled_in_place,
+    shallow_copy,
+)
+from lockstep.errors import DataError, UsageError
 from lockstep.strategies.base import may_set
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, is_plain, update_running_stats
 
 _broadcast: Any = comm.broadcast_coalesced
 _reduce_add: Any = comm.reduce_add_coalesced
 
 
 def copies(
-    module: nn.Module,
-    tensors: Sequence[Tensor],
-    home: torch.device,
-    devices: Sequence[torch.device],
+    module: nn.Module, tensors: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[nn.Module]:
     """A copy of `module` for each of the devices.
 
     Args:
         module: to copy.
-        tensors: its parameters and buffers, all on `home`.
-        home: where gradients come together.
-        devices: of the copies; `home` may be among them, also several times.
+        tensors: its parameters and buffers, all on the first device; gradients come together there.
+        devices: the module's own, then those of the copies, on which it may be again.
 
     Raises:
         UsageError: a part of the module is bound to the original: compiled or scripted code, or a
             `forward` that was set on the object.
     """
-    if not devices:
-        return []
+    home = devices[0]
     elsewhere = list(dict.fromkeys(device for device in devices if device != home))
     moved: dict[torch.device, Sequence[Tensor]] = {}
     if elsewhere and tensors:
@@ -54,7 +62,7 @@ def copies(
         size = len(tensors)
         moved = {d: flat[n * size : (n + 1) * size] for n, d in enumerate(elsewhere)}
     made = []
-    for device in devices:
+    for device in devices[1:]:
         held = moved.get(device, ())
         if device == home:
             held = [t if isinstance(t, nn.Parameter) else t.clone() for t in tensors]
@@ -67,7 +75,7 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
     made: dict[nn.Module, nn.Module] = {}
     for name, part in module.named_modules():
         _check(name, part)
-        made[part] = _shallow(part)
+        made[part] = shallow_copy(part)
     slots = {kind: _slots(kind) for kind in set(map(type, made))}
     for part, new in made.items():
         for name in slots[type(part)]:
@@ -89,25 +97,13 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
     return made[module]
 
 
-def _shallow(part: nn.Module) -> nn.Module:
-    """A new object with the same attributes."""
-    replicate: Any = type(part)._replicate_for_data_parallel
-    if replicate is not nn.Module._replicate_for_data_parallel:
-        # Private, and the only way by which a module can say what a shallow copy of it needs: an
-        # RNN has a list of its weights.
-        own: nn.Module = replicate(part)
-        return own
-    new = type(part).__new__(type(part))
-    # As torch's own does, which goes through `Module.__setattr__` for each of its changes.
-    vars(new).update(vars(part), _is_replica=True)
-    return new
-
-
 def _check(name: str, part: nn.Module) -> None:
     forward = vars(part).get("forward")
-    compiled = part._compiled_call_impl is not None or "_orig_mod" in part._modules
+    compiled = is_compiled_in_place(part) or "_orig_mod" in part._modules
     scripted = isinstance(part, torch.jit.ScriptModule)
-    foreign = forward is not None and not isinstance(forward, MethodType) and not _vars_of(forward)
+    # A function hides what it needs.
+    hides = isinstance(forward, FunctionType | functools.partial)
+    foreign = forward is not None and (hides or not hasattr(forward, "__dict__"))
     if compiled or scripted or foreign:
         kind = "compiled" if compiled else "scripted" if scripted else "a forward set on the object"
         raise UsageError(
@@ -117,19 +113,10 @@ def _check(name: str, part: nn.Module) -> None:
         )
 
 
-def _vars_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object; none of a function, which hides what it needs."""
-    hides = isinstance(value, FunctionType | functools.partial)
-    return {} if hides else getattr(value, "__dict__", {})
-
-
 def _slots(kind: type) -> list[str]:
     """Names of the attributes that its objects keep outside of their dictionary."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return found
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
 
 
 def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., Any]:
@@ -137,11 +124,7 @@ def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., An
     by the next garbage collection only, and holds copies of all parameters until then.
     """
     held = weakref.ref(new)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return _rebound(value, part, held())(*args, **kwargs)
-
-    return forward
+    return lambda *args, **kwargs: _rebound(value, part, held())(*args, **kwargs)
 
 
 def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
@@ -155,7 +138,7 @@ def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
     for name, inner in vars(value).items():
         if inner is part:
             setattr(made, name, new)
-        elif isinstance(inner, MethodType):
+        elif isinstance(inner, MethodType | OverReplicas):
             setattr(made, name, _rebound(inner, part, new))
     return made
 
@@ -171,13 +154,15 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.home, ctx.devices, ctx.count = tensors[0].device, devices, len(tensors)
         ctx.set_materialize_grads(False)
-        made = []
-        for of_device in _broadcast(tensors, [ctx.home, *devices])[1:]:
-            for tensor, new in zip(tensors, of_device, strict=True):
-                made.append(torch.view_as_complex(new) if tensor.is_complex() else new)
+        made = [
+            torch.view_as_complex(new) if tensor.is_complex() else new
+            for of_device in _broadcast(tensors, [ctx.home, *devices])[1:]
+            for tensor, new in zip(tensors, of_device, strict=True)
+        ]
         needed = ctx.needs_input_grad[1:] * len(devices)
-        fixed = [new for new, needs in zip(made, needed, strict=True) if not needs]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(
+            *(t for t, needs in zip(made, needed, strict=True) if not needs)
+        )
         return tuple(made)
 
     @staticmethod
@@ -186,32 +171,26 @@ class _Broadcast(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: by what can be differentiated again
             there = [[g.to(ctx.home) for g in column if g is not None] for column in columns]
             return (None, *[sum(column[1:], column[0]) if column else None for column in there])
-        used = [k for k, column in enumerate(columns) if any(g is not None for g in column)]
-        if not used:
-            return (None, *[None] * len(columns))
-        filled = [_filled(columns[k], ctx.devices) for k in used]
-        is_complex = [column[0].is_complex() for column in filled]
-        # On the first of the others: the device that holds everything has the least room.
-        sums = _reduce_add(
-            [
-                [torch.view_as_real(g) if g.is_complex() else g for g in of_device]
-                for of_device in zip(*filled, strict=True)
-            ],
-            ctx.devices[0].index,
-        )
         found: list[Tensor | None] = [None] * ctx.count
-        for k, total, c in zip(used, sums, is_complex, strict=True):
-            found[k] = (torch.view_as_complex(total) if c else total).to(ctx.home)
+        used = [k for k, column in enumerate(columns) if any(g is not None for g in column)]
+        if used:
+            filled = [_filled(columns[k], ctx.devices) for k in used]
+            # On the first of the others: the device that holds everything has the least room.
+            sums = _reduce_add(list(zip(*filled, strict=True)), ctx.devices[0].index)
+            for k, total in zip(used, sums, strict=True):
+                is_complex = next(g for g in columns[k] if g is not None).is_complex()
+                found[k] = (torch.view_as_complex(total) if is_complex else total).to(ctx.home)
         return (None, *found)
 
 
 def _filled(column: Sequence[Tensor | None], devices: Sequence[torch.device]) -> list[Tensor]:
     """One tensor's gradients on all devices, zeros where a replica has not used it."""
     known = next(g for g in column if g is not None)
-    return [
+    filled = [
         torch.zeros_like(known, device=device) if g is None else g
         for g, device in zip(column, devices, strict=True)
     ]
+    return [torch.view_as_real(g) if g.is_complex() else g for g in filled]
 
 
 Attributes = dict[str, dict[str, Any]]
@@ -247,3 +226,275 @@ def take_back(
                     buffer.copy_(left)
                 else:
                     part._buffers[name] = None if left is None else left.detach().to(home)
+
+
+Join = Callable[[list[Any]], Sequence[Any]]
+"""Takes what all replicas have brought, in their order, and gives each its result."""
+
+
+class Meeting:
+    """Where the replicas of one forward pass wait for each other.
+
+    Args:
+        count: of replicas.
+        in_turn: only one runs at a time.
+    """
+
+    def __init__(self, count: int, *, in_turn: bool) -> None:
+        self.error: BaseException | None = None
+        """What the first replica that failed has raised."""
+        self._barrier = threading.Barrier(count)
+        self._turns = [threading.Semaphore(int(n == 0)) for n in range(count)] if in_turn else []
+        self._brought: list[tuple[str, Any]] = [("", None)] * count
+        self._given: Sequence[Any] = ()
+
+    def exchange(self, position: int, place: str, value: Any, join: Join) -> Any:
+        """Waits for all replicas; `join` is called once, and each gets its part of the result.
+
+        Args:
+            position: of this replica.
+            place: in the model: all replicas must have come to the same.
+            value: what this replica brings.
+            join: the same function in all replicas.
+
+        Raises:
+            UsageError: the replicas took different ways through the model.
+        """
+        self._meet(position, place, value, join)
+        self.wait_for_turn(position)
+        return self._given[position]
+
+    def end(self, position: int) -> None:
+        """Waits for all replicas at the end of the forward pass, so that none waits elsewhere."""
+        self._meet(position, "the end of its forward pass", None, list)
+
+    def wait_for_turn(self, position: int) -> None:
+        """Returns when the replica may run."""
+        if self._turns:
+            self._turns[position].acquire()
+            if self.error is not None:
+                raise _CalledOff
+
+    def fail(self, error: BaseException) -> None:
+        """A replica has failed: the others are called off where they wait, or will wait next."""
+        if self.error is None and not isinstance(error, _CalledOff):
+            self.error = error
+        self._barrier.abort()
+        for turn in self._turns:
+            turn.release()
+
+    def _meet(self, position: int, place: str, value: Any, join: Join) -> None:
+        self._brought[position] = place, value
+        if self._turns:
+            self._turns[(position + 1) % len(self._turns)].release()
+        try:
+            self._barrier.wait()
+            if position == 0:
+                self._given = self._joined(join)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise _CalledOff from None
+
+    def _joined(self, join: Join) -> Sequence[Any]:
+        places = [place for place, _ in self._brought]
+        if len(set(places)) > 1:
+            raise UsageError(
+                "BatchNorm over the samples of all replicas",
+                "they take different ways through the model: "
+                + ", ".join(f"replica {n} at {place!r}" for n, place in enumerate(places)),
+                "call the same BatchNorm layers in the same order whatever the samples are, or let "
+                "each replica take statistics of its own with sync_batchnorm=False",
+            )
+        brought = [value for _, value in self._brought]
+        self._brought = [("", None)] * len(brought)
+        return join(brought)
+
+
+class _CalledOff(Exception):
+    """Another replica has failed; never seen outside of this module."""
+
+
+present: ContextVar[tuple[Meeting, int] | None] = ContextVar("present", default=None)
+"""Where this thread runs one of several replicas that may wait for each other: its position."""
+
+
+def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    """Runs every call in a thread of its own, the first one in this; returns their results.
+
+    The threads compute as this one would: with its modes of autograd and autocast, on its streams.
+
+    Args:
+        calls: one a replica.
+        devices: where they run.
+
+    Raises:
+        BaseException: what the first call that failed has raised, after all have ended.
+    """
+    meeting = Meeting(len(calls), in_turn=len(set(devices)) == 1)
+    modes = _modes_of_this_thread(devices)
+    results: list[Any] = [None] * len(calls)
+
+    def work(position: int) -> None:
+        token = present.set((meeting, position))
+        try:
+            with modes() if position else nullcontext():
+                meeting.wait_for_turn(position)
+                results[position] = calls[position]()
+                meeting.end(position)
+        except BaseException as error:
+            meeting.fail(error)
+        finally:
+            present.reset(token)
+
+    threads = [
+        threading.Thread(
+            target=copy_context().run, args=(work, n), name=f"replica {n}", daemon=True
+        )
+        for n in range(1, len(calls))
+    ]
+    for thread in threads:
+        thread.start()
+    work(0)
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # such as KeyboardInterrupt
+        meeting.fail(error)
+        for thread in threads:
+            thread.join()
+    failed, meeting.error = meeting.error, None
+    if failed is None:
+        return results
+    try:
+        raise failed
+    finally:
+        del failed  # else its traceback holds itself, and all that the replicas have computed
+
+
+def _modes_of_this_thread(devices: Sequence[torch.device]) -> Callable[[], ExitStack]:
+    """What torch keeps for each thread and a new thread would not have; enters it there."""
+    kinds = sorted({device.type for device in devices} | {"cpu"})
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
+
+    def entered() -> ExitStack:
+        stack = ExitStack()
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+        return stack
+
+    return entered
+
+
+class OverReplicas:
+    """The `forward` of a BatchNorm layer with statistics of the samples of all replicas.
+
+    The replicas meet at every such layer. There the mean and the variance of all their samples are
+    computed, in two passes over what lies where: only C numbers a replica travel between devices.
+    All of it is plain differentiable torch, so that autograd gives the gradient through the
+    statistics (Ioffe and Szegedy, "Batch Normalization", arXiv 1502.03167, section 3) for uneven
+    parts as well. `sync_batchnorm` does the same over processes, by collectives; a backward pass on
+    the CPU runs in one thread, whatever the forward pass ran in, so replicas cannot meet there.
+
+    Outside of several replicas, and where the layer takes no statistics of its batch, it is torch's
+    own BatchNorm, bit for bit. The first replica's layer updates its running statistics.
+    """
+
+    def __init__(self, layer: BatchNorm, name: str) -> None:
+        self.layer: Any = layer
+        self.name = name
+
+    @property
+    def meets(self) -> bool:
+        """Whether the present mode takes statistics of the batch."""
+        return self.layer.training or self.layer.running_mean is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples."""
+        layer, here = self.layer, present.get()
+        if here is None or not self.meets:
+            if not in_backward_pass():
+                layer._met_replicas = False
+            elif self.meets and layer._met_replicas:
+                raise UsageError(
+                    "activation checkpointing of a block with BatchNorm under strategy 'dp'",
+                    f"{self.name!r} takes statistics over all replicas, and in the backward pass "
+                    "each block is computed again alone",
+                    "checkpoint blocks without BatchNorm, use strategy='ddp', or give each replica "
+                    "statistics of its own with sync_batchnorm=False",
+                )
+            return BatchNorm.forward(layer, x)
+        layer._met_replicas = True
+        if not 2 <= x.dim() <= 5 or x.shape[1] != layer.num_features:
+            raise DataError(
+                f"{type(layer).__name__}({layer.num_features}) {self.name!r}",
+                f"an input of shape {tuple(x.shape)}",
+                f"give it (N, {layer.num_features}) or (N, {layer.num_features}, ...)",
+            )
+        meeting, position = here
+        output: Tensor = meeting.exchange(position, self.name, (layer, x), _normalise)
+        return output
+
+
+def synchronise(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
+
+    Returns:
+        The names of these layers, and of those left alone because they have a forward of their own
+        (see `sync_batchnorm.convert`).
+    """
+    synchronised: list[str] = []
+    left: list[str] = []
+    for name, part in module.named_modules():
+        if isinstance(part, BatchNorm):
+            layer: Any = part
+            if isinstance(layer, SyncBatchNorm) or is_plain(layer):
+                layer.forward, layer._met_replicas = OverReplicas(layer, name), False
+            ours = isinstance(vars(layer).get("forward"), OverReplicas)
+            (synchronised if ours else left).append(name)
+    return synchronised, left
+
+
+def _normalise(brought: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
+    """The outputs of all replicas; the first one's layer updates its running statistics."""
+    first, x = brought[0]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    dims = [d for d in range(x.dim()) if d != 1]
+    total = sum(x.numel() for _, x in brought) // first.num_features
+    if total == 1:
+        raise DataError(
+            f"batch normalisation over a batch on {len(brought)} replicas",
+            "Expected more than 1 value per channel when training, and all replicas together have "
+            "1",
+            "use a larger batch, drop a last batch of one sample, or call .eval()",
+        )
+    mean = _sum_on(x.device, [x.sum(dims, dtype=dtype) for _, x in brought]) / total
+    deviations = [x - _per_channel(mean, x) for _, x in brought]
+    variance = _sum_on(x.device, [d.square().sum(dims) for d in deviations]) / total
+    if first.training and first.track_running_stats:
+        count = torch.tensor(total, dtype=torch.float64, device=x.device)
+        update_running_stats(first, mean.detach(), variance.detach(), count)
+    scale = (variance + first.eps).rsqrt()
+    outputs = []
+    for (layer, x), deviation in zip(brought, deviations, strict=True):
+        own = scale.to(x.device) if layer.weight is None else scale.to(x.device) * layer.weight
+        output = deviation * _per_channel(own, x)
+        if layer.bias is not None:
+            output = output + _per_channel(layer.bias, x)
+        outputs.append(output.to(x.dtype))
+    return outputs
+
+
+def _sum_on(device: torch.device, parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape that lie on several devices, on `device`."""
+    return torch.stack([part.to(device) for part in parts]).sum(0)
+
+
+def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.to(x.device).view(1, -1, *[1] * (x.dim() - 2))
