@@ -88,7 +88,7 @@ def _ip(*arguments: str, may_be_refused: bool = False) -> None:
 
 
 class Launcher:
-    """A process on a machine that has a `Meeting`; orders are the methods of `_Orders`."""
+    """A process on a machine that has a `Rendezvous`; orders are the methods of `_Orders`."""
 
     def __init__(self, machine: Machine = THIS_MACHINE) -> None:
         self._pipe, theirs = context.Pipe()
@@ -221,20 +221,20 @@ class Refusal(AssertionError):
 class _Orders:
     def __init__(self) -> None:
         self._said: list[str] = []
-        self._meeting: Any = None
+        self._rendezvous: Any = None
         self._info: Any = None
 
     def open(self, environ: dict[str, str], **fields: Any) -> str | None:
-        """Opens a meeting; returns the interface."""
-        from lockstep.launcher.rendezvous import open_meeting
+        """Opens a rendezvous; returns the interface."""
+        from lockstep.launcher.rendezvous import open_rendezvous
 
-        self._meeting = open_meeting(config(**fields), self._said.append, environ)
-        return self._meeting.interface
+        self._rendezvous = open_rendezvous(config(**fields), self._said.append, environ)
+        return self._rendezvous.interface
 
     def rendezvous(self) -> tuple[int, int, int]:
         """Waits for all nodes; returns node rank, number of nodes and attempt."""
-        self._info = self._meeting.handler.next_rendezvous()
-        return self._info.rank, self._info.world_size, self._meeting.attempt
+        self._info = self._rendezvous.handler.next_rendezvous()
+        return self._info.rank, self._info.world_size, self._rendezvous.attempt
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
         """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
@@ -247,9 +247,9 @@ class _Orders:
                 "MASTER_PORT": str(place.master_port),
                 "RANK": str(self._info.rank),
                 "WORLD_SIZE": str(self._info.world_size),
-                "TORCHELASTIC_USE_AGENT_STORE": str(self._meeting.handler.use_agent_store),
-                "TORCHELASTIC_RESTART_COUNT": str(self._meeting.attempt),
-                **socket_variables({}, self._meeting.interface),
+                "TORCHELASTIC_USE_AGENT_STORE": str(self._rendezvous.handler.use_agent_store),
+                "TORCHELASTIC_RESTART_COUNT": str(self._rendezvous.attempt),
+                **socket_variables({}, self._rendezvous.interface),
             }
         )
         dist.init_process_group("gloo")
@@ -277,34 +277,34 @@ class _Orders:
     def said(self) -> list[str]:
         return list(self._said)
 
-    def tell(self, key: str, value: Any) -> bool:
-        return self._meeting.tell(key, value)
+    def publish(self, key: str, value: Any) -> bool:
+        return self._rendezvous.publish(key, value)
 
-    def heard(self, key: str, size: int) -> dict[int, Any]:
+    def published(self, key: str, size: int) -> dict[int, Any]:
         """What was heard, when `size` nodes have told it."""
-        return until(lambda: len(found := self._meeting.heard(key)) == size and found)
+        return until(lambda: len(found := self._rendezvous.published(key)) == size and found)
 
     def lost(self) -> list[str]:
         """The first nodes that are lost, in words."""
-        from lockstep.launcher.nodes import departure
+        from lockstep.launcher.peers import departure
 
-        return until(lambda: [departure(node) for node in self._meeting.lost_nodes()])
+        return until(lambda: [departure(node) for node in self._rendezvous.lost_nodes()])
 
     def lost_now(self) -> int:
-        return len(self._meeting.lost_nodes())
+        return len(self._rendezvous.lost_nodes())
 
     def waiting(self) -> int:
         """How many nodes wait for a new start, once one does."""
-        return until(self._meeting.handler.num_nodes_waiting)
+        return until(self._rendezvous.handler.num_nodes_waiting)
 
     def shutdown(self) -> bool:
-        return self._meeting.handler.shutdown()
+        return self._rendezvous.handler.shutdown()
 
     def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())
 
     def close(self, why: str = "") -> None:
-        self._meeting.close(why)
+        self._rendezvous.close(why)
 
 
 def until(look: Any, seconds: float = 40.0) -> Any:

@@ -79,9 +79,9 @@ def test_a_run_listens_on_loopback_and_at_the_gate_alone(
         assert any(address == machine.address for address, _ in with_gloo)
 
     for rank, launcher in enumerate(pair):
-        assert launcher.do("tell", "first failure", {"rank": rank})
+        assert launcher.do("publish", "first failure", {"rank": rank})
     heard = {0: {"rank": joined[0][0] != 0}, 1: {"rank": joined[1][0] == 1}}
-    assert both(pair, "heard", "first failure", 2) == [heard, heard]
+    assert both(pair, "published", "first failure", 2) == [heard, heard]
 
     assert both(pair, "lost_now") == [0, 0]
     both(pair, "shutdown")

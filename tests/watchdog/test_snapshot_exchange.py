@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from namespaces import until
 
-from lockstep.launcher.rendezvous import Meeting
+from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import supervisor
 from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot
 from lockstep.watchdog.supervisor import SnapshotExchange
@@ -18,29 +18,29 @@ LINE = Frame("a.py", 1, "f")
 
 
 class Table:
-    """What all launchers have told, as a meeting would carry it."""
+    """What all launchers have told, as a rendezvous would carry it."""
 
     def __init__(self) -> None:
         self.told: dict[int, Any] = {}
         self.lost: list[str] = []
 
-    def seat(self, node: int, longest: int = 1 << 20) -> Meeting:
-        return cast(Meeting, _Seat(self, node, longest))
+    def seat(self, node: int, longest: int = 1 << 20) -> Rendezvous:
+        return cast(Rendezvous, _Seat(self, node, longest))
 
 
 class _Seat:
-    hears = True
+    can_publish = True
 
     def __init__(self, table: Table, node: int, longest: int) -> None:
         self._table, self._node, self._longest = table, node, longest
 
-    def tell(self, key: str, value: Any) -> bool:
+    def publish(self, key: str, value: Any) -> bool:
         text = json.dumps(value)
         if len(text) <= self._longest:
             self._table.told[self._node] = json.loads(text)
         return len(text) <= self._longest
 
-    def heard(self, key: str) -> dict[int, Any]:
+    def published(self, key: str) -> dict[int, Any]:
         return dict(self._table.told)
 
     def lost_nodes(self) -> list[str]:

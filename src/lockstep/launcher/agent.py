@@ -167,7 +167,7 @@ class Agent(SimpleElasticAgent):
         process: Process,
         command: Command | None,
     ) -> dict[str, str]:
-        # Counted alike by all machines, where the meeting knows; our own count is of ours alone.
+        # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
         counted = getattr(group.spec.rdzv_handler, "attempt", None)
         restarts = attempt.restarts if counted is None else counted
         return {

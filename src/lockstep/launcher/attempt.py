@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lockstep.launcher.nodes import Node, departure
 from lockstep.launcher.output import Console
+from lockstep.launcher.peers import Node, departure
 from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Attempt, Process, exit_status_of, peak_memory, read_oom_counts
-from lockstep.launcher.rendezvous import Meeting
+from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import exit_status
 from lockstep.watchdog.exit_status import ExitReport, Interruption, LostNode
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
@@ -36,7 +36,7 @@ class Watch:
 
     Args:
         console: opens and reads the ranks' streams.
-        meeting: for what the machines of the run tell each other.
+        rendezvous: for what the machines of the run tell each other.
         rules: when a run counts as hanging.
         say: called with each report.
         timeout: seconds from the start of the ranks after which the run is stopped; None: no limit.
@@ -45,12 +45,12 @@ class Watch:
     def __init__(
         self,
         console: Console,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         rules: HangRules,
         say: Callable[[str], None],
         timeout: float | None = None,
     ) -> None:
-        self._console, self._meeting, self._rules, self._say = console, meeting, rules, say
+        self._console, self._rendezvous, self._rules, self._say = console, rendezvous, rules, say
         self._timeout, self._stop_at = timeout, math.inf
         self._oom = read_oom_counts()
         self._supervisor: Supervisor | None = None
@@ -80,9 +80,9 @@ class Watch:
         """Begins to watch."""
         if self._timeout is not None:
             self._stop_at = time.monotonic() + self._timeout
-        self._meeting.tell(_RANKS, [process.rank for process in attempt.processes])
+        self._rendezvous.publish(_RANKS, [process.rank for process in attempt.processes])
         self._exchange = SnapshotExchange(
-            self._meeting,
+            self._rendezvous,
             attempt.node,
             attempt.nodes,
             lambda lines: take_snapshot(attempt.processes, lines=lines),
@@ -97,7 +97,7 @@ class Watch:
         if now >= self._stop_at and attempt.running:
             self.late = tuple(process.rank for process in attempt.running)
             return True
-        if self._meeting.lost_nodes() or self._failed_elsewhere(attempt):
+        if self._rendezvous.lost_nodes() or self._failed_elsewhere(attempt):
             return True
         if now >= self._next_look:
             self._next_look = now + _PEAKS_EVERY_S
@@ -127,12 +127,12 @@ class Watch:
         """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
         if attempt.nodes == 1:
             return True
-        if not self._meeting.hears:
+        if not self._rendezvous.can_publish:
             return None
         if self._done is not attempt:
             self._done = attempt
-            self._meeting.tell(_DONE, True)
-        return len(self._meeting.heard(_DONE)) == attempt.nodes
+            self._rendezvous.publish(_DONE, True)
+        return len(self._rendezvous.published(_DONE)) == attempt.nodes
 
     def ending(self, attempt: Attempt) -> None:
         """Lets the other machines know why, before the ranks of this one are asked to end."""
@@ -140,7 +140,7 @@ class Watch:
             self._tell(self._report(attempt))
 
     def _tell(self, report: ExitReport) -> None:
-        self._meeting.tell(_REPORT, report.to_values())
+        self._rendezvous.publish(_REPORT, report.to_values())
 
     def _report(self, attempt: Attempt) -> ExitReport:
         supervisor = self._supervisor
@@ -162,7 +162,7 @@ class Watch:
         """What the other machines of the attempt have told, by node."""
         if attempt.nodes == 1:
             return {}
-        told = self._meeting.heard(_REPORT)
+        told = self._rendezvous.published(_REPORT)
         return {
             node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
         }
@@ -196,12 +196,12 @@ class Watch:
         if attempt.nodes == 1:
             return ()
         self._tell(own)
-        limit = time.monotonic() + (_OTHERS_S if self._meeting.hears else 0.0)
+        limit = time.monotonic() + (_OTHERS_S if self._rendezvous.can_publish else 0.0)
         while time.monotonic() < limit:
             others = self._others(attempt)
             reports = [own, *others.values()]
             told = {node for node, report in others.items() if report.complete}
-            gone = {_rank(node) for node in self._meeting.lost_nodes()}
+            gone = {_rank(node) for node in self._rendezvous.lost_nodes()}
             if (
                 len(told | gone) >= attempt.nodes - 1
                 or any(report.interrupted for report in reports)
@@ -213,7 +213,7 @@ class Watch:
 
     def _lost(self, explained: set[int]) -> list[LostNode]:
         """The machines that are gone without a word about their ranks."""
-        ranks = self._meeting.heard(_RANKS)
+        ranks = self._rendezvous.published(_RANKS)
         return [
             LostNode(
                 host=node.host,
@@ -221,7 +221,7 @@ class Watch:
                 time=time.time(),
                 reason=departure(node),
             )
-            for node in self._meeting.lost_nodes()
+            for node in self._rendezvous.lost_nodes()
             if not explained & set(ranks.get(_rank(node), ()))
         ]
 

@@ -56,7 +56,7 @@ from lockstep.errors import (
 from lockstep.launcher import auth
 from lockstep.launcher.auth import VARIABLE, Token, find_token
 from lockstep.launcher.machine import loopback_name
-from lockstep.launcher.nodes import (
+from lockstep.launcher.peers import (
     HERE,
     LEFT,
     Board,
@@ -70,12 +70,12 @@ from lockstep.launcher.nodes import (
     objection_as_error,
 )
 from lockstep.launcher.rendezvous_handlers import (
-    ChangingNodes,
-    FixedNodes,
+    DynamicHandler,
     Forget,
     Handler,
     Publish,
     Say,
+    StaticHandler,
     forget_ranks,
 )
 
@@ -88,7 +88,7 @@ _OURS = ("static", "c10d")
 _LONGEST_TOLD = 1 << 20
 
 
-class Meeting:
+class Rendezvous:
     """One launcher's part in a run. May be used as a context manager; see `close`."""
 
     def __init__(
@@ -99,14 +99,14 @@ class Meeting:
         interface: str | None,
         publish: Publish = lambda changes: None,
         ends: Callable[[str], None] = lambda why: None,
-        hears: bool = True,
+        can_publish: bool = True,
     ) -> None:
         self.handler = handler
         """torch's `RendezvousHandler` for the agent."""
         self.interface = interface
         """Name of the network interface that reaches the other nodes; loopback on one machine;
         None: unknown. For `network.socket_variables`."""
-        self.hears = hears
+        self.can_publish = can_publish
         """Whether launchers hear what others tell; they do not by a rendezvous of torch's own."""
         self._board, self._publish, self._ends = board, publish, ends
         self._closed = False
@@ -125,7 +125,7 @@ class Meeting:
         own = self._board.own
         return [n for n in latest(self._board.all()) if n.gone and n.round >= own.round > 0]
 
-    def tell(self, key: str, value: Any) -> bool:
+    def publish(self, key: str, value: Any) -> bool:
         """Lets all nodes know a value (JSON) under a key, for the current attempt; never waits.
 
         Returns:
@@ -138,7 +138,7 @@ class Meeting:
         self._publish(changes)
         return True
 
-    def heard(self, key: str) -> dict[int, Any]:
+    def published(self, key: str) -> dict[int, Any]:
         """What each node has told under a key in the current attempt, by node rank; never waits."""
         found = {}
         for node in latest(self._board.all()):
@@ -164,7 +164,7 @@ class Meeting:
         self._board.write(self._board.own_number, {"state": LEFT, "why": why})
         self._ends(why)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -172,13 +172,13 @@ class Meeting:
         self.close("" if kind is None else found or f"its launcher ended with {kind.__name__}")
 
 
-def open_meeting(
+def open_rendezvous(
     config: LaunchConfig, say: Say, environ: Mapping[str, str] = os.environ
-) -> Meeting:
+) -> Rendezvous:
     """Opens the place where the nodes of a run meet, or comes to it.
 
     On one machine, and on the node that serves, it returns at once; on other nodes when the serving
-    node has taken them in. The waiting for each other happens in `Meeting.handler`. Threads are
+    node has taken them in. The waiting for each other happens in `Rendezvous.handler`. Threads are
     started on several machines alone, so call it after what must be forked without any.
 
     Args:
@@ -204,7 +204,7 @@ def open_meeting(
     return come(config, say, environ)
 
 
-def _alone(config: LaunchConfig, say: Say) -> Meeting:
+def _alone(config: LaunchConfig, say: Say) -> Rendezvous:
     # The port of a c10d endpoint is where other nodes find the store; that of a static one becomes
     # the ranks' MASTER_PORT.
     endpoint = endpoint_of(config) if config.rdzv_backend == "static" else Endpoint(LOOPBACK, 0)
@@ -215,10 +215,10 @@ def _alone(config: LaunchConfig, say: Say) -> Meeting:
     node = own_node(config)
     board = Board(node)
     board.write(0, {"rank": 0, "run_id": config.run_id or str(uuid.uuid4())})
-    handler = FixedNodes(
+    handler = StaticHandler(
         board, 1, store, store.port, timeout=1.0, say=say, backend=config.rdzv_backend
     )
-    return Meeting(handler, board, interface=loopback_name())
+    return Rendezvous(handler, board, interface=loopback_name())
 
 
 def _in_a_file(config: LaunchConfig) -> bool:
@@ -226,7 +226,7 @@ def _in_a_file(config: LaunchConfig) -> bool:
     return config.rdzv_backend == "c10d" and kind != "tcp" and config.max_nodes > 1
 
 
-def _by_torch(config: LaunchConfig, say: Say) -> Meeting:
+def _by_torch(config: LaunchConfig, say: Say) -> Rendezvous:
     """The meeting by a rendezvous that is not ours, with torch's meaning."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -247,7 +247,7 @@ def _by_torch(config: LaunchConfig, say: Say) -> Meeting:
         "token and listens on all interfaces of the node of rank 0, and ranks that hang on several "
         "machines are not told"
     )
-    return Meeting(handler, Board(own_node(config)), interface=None, hears=False)
+    return Rendezvous(handler, Board(own_node(config)), interface=None, can_publish=False)
 
 
 _SERVER = "the node that serves"
@@ -260,12 +260,12 @@ _PATIENCE_S, _PATIENCE_AFTER_FAILURE_S = 10.0, 2.0
 """How long the serving node waits for the others to leave."""
 
 
-def come(config: LaunchConfig, say: Say, environ: Mapping[str, str]) -> Meeting:
-    """Serves the meeting of a run on several machines, or goes to it; see `meeting.open_meeting`.
+def come(config: LaunchConfig, say: Say, environ: Mapping[str, str]) -> Rendezvous:
+    """Serves the store of a run on several machines, or goes to it; see `open_rendezvous`.
 
     Raises:
         SettingError: contradicting or malformed flags, or no token can be had.
-        JoinError: of the kinds of `meeting.open_meeting`.
+        JoinError: of the kinds of `open_rendezvous`.
     """
     endpoint, token = endpoint_of(config), find_token(environ)
     serves, sure = _serves(config, endpoint)
@@ -308,7 +308,7 @@ def _visit_first_comer(
     say: Say,
     patience: float,
     taken: PortTakenError,
-) -> Meeting:
+) -> Rendezvous:
     """Goes to the launcher that has the port already: it says what is wrong, if anything is.
 
     Raises:
@@ -323,7 +323,7 @@ def _visit_first_comer(
 
 def _serve(
     config: LaunchConfig, endpoint: Endpoint, token: Token, say: Say, listener: socket.socket
-) -> Meeting:
+) -> Rendezvous:
     address = str(listener.getsockname()[0])
     store = serve_store(LOOPBACK, 0, store_timeout(config))
     board = Board(own_node(config))
@@ -367,7 +367,7 @@ def _wait_for_goodbyes(board: Board, patience: float) -> None:
 
 def _visit(
     config: LaunchConfig, endpoint: Endpoint, token: Token, say: Say, patience: float
-) -> Meeting:
+) -> Rendezvous:
     thread = auth.Thread()
     forwarder = None
     try:
@@ -452,14 +452,14 @@ def _meeting(
     side: Hub | Visitor,
     ends: Callable[[str], None],
     forget: Forget,
-) -> Meeting:
+) -> Rendezvous:
     def publish(changes: Mapping[str, object]) -> None:
         thread.soon(lambda: side.publish(changes))
 
     store, port = store_and_port
-    handler: FixedNodes | ChangingNodes
+    handler: StaticHandler | DynamicHandler
     if config.rdzv_backend == "static":
-        handler = FixedNodes(
+        handler = StaticHandler(
             board,
             config.max_nodes,
             store,
@@ -469,17 +469,19 @@ def _meeting(
             publish=publish,
         )
     else:
-        handler = ChangingNodes(board, config, store, port, say=say, publish=publish, forget=forget)
+        handler = DynamicHandler(
+            board, config, store, port, say=say, publish=publish, forget=forget
+        )
     asked = resolve(config.local_addr) if config.local_addr else []
     shown = next(filter(is_here, asked), address)
 
     def let_go_and_end(why: str) -> None:
-        if isinstance(handler, ChangingNodes):
+        if isinstance(handler, DynamicHandler):
             handler.let_go()
         ends(why)
 
     interface = interface_of(shown)
-    return Meeting(handler, board, interface=interface, publish=publish, ends=let_go_and_end)
+    return Rendezvous(handler, board, interface=interface, publish=publish, ends=let_go_and_end)
 
 
 # torch's own defaults.

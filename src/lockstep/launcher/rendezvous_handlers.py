@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.distributed.network import LOOPBACK
 from lockstep.errors import JoinError, MissingRankError
-from lockstep.launcher.nodes import (
+from lockstep.launcher.peers import (
     HERE,
     LEFT,
     Board,
@@ -61,7 +61,7 @@ class Handler(Protocol):
         """Ends the run for all nodes."""
 
 
-class FixedNodes:
+class StaticHandler:
     """A torch `RendezvousHandler` for a fixed number of numbered nodes; one is the simplest case.
 
     Unlike torch's own for static rendezvous it starts all nodes anew together: a node whose ranks
@@ -160,11 +160,11 @@ class FixedNodes:
         """Does nothing, as torch's own for static rendezvous."""
 
     def shutdown(self) -> bool:
-        """Does nothing: `Meeting.close` says goodbye."""
+        """Does nothing: `Rendezvous.close` says goodbye."""
         return True
 
 
-class ChangingNodes:
+class DynamicHandler:
     """torch's own dynamic rendezvous over our store, for `--nnodes MIN:MAX` and c10d.
 
     Membership, ranks and new rounds are torch's. Two things are ours: ranks use the store that is
@@ -293,7 +293,7 @@ class ChangingNodes:
         self._publish(changes)
 
     def num_nodes_waiting(self) -> int:
-        """As torch's; 0 when the node that serves has gone (see `Meeting.lost_nodes`)."""
+        """As torch's; 0 when the node that serves has gone (see `Rendezvous.lost_nodes`)."""
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
         if self._server_gone():

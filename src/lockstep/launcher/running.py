@@ -1,4 +1,4 @@
-"""A run on this machine: from the meeting with the other machines to the exit code."""
+"""A run on this machine: from the rendezvous with the other machines to the exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.launcher.job_control import stops_with
 from lockstep.launcher.output import console_for
 from lockstep.launcher.plan import HangRules, Plan, max_nodes, variables
 from lockstep.launcher.process import Attempt
-from lockstep.launcher.rendezvous import open_meeting
+from lockstep.launcher.rendezvous import open_rendezvous
 from lockstep.launcher.worker import Command
 from lockstep.launcher.zygote import Zygote
 from lockstep.watchdog.exit_status import Interruption
@@ -114,16 +114,16 @@ def run_to_the_end(
     with (
         _limits_named(plan.nproc),
         console_for(namespace, plan.nproc) as console,
-        open_meeting(config, console.say) as meeting,
+        open_rendezvous(config, console.say) as rendezvous,
     ):
-        watch = Watch(console, meeting, hang, console.say, timeout)
+        watch = Watch(console, rendezvous, hang, console.say, timeout)
         agent = Agent(
-            _worker_spec(config, meeting.handler, folder.name),
+            _worker_spec(config, rendezvous.handler, folder.name),
             zygote,
             command,
             {
                 **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
-                **socket_variables(os.environ, meeting.interface),
+                **socket_variables(os.environ, rendezvous.interface),
                 **plan.environment,
                 **({} if plan.nproc == 1 and plan.one_node else console.environment),
                 **({} if plan.own_processes else {LAUNCHER: launcher}),
@@ -150,13 +150,13 @@ def run_to_the_end(
             console.say(f"the ranks cannot be started again: {error}")
         else:
             events.record(agent.get_event_succeeded(), config.event_log_handler)
-            meeting.handler.shutdown()
+            rendezvous.handler.shutdown()
         attempt = agent.attempts[-1] if agent.attempts else None
         failure = attempt.failure if attempt else None
         if failure is not None:
-            meeting.close(failure.headline)
+            rendezvous.close(failure.headline)
         elif watch.interrupted is not None:
-            meeting.close(f"it was sent {signal.Signals(watch.interrupted.signal).name}")
+            rendezvous.close(f"it was sent {signal.Signals(watch.interrupted.signal).name}")
     return Outcome(failure, watch.interrupted, attempt, watch.late)
 
 

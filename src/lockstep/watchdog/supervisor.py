@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Process
-from lockstep.launcher.rendezvous import Meeting
+from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import hang, straggler
 from lockstep.watchdog.messages import Verdict, render, render_state
 from lockstep.watchdog.probe import read_heartbeat
@@ -229,7 +229,7 @@ class SnapshotExchange:
     take one as well, whatever they are doing, and the one that asked puts the parts together.
 
     Args:
-        meeting: carries the messages.
+        rendezvous: carries the messages.
         node: rank of this machine.
         nodes: of how many.
         take: takes a snapshot of this machine's ranks; its argument: with the lines of earlier
@@ -237,9 +237,9 @@ class SnapshotExchange:
     """
 
     def __init__(
-        self, meeting: Meeting, node: int, nodes: int, take: Callable[[bool], Snapshot]
+        self, rendezvous: Rendezvous, node: int, nodes: int, take: Callable[[bool], Snapshot]
     ) -> None:
-        self._meeting, self._node, self._nodes, self._take = meeting, node, nodes, take
+        self._rendezvous, self._node, self._nodes, self._take = rendezvous, node, nodes, take
         self._sent = self._asked = 0
         self._with_lines = False
         self._answered: dict[int, int] = {}
@@ -253,14 +253,14 @@ class SnapshotExchange:
         """
         if self._nodes == 1:
             return own
-        if not self._meeting.hears:
+        if not self._rendezvous.can_publish:
             return None
         before = {node: message["number"] for node, message in self._others().items()}
         self._asked += 1
         self._with_lines = _has_lines(own)
         self._send(own)
         limit = time.monotonic() + (_LINES_S if self._with_lines else _ANSWER_S)
-        while not self._meeting.lost_nodes():
+        while not self._rendezvous.lost_nodes():
             parts = [
                 from_json(json.dumps(message["snapshot"]))
                 for node, message in self._others().items()
@@ -286,7 +286,7 @@ class SnapshotExchange:
             self._send(self._take(any(message["lines"] for message in asking)))
 
     def _others(self) -> dict[int, dict[str, Any]]:
-        heard = self._meeting.heard(_KEY)
+        heard = self._rendezvous.published(_KEY)
         return {node: message for node, message in heard.items() if node != self._node}
 
     def _send(self, own: Snapshot) -> None:
@@ -295,7 +295,7 @@ class SnapshotExchange:
         values = {"number": self._sent, "asked": self._asked, "lines": self._with_lines}
         for calls in (_CALLS, _FEW_CALLS):
             short = json.loads(to_json(shorten(own, calls)))
-            if self._meeting.tell(_KEY, {**values, "snapshot": short}):
+            if self._rendezvous.publish(_KEY, {**values, "snapshot": short}):
                 break
 
 

@@ -13,9 +13,9 @@ from namespaces import listening
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
-from lockstep.launcher import auth, nodes
+from lockstep.launcher import auth, peers
 from lockstep.launcher.auth import Token, find_token
-from lockstep.launcher.nodes import LEFT, LOST, Board, Node
+from lockstep.launcher.peers import LEFT, LOST, Board, Node
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
@@ -261,14 +261,14 @@ class Talk:
         self.thread, self.board = thread, Board(node(0))
         self.said: list[str] = []
         self.forgotten: list[str] = []
-        self.hub = nodes.Hub(self.board, self.said.append, self.forgotten.append)
+        self.hub = peers.Hub(self.board, self.said.append, self.forgotten.append)
         self.door = Gate(thread, self.hub.attend)
         streams = thread.wait(auth.knock(LOOPBACK, self.door.port, TOKEN, auth.LINK))
-        self.link = nodes.Link(*streams)
-        board, objection = thread.wait(nodes.introduce(self.link, node(1)))
+        self.link = peers.Link(*streams)
+        board, objection = thread.wait(peers.introduce(self.link, node(1)))
         assert board is not None, objection
         self.visitors, self.losses = board, 0
-        self.visitor = nodes.Visitor(self.link, board, self._lose)
+        self.visitor = peers.Visitor(self.link, board, self._lose)
 
     def _lose(self) -> None:
         self.losses += 1
@@ -330,7 +330,7 @@ def test_the_servers_goodbye_reaches_the_visitor(talk: Talk) -> None:
 
 
 def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.Thread) -> None:
-    monkeypatch.setattr(nodes, "BEAT_S", 0.02)
+    monkeypatch.setattr(peers, "BEAT_S", 0.02)
     talk = Talk(thread)  # its visitor never beats
     until(lambda: talk.board.node(1).state == LOST)
     assert "nothing heard" in talk.board.node(1).why
@@ -339,7 +339,7 @@ def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.Thread)
 
 
 def test_two_that_beat_are_not_lost(monkeypatch: pytest.MonkeyPatch, thread: auth.Thread) -> None:
-    monkeypatch.setattr(nodes, "BEAT_S", 0.05)
+    monkeypatch.setattr(peers, "BEAT_S", 0.05)
     talk = Talk(thread)
     talk.listen()
     threading.Event().wait(1.0)  # 20 beats, of which 7 missing ones would be a loss

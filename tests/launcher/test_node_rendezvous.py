@@ -19,10 +19,10 @@ from lockstep.errors import (
     PortTakenError,
     SettingError,
 )
-from lockstep.launcher import auth, nodes
-from lockstep.launcher.nodes import Board, Node
-from lockstep.launcher.rendezvous import Meeting, open_meeting
-from lockstep.launcher.rendezvous_handlers import ChangingNodes, FixedNodes
+from lockstep.launcher import auth, peers
+from lockstep.launcher.peers import Board, Node
+from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
+from lockstep.launcher.rendezvous_handlers import DynamicHandler, StaticHandler
 
 TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 
@@ -56,55 +56,55 @@ def port() -> int:
 def test_one_machine_needs_a_store_on_loopback_and_nothing_else(endpoint: str) -> None:
     before, threads = listening(), threading.enumerate()
     said: list[str] = []
-    with open_meeting(config(endpoint=endpoint), said.append, {}) as meeting:
-        info = meeting.handler.next_rendezvous()
+    with open_rendezvous(config(endpoint=endpoint), said.append, {}) as rendezvous:
+        info = rendezvous.handler.next_rendezvous()
         place = info.bootstrap_store_info
         assert listening() - before == {("127.0.0.1", place.master_port)}
         assert place.master_addr == "127.0.0.1"
         assert threading.enumerate() == threads
-        assert (info.rank, info.world_size, meeting.attempt) == (0, 1, 0)
-        assert meeting.handler.use_agent_store
-        assert meeting.handler.num_nodes_waiting() == 0
-        assert meeting.lost_nodes() == []
-        assert meeting.interface in {name for _, name in socket.if_nameindex()}
+        assert (info.rank, info.world_size, rendezvous.attempt) == (0, 1, 0)
+        assert rendezvous.handler.use_agent_store
+        assert rendezvous.handler.num_nodes_waiting() == 0
+        assert rendezvous.lost_nodes() == []
+        assert rendezvous.interface in {name for _, name in socket.if_nameindex()}
     assert said == []
 
 
 def test_each_start_has_an_empty_store_and_a_number() -> None:
-    with open_meeting(config(), print, {}) as meeting:
-        assert meeting.attempt is None
+    with open_rendezvous(config(), print, {}) as rendezvous:
+        assert rendezvous.attempt is None
         for attempt in range(3):
-            store = meeting.handler.next_rendezvous().store
-            assert meeting.attempt == attempt
+            store = rendezvous.handler.next_rendezvous().store
+            assert rendezvous.attempt == attempt
             assert not store.check(["key"])
             store.set("key", "value")
 
 
 def test_launchers_hear_what_was_told_in_this_attempt() -> None:
-    with open_meeting(config(), print, {}) as meeting:
-        meeting.handler.next_rendezvous()
-        assert meeting.tell("failure", {"rank": 3})
-        assert meeting.heard("failure") == {0: {"rank": 3}}
-        assert meeting.heard("other") == {}
-        assert not meeting.tell("failure", "x" * (1 << 20))
-        assert meeting.heard("failure") == {0: {"rank": 3}}
-        meeting.handler.next_rendezvous()
-        assert meeting.heard("failure") == {}
+    with open_rendezvous(config(), print, {}) as rendezvous:
+        rendezvous.handler.next_rendezvous()
+        assert rendezvous.publish("failure", {"rank": 3})
+        assert rendezvous.published("failure") == {0: {"rank": 3}}
+        assert rendezvous.published("other") == {}
+        assert not rendezvous.publish("failure", "x" * (1 << 20))
+        assert rendezvous.published("failure") == {0: {"rank": 3}}
+        rendezvous.handler.next_rendezvous()
+        assert rendezvous.published("failure") == {}
 
 
 def test_a_port_that_was_asked_for_becomes_the_ranks_master_port(port: int) -> None:
-    with open_meeting(config(**static(port, 0, nodes=1)), print, {}) as meeting:
-        assert meeting.handler.next_rendezvous().bootstrap_store_info.master_port == port
+    with open_rendezvous(config(**static(port, 0, nodes=1)), print, {}) as rendezvous:
+        assert rendezvous.handler.next_rendezvous().bootstrap_store_info.master_port == port
         with pytest.raises(PortTakenError, match=f"port {port} is taken by process"):
-            open_meeting(config(**static(port, 0, nodes=1)), print, {})
+            open_rendezvous(config(**static(port, 0, nodes=1)), print, {})
 
 
 def test_the_handlers_have_all_that_torchs_has() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     wanted = {name for name in dir(RendezvousHandler) if not name.startswith("_")}
-    assert wanted - set(dir(FixedNodes)) == set()
-    assert wanted - set(dir(ChangingNodes)) == set()
+    assert wanted - set(dir(StaticHandler)) == set()
+    assert wanted - set(dir(DynamicHandler)) == set()
 
 
 RANK = """
@@ -124,11 +124,11 @@ def test_torchs_own_agent_runs_and_restarts_with_it(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
     (tmp_path / "seen").mkdir()
-    with open_meeting(config(), print, {}) as meeting:
+    with open_rendezvous(config(), print, {}) as rendezvous:
         spec = WorkerSpec(
             role="r",
             local_world_size=2,
-            rdzv_handler=meeting.handler,
+            rdzv_handler=rendezvous.handler,
             entrypoint=sys.executable,
             args=("-c", RANK, str(tmp_path / "seen")),
             max_restarts=1,
@@ -160,7 +160,7 @@ def test_torchs_own_agent_runs_and_restarts_with_it(tmp_path: Path) -> None:
 )
 def test_flags_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        open_meeting(config(**fields), print, TOKEN)
+        open_rendezvous(config(**fields), print, TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_flags_that_make_no_sense_are_refused(fields: dict[str, Any], message: s
 def test_a_master_that_is_not_there(port: int, host: str, found: str) -> None:
     fields = static(port, 1, endpoint=f"{host}:{port}", timeout=1)
     with pytest.raises(MasterUnreachableError, match=found):
-        open_meeting(config(**fields), print, TOKEN)
+        open_rendezvous(config(**fields), print, TOKEN)
 
 
 def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,18 +181,18 @@ def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(PortTakenError, match=f"port {taken} is taken by process"):
-            open_meeting(config(**static(taken, 0)), print, TOKEN)
+            open_rendezvous(config(**static(taken, 0)), print, TOKEN)
         with pytest.raises(MasterUnreachableError, match="it is not `lockstep run`"):
-            open_meeting(config(**static(taken, 1, timeout=0.1)), print, TOKEN)
+            open_rendezvous(config(**static(taken, 1, timeout=0.1)), print, TOKEN)
 
 
 def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(peers, "_FIRST_WORD_S", 0.2)
     said: list[str] = []
-    with open_meeting(config(**static(port, 0, timeout=1)), said.append, TOKEN) as meeting:
+    with open_rendezvous(config(**static(port, 0, timeout=1)), said.append, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError) as error:
-            meeting.handler.next_rendezvous()
-        meeting.close("node 1 has not come")
+            rendezvous.handler.next_rendezvous()
+        rendezvous.close("node 1 has not come")
     missing = f"node 1 of 2 has not come; here: node 0 on host {socket.gethostname()}"
     assert error.value.found == f"{missing} (waited 1 s)"
     assert said == [f"{missing} (waiting for 0 s)"]
@@ -200,25 +200,25 @@ def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
 
 def test_too_few_nodes_for_a_dynamic_rendezvous(port: int) -> None:
     fields = {"endpoint": f"localhost:{port}", "nodes": 2, "join_timeout": 1}
-    with open_meeting(config(**fields), print, TOKEN) as meeting:
+    with open_rendezvous(config(**fields), print, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError, match="within the join timeout; here: process"):
-            meeting.handler.next_rendezvous()
-        meeting.close("too few")
+            rendezvous.handler.next_rendezvous()
+        rendezvous.close("too few")
 
 
 # Several launchers on this machine.
 
 
 def test_a_second_node_of_a_rank_gets_the_error_and_the_first_goes_on(port: int) -> None:
-    with open_meeting(config(**static(port, 0)), print, TOKEN) as meeting:
+    with open_rendezvous(config(**static(port, 0)), print, TOKEN) as rendezvous:
         with pytest.raises(DuplicateRankError, match="node 0 has already come"):
-            open_meeting(config(**static(port, 0)), print, TOKEN)
+            open_rendezvous(config(**static(port, 0)), print, TOKEN)
         with pytest.raises(PortTakenError, match="is taken by process"):
-            open_meeting(config(**static(port, 0, run_id="other")), print, TOKEN)
+            open_rendezvous(config(**static(port, 0, run_id="other")), print, TOKEN)
         with pytest.raises(PortTakenError, match="is taken by process"):
             other = {"LOCKSTEP_TOKEN": "the token of somebody else"}
-            open_meeting(config(**static(port, 0)), print, other)
-        meeting.close("done with it")
+            open_rendezvous(config(**static(port, 0)), print, other)
+        rendezvous.close("done with it")
 
 
 @pytest.mark.parametrize("kind", ["static", "c10d"])
@@ -227,15 +227,15 @@ def test_all_nodes_start_anew_together(pair: list[Launcher], port: int, kind: st
         fields = {"endpoint": f"localhost:{port}", "nodes": 2}
         launcher.do("open", TOKEN, **(static(port, rank) if kind == "static" else fields))
     assert {attempt for _, _, attempt in both(pair, "rendezvous")} == {0}
-    both(pair, "tell", "failure", "old")
+    both(pair, "publish", "failure", "old")
     pair[1].start("rendezvous")  # its ranks have failed
     assert pair[0].do("waiting") == 1
     pair[0].start("rendezvous")
     joined = [launcher.result() for launcher in pair]
     assert sorted(joined) == [(0, 2, 1), (1, 2, 1)]
     assert [total for total, _ in both(pair, "gloo")] == [3.0, 3.0]
-    both(pair, "tell", "failure", "new")
-    assert both(pair, "heard", "failure", 2) == [{0: "new", 1: "new"}] * 2
+    both(pair, "publish", "failure", "new")
+    assert both(pair, "published", "failure", 2) == [{0: "new", 1: "new"}] * 2
     both(pair, "shutdown")
     both(pair, "close")
     assert both(pair, "threads") == [["MainThread"]] * 2
@@ -287,7 +287,9 @@ def test_the_servers_reason_reaches_the_others(pair: list[Launcher], port: int) 
 
 def test_an_open_run_is_said_to_be_open(port: int) -> None:
     said: list[str] = []
-    open_meeting(config(**static(port, 0)), said.append, {"LOCKSTEP_TOKEN": "none"}).close("over")
+    open_rendezvous(config(**static(port, 0)), said.append, {"LOCKSTEP_TOKEN": "none"}).close(
+        "over"
+    )
     assert said == [f"LOCKSTEP_TOKEN=none: whoever reaches 127.0.0.1:{port} may join this run"]
 
 
@@ -302,10 +304,10 @@ def test_an_open_run_is_said_to_be_open(port: int) -> None:
 def test_an_error_within_is_the_reason_told(error: BaseException | None, reason: str) -> None:
     own = Node(number=0, rank=0, host="h", pid=1, run_id="r", nodes="2:2")
     told: list[str] = []
-    handler = FixedNodes.__new__(FixedNodes)
+    handler = StaticHandler.__new__(StaticHandler)
     with (
         contextlib.suppress(KeyboardInterrupt, SettingError),
-        Meeting(handler, Board(own), interface=None, ends=told.append),
+        Rendezvous(handler, Board(own), interface=None, ends=told.append),
     ):
         if error:
             raise error
@@ -315,8 +317,8 @@ def test_an_error_within_is_the_reason_told(error: BaseException | None, reason:
 def test_other_backends_are_torchs_own(tmp_path: Path) -> None:
     said: list[str] = []
     fields = {"endpoint": str(tmp_path / "store"), "nodes": 2, "store_type": "file"}
-    with open_meeting(config(**fields), said.append, {}) as meeting:
-        assert type(meeting.handler).__name__ == "DynamicRendezvousHandler"
-        assert meeting.attempt is None
-        assert meeting.interface is None
+    with open_rendezvous(config(**fields), said.append, {}) as rendezvous:
+        assert type(rendezvous.handler).__name__ == "DynamicRendezvousHandler"
+        assert rendezvous.attempt is None
+        assert rendezvous.interface is None
     assert "torch's own rendezvous" in said[0]
