@@ -26,11 +26,12 @@ from lockstep.settings import resolve_settings
 
 README = pages.ROOT / "README.md"
 GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
+REFERENCE = pages.ROOT / "docs" / "reference.md"
 RUNNING = pages.ROOT / "docs" / "running_it.md"
-CODES = pages.ROOT / "docs" / "exit_codes.md"
+TROUBLE = pages.ROOT / "docs" / "troubleshooting.md"
 LANGUAGES = {"python", "python no-run", "python fault", "sh", "text", "diff"}
 """`python fault`: see `test_hanging_page.py`."""
-MAY_NOT_RUN = {GUIDE: 1}
+MAY_NOT_RUN = {RUNNING: 1}
 """Blocks that need several machines, by page."""
 
 SIGNAL = re.compile(r"\bSIG[A-Z]+")
@@ -50,9 +51,8 @@ def commands() -> list[str]:
 
 
 def rows(page: Path, heading: str) -> list[list[str]]:
-    """The cells of the table that follows a heading (empty: the page's first), without its head."""
-    text = page.read_text(encoding="utf-8")
-    section = text.partition(f"\n## {heading}\n")[2] if heading else text
+    """The cells of the table that follows a heading, without its head."""
+    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
     table = re.search(r"(?:^\|.*\n)+", section.partition("\n## ")[0], re.M)
     assert table is not None, f"no table below {heading!r}"
     return [
@@ -131,7 +131,7 @@ def test_the_difference_in_the_readme_is_that_of_the_files() -> None:
 
 
 def test_the_table_of_settings() -> None:
-    table = rows(GUIDE, "Settings")
+    table = rows(REFERENCE, "Settings")
     arguments = [cells[0].strip("`") for cells in table]
     assert sorted(arguments) == sorted(inspect.signature(lockstep.init).parameters)
     flags = {name for cells in table for name in re.findall(r"--[\w-]+", cells[1])}
@@ -147,19 +147,20 @@ def test_the_table_of_settings() -> None:
 
 
 def test_the_tables_of_errors() -> None:
-    joining = {cells[0].strip("`") for cells in rows(GUIDE, "When the ranks do not come together")}
+    joining = {cells[0].strip("`") for cells in rows(REFERENCE, "Errors while joining")}
     kinds = {kind.__name__ for kind in errors.JoinError.__subclasses__()}
     assert joining == kinds | {"RanksDifferError", "SettingError"}
-    codes = {}
-    for cells in rows(GUIDE, "Other errors and exit codes"):
-        codes[cells[0].partition(" ")[0].strip("`")] = int(cells[1])
-    assert codes == {
-        kind.__name__: kind.exit_code for kind in errors.LockstepError.__subclasses__()
+    codes = {
+        name: int(cells[1])
+        for cells in rows(REFERENCE, "lockstep.errors")
+        for name in re.findall(r"`(\w+)`", cells[0])
     }
+    assert codes.keys() >= {kind.__name__ for kind in errors.LockstepError.__subclasses__()}
+    assert codes == {name: getattr(errors, name).exit_code for name in codes}
 
 
 def test_the_table_of_exit_codes() -> None:
-    table = rows(CODES, "")
+    table = rows(TROUBLE, "Exit codes")
     codes = {int(cells[0]) for cells in table if cells[0].isdigit()}
     kinds = {kind for name in dir(errors) if isinstance(kind := getattr(errors, name), type)}
     ours = {kind for kind in kinds if issubclass(kind, errors.LockstepError)}
@@ -171,11 +172,6 @@ def test_the_table_of_exit_codes() -> None:
         for name in re.findall(r"`(\w+Error)`", cells[2]):
             if hasattr(errors, name):
                 assert getattr(errors, name).exit_code == int(cells[0]), name
-
-
-def test_the_errors_of_several_machines_are_ours() -> None:
-    named = {cells[0].strip("`") for cells in rows(RUNNING, "Several machines")}
-    assert named <= {kind.__name__ for kind in errors.JoinError.__subclasses__()}
 
 
 def test_the_table_of_mistakes_quotes_the_messages() -> None:

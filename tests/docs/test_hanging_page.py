@@ -1,4 +1,4 @@
-"""The page on hangs: its scripts, marked `python fault`, say what the page shows."""
+"""Hangs in docs/troubleshooting.md: its scripts, marked `python fault`, say what it shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pages
 from ranks import HANG_S
 
-PAGE = pages.ROOT / "docs" / "when_it_hangs.md"
+PAGE = pages.ROOT / "docs" / "troubleshooting.md"
 WATCHDOG = pages.ROOT / "src" / "lockstep" / "watchdog"
 COMMAND = "$ lockstep run --nproc 2 "
 
