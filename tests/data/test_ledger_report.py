@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data import ledger as written
-from lockstep.data.ledger_check import Report, judge, read_file
+from lockstep.data.ledger_check import FORMAT, STEP, Report, judge, read_file
 from lockstep.errors import CheckpointError
 
 LENGTH, BATCH, STEPS = 10, 4, 3
@@ -255,5 +254,5 @@ def test_a_ledger_of_a_later_version(tmp_path):
 
 
 def test_the_format_is_that_which_is_written():
-    assert written._STEP.format == NUMBERS.format
-    assert written.FORMAT == 1
+    assert STEP.format == NUMBERS.format
+    assert FORMAT == 1

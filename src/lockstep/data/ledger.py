@@ -2,7 +2,7 @@
 
 A folder holds one file for each rank and each start of the run. A file is a row of records that is
 only ever added to: 4 bytes length and 4 bytes CRC-32, both of what follows; then `J` and JSON, or
-`S` and a step: the numbers of `_STEP`, and the indices of this rank's samples as 64-bit integers,
+`S` and a step: the numbers of `STEP`, and the indices of this rank's samples as 64-bit integers,
 all little-endian. The first record is JSON and tells whose file it is. A record that was cut off
 shows by its length. `lockstep.data.ledger_check` reads it.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,22 +22,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from lockstep.data.batch_plan import Indices
+from lockstep.data.ledger_check import FORMAT, FRAME, NO_LOADER, STEP
 from lockstep.data.loader import Loader
 from lockstep.data.source import IterableSource
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import LengthUnknownError, SettingError
 from lockstep.step import BatchEvent
 
-FORMAT = 1
-_NO_LOADER = 0xFFFF
-"""In a step that no prepared loader had to do with."""
-_FRAME = struct.Struct("<II")
-_STEP = struct.Struct("<QHIQI")
-"""Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
-
 
 class Ledger:
-    """Watches a training and writes its samples down; see `runtime.step.Watcher`.
+    """Watches a training and writes its samples down; see `step.Callback`.
 
     A global batch counts as trained when the first optimizer has stepped for it.
 
@@ -85,8 +78,8 @@ class Ledger:
                 "rank": rank,
                 "ranks": collectives.data_parallel.size,
                 "processes": collectives.topology.size,
-                "step": _STEP.format,
-                "no_loader": _NO_LOADER,
+                "step": STEP.format,
+                "no_loader": NO_LOADER,
             }
         )
 
@@ -116,7 +109,7 @@ class Ledger:
         for loader, pieces in trained.items():
             self._write_step(number, loader, pieces)
         if not trained:
-            self._write(b"S" + _STEP.pack(number, _NO_LOADER, 0, 0, 0))
+            self._write(b"S" + STEP.pack(number, NO_LOADER, 0, 0, 0))
 
     def _write_step(self, number: int, loader: Loader, pieces: list[BatchEvent]) -> None:
         first = pieces[0]
@@ -124,7 +117,7 @@ class Ledger:
         if place is None:
             place = self._known[loader] = self._introduce(loader)
         count = first.micro_batch.count
-        head = _STEP.pack(number, place, first.epoch, first.position, count)
+        head = STEP.pack(number, place, first.epoch, first.position, count)
         samples: Indices = np.concatenate([piece.samples for piece in pieces])
         self._write(b"S" + head + samples.astype("<i8", copy=False).tobytes())
 
@@ -153,7 +146,7 @@ class Ledger:
         """With one call of the system, so that it is there whole, whatever ends this process."""
         if self._file < 0:
             return
-        data = _FRAME.pack(len(record), zlib.crc32(record)) + record
+        data = FRAME.pack(len(record), zlib.crc32(record)) + record
         try:
             written = os.write(self._file, data)
         except OSError as error:

@@ -1,15 +1,12 @@
 """Judges a sample ledger: was every sample of every epoch trained once, over all restarts?
 
+`data.ledger` writes the files and says what is in them. What was cut off at the end of a file,
+because its process was killed, is no damage; a record in the middle that its checksum does not fit
+is.
+
 Where a run was started again from a checkpoint, the steps from there on were trained again by the
 later attempt, from a state that knew nothing of the earlier ones. So the later attempt's records
 take their place, and what is judged is the row of steps that led to the last state.
-
-One epoch of one loader in a sample ledger: is every sample in it, and none twice?
-
-Reads the files of a sample ledger; `lockstep.data.ledger` says what is in them.
-
-What was cut off at the end of a file, because its process was killed, is no damage; a record in the
-middle that its checksum does not fit is.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import mmap
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -28,10 +25,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import CheckpointError, name_ranks, reference, spans
+from lockstep.errors import CheckpointError, name_ranks, reference, some, spans
 
+FORMAT = 1
+FRAME = struct.Struct("<II")
+STEP = struct.Struct("<QHIQI")
+"""Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
+NO_LOADER = 0xFFFF
+"""In a step that no prepared loader had to do with."""
+_NAME, _SUFFIX = ".rank", ".ledger"
 _LISTED = 20
 """Findings in the text; JSON has all."""
+_SHOWN = 5
+"""Of several things in a text."""
+
+Samples = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    code: str
+    """Of its entry in the catalogue."""
+    what: str
+    step: int | None = None
+    loader: int | None = None
+    epoch: int | None = None
+    samples: tuple[int, ...] = ()
+    """The first of those concerned."""
 
 
 @dataclass
@@ -51,26 +73,27 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """What is worth knowing and not wrong."""
 
+    def find(self, code: str, what: str, **where: Any) -> None:
+        """Adds a finding."""
+        self.findings.append(Finding(code, what, **where))
+
     def lines(self) -> list[str]:
         """The report as text."""
-        found = [f"{self.folder}: {counted(self.steps, 'optimizer step')}"]
+        found = [f"{self.folder}: {_counted(self.steps, 'optimizer step')}"]
         for number, attempt in enumerate(self.attempts, 1):
             begun = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
-            text = (
-                f"  start {number}, {begun:%Y-%m-%d %H:%M:%S}: {counted(attempt['ranks'], 'rank')}"
-            )
-            if attempt["last"] is None:
-                text += ", no step"
-            else:
-                text += f", steps {attempt['first']} to {attempt['last']}"
+            ranks = _counted(attempt["ranks"], "rank")
+            steps = f"steps {attempt['first']} to {attempt['last']}"
+            text = f"  start {number}, {begun:%Y-%m-%d %H:%M:%S}: {ranks}, "
+            text += "no step" if attempt["last"] is None else steps
             if attempt["again"]:
-                text += f"; trained {counted(attempt['again'], 'step')} again"
+                text += f"; trained {_counted(attempt['again'], 'step')} again"
             found.append(text)
         for epoch in self.epochs:
             of = "" if epoch["steps"] is None else f" of {epoch['steps']}"
             found.append(
                 f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
-                f"{counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
+                f"{_counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
             )
         found += [f"  note: {note}" for note in self.notes]
         for finding in self.findings[:_LISTED]:
@@ -85,335 +108,6 @@ class Report:
         """The report as values for `json.dumps`."""
         verdict = "REPEATS OR GAPS" if self.findings else "EVERY SAMPLE ONCE"
         return {"verdict": verdict, **asdict(self)}
-
-
-def judge(folder: str | Path) -> Report:
-    """Reads and judges the ledger of a run.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
-    """
-    attempts = read_folder(Path(folder))
-    report = Report(str(folder))
-    bounds = _last_words(attempts, report)
-    loaders = _loaders(attempts, report)
-    steps: set[int] = set()
-    epochs: dict[tuple[int, int], list[Batch]] = defaultdict(list)
-    faults: dict[str, list[Finding]] = defaultdict(list)
-    for number, (attempt, bound) in enumerate(zip(attempts, bounds, strict=True)):
-        steps |= {step for step in attempt.steps if step < bound}
-        end = max(attempt.steps, default=-1) if bound == float("inf") else -1
-        for rows in _by_batch(attempt, bound).values():
-            absent = sorted(attempt.files.keys() - {rank for rank, _ in rows})
-            if absent and rows[0][1].step == end:
-                report.notes.append(
-                    f"start {number + 1} was ended in step {end}, which {name_ranks(absent)} "
-                    "did not come to write down; it is left out here"
-                )
-                continue
-            batch = _joined(attempt, number, rows, absent, faults)
-            if batch is not None:
-                epochs[rows[0][1].loader, rows[0][1].epoch].append(batch)
-    for found in faults.values():
-        also = f"; so in {len(found)} steps, the last {found[-1].step}" if found[1:] else ""
-        report.findings.append(replace(found[0], what=found[0].what + also))
-    _check_steps(steps, report)
-    begun = {key: min(batches, key=lambda batch: batch.step) for key, batches in epochs.items()}
-    for (loader, number), batches in sorted(epochs.items()):
-        later = [first for (other, e), first in begun.items() if other == loader and e > number]
-        epoch = Epoch(loaders[loader], number, batches, begins=min(steps))
-        report.epochs.append(epoch.check(min(later, key=lambda batch: batch.step, default=None)))
-        report.findings += epoch.findings
-        report.notes += epoch.notes
-    return report
-
-
-def _last_words(attempts: Sequence[Attempt], report: Report) -> list[float]:
-    """For each attempt the step from which on later attempts have the last word."""
-    bounds = [float("inf")] * len(attempts)
-    standing: set[int] = set()
-    for number, attempt in enumerate(attempts):
-        steps = attempt.steps
-        again = 0
-        if steps:
-            first = min(steps)
-            again = sum(step >= first for step in standing)
-            standing = {step for step in standing if step < first} | steps
-            bounds[:number] = [min(bound, first) for bound in bounds[:number]]
-        report.again += again
-        report.attempts.append(
-            {
-                "name": attempt.name,
-                "started_ns": attempt.started_ns,
-                "ranks": attempt.ranks,
-                "first": min(steps, default=None),
-                "last": max(steps, default=None),
-                "again": again,
-            }
-        )
-        _check_files(attempt, number, report)
-    report.steps = len(standing)
-    return bounds
-
-
-def _check_files(attempt: Attempt, number: int, report: Report) -> None:
-    for rank in range(attempt.ranks):
-        file = attempt.files.get(rank)
-        if file is None:
-            what = f"start {number + 1}: the file of rank {rank} is missing"
-            report.findings.append(Finding("LS102", what))
-            continue
-        if file.cut:
-            report.notes.append(
-                f"start {number + 1}, rank {rank}: the last record is cut off; the process was "
-                "ended while it wrote"
-            )
-        if file.damaged:
-            what = (
-                f"start {number + 1}, rank {rank}: {counted(len(file.damaged), 'record')} of "
-                f"{file.name} cannot be read, the first at byte {file.damaged[0]}"
-            )
-            report.findings.append(Finding("LS405", what))
-
-
-def _loaders(attempts: Sequence[Attempt], report: Report) -> dict[int, dict[str, Any]]:
-    """What is known of each loader; it must be the same in all attempts."""
-    found: dict[int, dict[str, Any]] = {}
-    for number, attempt in enumerate(attempts):
-        for rank, file in sorted(attempt.files.items()):
-            for loader, values in file.loaders.items():
-                known = found.setdefault(loader, values)
-                for name in ("length", "batch_size", "drop_last"):
-                    if values[name] != known[name]:
-                        what = (
-                            f"loader {loader}: {name} is {values[name]} on rank {rank} of start "
-                            f"{number + 1}, and was {known[name]}"
-                        )
-                        code = "LS104" if name == "length" else "LS109"
-                        report.findings.append(Finding(code, what, loader=loader))
-                        values[name] = known[name]  # it is said once
-    return found
-
-
-def _by_batch(attempt: Attempt, bound: float) -> dict[tuple[int, int], list[tuple[int, Row]]]:
-    """The rows of all ranks, by step and loader."""
-    found: dict[tuple[int, int], list[tuple[int, Row]]] = defaultdict(list)
-    for rank, file in sorted(attempt.files.items()):
-        for row in file.rows:
-            if row.step < bound and row.loader >= 0:
-                found[row.step, row.loader].append((rank, row))
-    return found
-
-
-def _joined(
-    attempt: Attempt,
-    number: int,
-    rows: list[tuple[int, Row]],
-    absent: list[int],
-    faults: dict[str, list[Finding]],
-) -> Batch | None:
-    """The parts of a global batch together; None where they do not make one."""
-    _, first = rows[0]
-
-    def find(code: str, kind: str, what: str) -> None:
-        found = Finding(code, what, first.step, first.loader, first.epoch)
-        faults[f"{code} {kind} {number}"].append(found)
-
-    for rank, row in rows:
-        if row[:5] != first[:5]:
-            what = (
-                f"step {first.step}: rank {rows[0][0]} trained global batch {first.position} of "
-                f"epoch {first.epoch} ({first.total} samples), rank {rank} global batch "
-                f"{row.position} of epoch {row.epoch} ({row.total} samples)"
-            )
-            find("LS109", "other", what)
-            return None
-    samples = np.concatenate([row.samples for _, row in rows])
-    whole = len(rows) == attempt.ranks
-    if absent:
-        what = (
-            f"step {first.step}: {name_ranks(absent)} did not write down what it had of global "
-            f"batch {first.position} of epoch {first.epoch}"
-        )
-        find("LS102", "absent", what)
-    elif whole and len(samples) != first.total:
-        what = (
-            f"step {first.step}: global batch {first.position} of epoch {first.epoch} has "
-            f"{first.total} samples, and the parts of the ranks have {len(samples)} together"
-        )
-        find("LS102" if len(samples) < first.total else "LS101", "sum", what)
-        whole = False
-    return Batch(number, first.step, first.position, samples, whole)
-
-
-def _check_steps(steps: set[int], report: Report) -> None:
-    if not steps:
-        report.notes.append("no optimizer step is written down")
-        return
-    first, last = min(steps), max(steps)
-    if first > 0:
-        report.notes.append(
-            f"the ledger begins at step {first}; what was trained before is not in it"
-        )
-    missing = sorted(set(range(first, last)) - steps)
-    if missing:
-        what = f"{counted(len(missing), 'step')} not written down: {spans(missing, SHOWN)}"
-        report.findings.append(Finding("LS405", what, step=missing[0]))
-
-
-SHOWN = 5
-"""Of several things in a text."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is not as it should be."""
-
-    code: str
-    """Of its entry in the catalogue."""
-    what: str
-    step: int | None = None
-    loader: int | None = None
-    epoch: int | None = None
-    samples: tuple[int, ...] = ()
-    """The first of those concerned."""
-
-
-@dataclass
-class Batch:
-    """A global batch in the step that trained it."""
-
-    attempt: int
-    step: int
-    position: int
-    samples: Samples
-    whole: bool
-    """All of its samples are written down."""
-
-
-class Epoch:
-    """The check of one epoch of one loader.
-
-    Args:
-        loader: what is known of the loader.
-        epoch: which.
-        batches: those of its global batches that were trained.
-        begins: the first step of the ledger.
-    """
-
-    def __init__(
-        self, loader: dict[str, Any], epoch: int, batches: list[Batch], begins: int
-    ) -> None:
-        self.findings: list[Finding] = []
-        self.notes: list[str] = []
-        self._loader = loader
-        self._epoch = epoch
-        self._batches = sorted(batches, key=lambda batch: batch.step)
-        self._samples = np.concatenate([batch.samples for batch in self._batches])
-        unknown = begins > 0 and self._batches[0].step == begins
-        self._from = self._batches[0].position if unknown else 0
-        """Where the ledger begins in this epoch."""
-
-    def check(self, following: Batch | None) -> dict[str, Any]:
-        """Fills `findings` and `notes`; returns the epoch in numbers.
-
-        `following` is the first global batch of the next epoch that was trained, if there is one.
-        """
-        positions = {batch.position for batch in self._batches}
-        steps, last = self._loader["steps"], max(positions)
-        ended = steps is not None and last == steps - 1
-        if following is not None and steps is not None and not ended:
-            self._check_left(following, last)
-        missing = sorted(set(range(self._from, last)) - positions)
-        if missing:
-            self._find("LS102", f"global batches were left out: {spans(missing, SHOWN)}")
-        if not self._loader["own_order"]:
-            self._check_repeats()
-            if not missing and all(batch.whole for batch in self._batches):
-                self._check_gaps(ended)
-        elif len(positions) < len(self._batches):
-            self._find("LS101", "a global batch of the user's own order was trained twice")
-        return {
-            "loader": self._loader["loader"],
-            "dataset": self._loader["dataset"],
-            "epoch": self._epoch,
-            "samples": len(self._samples),
-            "batches": len(positions),
-            "steps": steps,
-            "ended": ended,
-        }
-
-    def _check_left(self, following: Batch, last: int) -> None:
-        """The epoch stops early: by the script's own will, or where the run was taken up."""
-        steps = self._loader["steps"]
-        if following.attempt != self._batches[-1].attempt:
-            left = spans(range(last + 1, steps), SHOWN)
-            self._find(
-                "LS102",
-                f"global batches were left out: {left}; the run was then taken up in another epoch",
-            )
-            return
-        self.notes.append(
-            f"loader {self._loader['loader']}: the script left epoch {self._epoch} after global "
-            f"batch {last} of {steps}"
-        )
-
-    def _check_repeats(self) -> None:
-        distinct, counts = np.unique(self._samples, return_counts=True)
-        twice = distinct[counts > 1]
-        if not len(twice):
-            return
-        shown = []
-        for sample in twice[:SHOWN].tolist():
-            steps = [batch.step for batch in self._batches if sample in batch.samples]
-            shown.append(f"{sample} (step{'s' * (len(steps) > 1)} {_listed(steps)})")
-        more = f" and {len(twice) - SHOWN} more" if len(twice) > SHOWN else ""
-        self._find(
-            "LS101",
-            f"{counted(len(twice), 'sample')} trained more than once: {', '.join(shown)}{more}",
-            twice,
-        )
-
-    def _check_gaps(self, ended: bool) -> None:
-        """Where no global batch is missing, are there samples that are in none?"""
-        length = self._loader["length"]
-        if self._loader["stream"] is None:
-            if not ended or self._from or self._loader["drop_last"]:
-                return
-            absent = np.setdiff1d(np.arange(length), self._samples)
-        elif self._loader["stream"] == "own":  # its samples have no numbers in a row
-            return
-        else:
-            first = self._from * self._loader["batch_size"]
-            absent = np.setdiff1d(np.arange(first, self._samples.max() + 1), self._samples)
-        if len(absent):
-            shown = _listed(absent[:SHOWN].tolist())
-            more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
-            self._find("LS102", f"{counted(len(absent), 'sample')} left out: {shown}{more}", absent)
-
-    def _find(self, code: str, what: str, samples: Iterable[int] = ()) -> None:
-        loader = self._loader["loader"]
-        text = f"loader {loader} ({self._loader['dataset']}), epoch {self._epoch}: {what}"
-        first = tuple(int(sample) for sample in list(samples)[:SHOWN])
-        found = Finding(code, text, loader=loader, epoch=self._epoch, samples=first)
-        self.findings.append(found)
-
-
-def counted(number: int, noun: str) -> str:
-    """`3 samples`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-FORMAT = 1
-_FRAME = struct.Struct("<II")
-_NAME = ".rank"
-_SUFFIX = ".ledger"
-
-Samples = npt.NDArray[np.int64]
 
 
 class Row(NamedTuple):
@@ -433,7 +127,7 @@ class RankFile:
     """One rank's file of one attempt."""
 
     name: str
-    header: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 0
     loaders: dict[int, dict[str, Any]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     cut: bool = False
@@ -450,11 +144,290 @@ class Attempt:
     started_ns: int
     ranks: int = 0
     files: dict[int, RankFile] = field(default_factory=dict)
+    until: float = float("inf")
+    """The step from which on later attempts have the last word."""
 
     @property
     def steps(self) -> set[int]:
         """The numbers of the steps that some rank has written down."""
         return {row.step for file in self.files.values() for row in file.rows}
+
+
+@dataclass
+class Batch:
+    """A global batch in the step that trained it."""
+
+    attempt: int
+    step: int
+    position: int
+    samples: Samples
+    whole: bool
+    """All of its samples are written down."""
+
+
+def judge(folder: str | Path) -> Report:
+    """Reads and judges the ledger of a run.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    attempts = read_folder(Path(folder))
+    report = Report(str(folder))
+    for number, attempt in enumerate(attempts, 1):
+        _check_files(attempt, number, report)
+    steps = _last_words(attempts, report)
+    loaders = _loaders(attempts, report)
+    epochs = _batches(attempts, report)
+    _check_steps(steps, report)
+    begun = {key: min(batches, key=lambda batch: batch.step) for key, batches in epochs.items()}
+    for (loader, epoch), batches in sorted(epochs.items()):
+        later = [first for (other, e), first in begun.items() if other == loader and e > epoch]
+        following = min(later, key=lambda batch: batch.step, default=None)
+        _check_epoch(loaders[loader], epoch, batches, following, min(steps), report)
+    return report
+
+
+def _check_files(attempt: Attempt, number: int, report: Report) -> None:
+    for rank in range(attempt.ranks):
+        file = attempt.files.get(rank)
+        if file is None:
+            report.find("LS102", f"start {number}: the file of rank {rank} is missing")
+            continue
+        if file.cut:
+            report.notes.append(
+                f"start {number}, rank {rank}: the last record is cut off; the process was "
+                "ended while it wrote"
+            )
+        if file.damaged:
+            report.find(
+                "LS405",
+                f"start {number}, rank {rank}: {_counted(len(file.damaged), 'record')} of "
+                f"{file.name} cannot be read, the first at byte {file.damaged[0]}",
+            )
+
+
+def _last_words(attempts: Sequence[Attempt], report: Report) -> set[int]:
+    """The steps that led to the last state; says of each attempt how far it counts."""
+    standing: set[int] = set()
+    for number, attempt in enumerate(attempts):
+        steps = attempt.steps
+        first = min(steps, default=None)
+        again = set() if first is None else {step for step in standing if step >= first}
+        standing = standing - again | steps
+        for earlier in attempts[:number]:
+            earlier.until = min(earlier.until, earlier.until if first is None else first)
+        report.again += len(again)
+        report.attempts.append(
+            {
+                "name": attempt.name,
+                "started_ns": attempt.started_ns,
+                "ranks": attempt.ranks,
+                "first": first,
+                "last": max(steps, default=None),
+                "again": len(again),
+            }
+        )
+    report.steps = len(standing)
+    return standing
+
+
+def _loaders(attempts: Sequence[Attempt], report: Report) -> dict[int, dict[str, Any]]:
+    """What is known of each loader; it must be the same in all attempts."""
+    found: dict[int, dict[str, Any]] = {}
+    for number, attempt in enumerate(attempts, 1):
+        for rank, file in sorted(attempt.files.items()):
+            for loader, values in file.loaders.items():
+                known = found.setdefault(loader, values)
+                for name in ("length", "batch_size", "drop_last"):
+                    if values[name] != known[name]:
+                        report.find(
+                            "LS104" if name == "length" else "LS109",
+                            f"loader {loader}: {name} is {values[name]} on rank {rank} of start "
+                            f"{number}, and was {known[name]}",
+                            loader=loader,
+                        )
+                        values[name] = known[name]  # it is said once
+    return found
+
+
+def _batches(attempts: Sequence[Attempt], report: Report) -> dict[tuple[int, int], list[Batch]]:
+    """The global batches that count, by loader and epoch; a fault of many steps is said once."""
+    epochs: dict[tuple[int, int], list[Batch]] = defaultdict(list)
+    faults: dict[tuple[int, str], list[Finding]] = defaultdict(list)
+    for number, attempt in enumerate(attempts):
+        end = max(attempt.steps, default=-1) if attempt.until == float("inf") else -1
+        by_batch: dict[tuple[int, int], dict[int, Row]] = defaultdict(dict)
+        for rank, file in sorted(attempt.files.items()):
+            for row in file.rows:
+                if row.step < attempt.until and row.loader != NO_LOADER:
+                    by_batch[row.step, row.loader][rank] = row
+        for rows in by_batch.values():
+            first = next(iter(rows.values()))
+            absent = sorted(attempt.files.keys() - rows.keys())
+            if absent and first.step == end:
+                report.notes.append(
+                    f"start {number + 1} was ended in step {end}, which {name_ranks(absent)} "
+                    "did not come to write down; it is left out here"
+                )
+                continue
+            fault = _fault(rows, absent, attempt.ranks)
+            if fault is not None:
+                kind, code, what = fault
+                where = first.step, first.loader, first.epoch
+                faults[number, kind].append(Finding(code, what, *where))
+                if kind == "other":
+                    continue
+            samples = np.concatenate([row.samples for row in rows.values()])
+            whole = fault is None and len(rows) == attempt.ranks
+            batch = Batch(number, first.step, first.position, samples, whole)
+            epochs[first.loader, first.epoch].append(batch)
+    for found in faults.values():
+        also = f"; so in {len(found)} steps, the last {found[-1].step}" if found[1:] else ""
+        report.findings.append(replace(found[0], what=found[0].what + also))
+    return epochs
+
+
+def _fault(rows: dict[int, Row], absent: Sequence[int], ranks: int) -> tuple[str, str, str] | None:
+    """Why what the ranks trained in a step does not make a global batch: kind, code, text."""
+    (rank, first), *others = rows.items()
+    place = f"global batch {first.position} of epoch {first.epoch}"
+    for other, row in others:
+        if row[:5] != first[:5]:
+            return (
+                "other",
+                "LS109",
+                (
+                    f"step {first.step}: rank {rank} trained {place} ({first.total} samples), rank "
+                    f"{other} global batch {row.position} of epoch {row.epoch} ({row.total} samples)"
+                ),
+            )
+    if absent:
+        return (
+            "absent",
+            "LS102",
+            (f"step {first.step}: {name_ranks(absent)} did not write down what it had of {place}"),
+        )
+    found = sum(len(row.samples) for row in rows.values())
+    if len(rows) == ranks and found != first.total:
+        return (
+            f"sum {found < first.total}",
+            "LS102" if found < first.total else "LS101",
+            (
+                f"step {first.step}: {place} has {first.total} samples, and the parts of the ranks "
+                f"have {found} together"
+            ),
+        )
+    return None
+
+
+def _check_steps(steps: set[int], report: Report) -> None:
+    if not steps:
+        report.notes.append("no optimizer step is written down")
+        return
+    first, last = min(steps), max(steps)
+    if first > 0:
+        report.notes.append(
+            f"the ledger begins at step {first}; what was trained before is not in it"
+        )
+    missing = sorted(set(range(first, last)) - steps)
+    if missing:
+        what = f"{_counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"
+        report.find("LS405", what, step=missing[0])
+
+
+def _check_epoch(
+    loader: dict[str, Any],
+    epoch: int,
+    batches: list[Batch],
+    following: Batch | None,
+    begins: int,
+    report: Report,
+) -> None:
+    """Is every sample in an epoch of a loader, and none twice?
+
+    Args:
+        loader: what is known of it.
+        epoch: which.
+        batches: those of its global batches that were trained.
+        following: the first global batch of the next epoch that was trained, if there is one.
+        begins: the first step of the ledger.
+        report: where findings and numbers go.
+    """
+
+    def find(code: str, what: str, samples: Samples | Sequence[int] = ()) -> None:
+        text = f"loader {loader['loader']} ({loader['dataset']}), epoch {epoch}: {what}"
+        first = tuple(int(sample) for sample in samples[:_SHOWN])
+        report.find(code, text, loader=loader["loader"], epoch=epoch, samples=first)
+
+    batches = sorted(batches, key=lambda batch: batch.step)
+    samples = np.concatenate([batch.samples for batch in batches])
+    positions = {batch.position for batch in batches}
+    # Where the ledger begins in this epoch.
+    start = batches[0].position if begins > 0 and batches[0].step == begins else 0
+    steps, last = loader["steps"], max(positions)
+    ended = steps is not None and last == steps - 1
+    if following is not None and steps is not None and not ended:
+        if following.attempt == batches[-1].attempt:
+            report.notes.append(
+                f"loader {loader['loader']}: the script left epoch {epoch} after global batch "
+                f"{last} of {steps}"
+            )
+        else:
+            left = spans(range(last + 1, steps), _SHOWN)
+            find(
+                "LS102",
+                f"global batches were left out: {left}; the run was then taken up in another epoch",
+            )
+    missing = sorted(set(range(start, last)) - positions)
+    if missing:
+        find("LS102", f"global batches were left out: {spans(missing, _SHOWN)}")
+    if loader["own_order"]:
+        if len(positions) < len(batches):
+            find("LS101", "a global batch of the user's own order was trained twice")
+    else:
+        distinct, counts = np.unique(samples, return_counts=True)
+        twice = distinct[counts > 1]
+        if len(twice):
+            first = [_with_steps(sample, batches) for sample in twice[: _SHOWN + 1].tolist()]
+            number = _counted(len(twice), "sample")
+            find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice)
+        if not missing and all(batch.whole for batch in batches):
+            absent = _absent(loader, samples, start, ended=ended)
+            if len(absent):
+                number = _counted(len(absent), "sample")
+                find("LS102", f"{number} left out: {spans(absent.tolist(), _SHOWN)}", absent)
+    report.epochs.append(
+        {
+            "loader": loader["loader"],
+            "dataset": loader["dataset"],
+            "epoch": epoch,
+            "samples": len(samples),
+            "batches": len(positions),
+            "steps": steps,
+            "ended": ended,
+        }
+    )
+
+
+def _with_steps(sample: int, batches: Sequence[Batch]) -> str:
+    steps = [str(batch.step) for batch in batches if sample in batch.samples]
+    return f"{sample} (step{'s' * (len(steps) > 1)} {', '.join(steps)})"
+
+
+def _absent(loader: dict[str, Any], samples: Samples, start: int, *, ended: bool) -> Samples:
+    """Where no global batch is missing: the samples that are in none."""
+    if loader["stream"] is None:
+        wanted = range(loader["length"] if ended and not start and not loader["drop_last"] else 0)
+    elif loader["stream"] == "own":  # its samples have no numbers in a row
+        wanted = range(0)
+    else:
+        wanted = range(start * loader["batch_size"], int(samples.max()) + 1)
+    return np.setdiff1d(np.asarray(wanted, dtype=np.int64), samples)
+
+
+def _counted(number: int, noun: str) -> str:
+    """`3 samples`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def read_folder(folder: Path) -> list[Attempt]:
@@ -463,7 +436,7 @@ def read_folder(folder: Path) -> list[Attempt]:
     Raises:
         CheckpointError: there is no ledger, or one of a later version.
     """
-    paths = sorted(folder.glob(f"*{_NAME}*{_SUFFIX}")) if folder.is_dir() else []
+    paths = sorted(folder.glob(f"*{_NAME}*{_SUFFIX}"))
     if not paths:
         raise CheckpointError(
             f"the ledger {folder}",
@@ -472,14 +445,11 @@ def read_folder(folder: Path) -> list[Attempt]:
         )
     attempts: dict[str, Attempt] = {}
     for path in paths:
-        name, _, rank = path.name.removesuffix(_SUFFIX).rpartition(_NAME)
-        if not rank.isdigit():
-            continue
-        file = read_file(path)
         # The name alone tells as much of a file that was cut off at its very beginning.
-        begun = name.partition("-")[0]
-        attempt = attempts.setdefault(name, Attempt(name, int(begun) if begun.isdigit() else 0))
-        attempt.ranks = max(attempt.ranks, file.header.get("ranks", 0))
+        name, _, rank = path.name.removesuffix(_SUFFIX).rpartition(_NAME)
+        file = read_file(path)
+        attempt = attempts.setdefault(name, Attempt(name, int(name.partition("-")[0])))
+        attempt.ranks = max(attempt.ranks, file.ranks)
         attempt.files[int(rank)] = file
     ordered = sorted(attempts.values(), key=lambda attempt: (attempt.started_ns, attempt.name))
     return [part for attempt in ordered for part in _forward(attempt)]
@@ -517,22 +487,25 @@ def read_file(path: Path) -> RankFile:
             f"{path.name} cannot be read: {error}",
             "make it readable, or copy the folder",
         ) from error
-    numbers = struct.Struct("<QHIQI")
     for begin, end in _records(data, file):
-        if data[begin : begin + 1] == b"J":
-            values = json.loads(bytes(data[begin + 1 : end]))
-            if "loader" in values:
-                file.loaders[values["loader"]] = values
-            else:
-                file.header = _checked(values, path)
-                numbers = struct.Struct(values["step"])
+        if data[begin : begin + 1] == b"S":
+            step, loader, epoch, position, total = STEP.unpack_from(data, begin + 1)
+            after = begin + 1 + STEP.size
+            samples = np.frombuffer(data, "<i8", (end - after) // 8, after)
+            file.rows.append(Row(step, loader, epoch, position, total, samples))
             continue
-        after = begin + 1 + numbers.size
-        step, loader, epoch, position, count = numbers.unpack_from(data, begin + 1)
-        samples = np.frombuffer(data, "<i8", (end - after) // 8, after)
-        if loader == file.header.get("no_loader"):
-            loader = -1
-        file.rows.append(Row(step, loader, epoch, position, count, samples))
+        values = json.loads(bytes(data[begin + 1 : end]))
+        if "loader" in values:
+            file.loaders[values["loader"]] = values
+            continue
+        if values["ledger"] != FORMAT:
+            raise CheckpointError(
+                f"the ledger {path.parent}",
+                f"{path.name} is of version {values['ledger']}, this Lockstep reads version "
+                f"{FORMAT}",
+                "read it with the Lockstep that wrote it",
+            )
+        file.ranks = values["ranks"]
     return file
 
 
@@ -540,11 +513,8 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
     """Where each whole record begins and ends."""
     at = 0
     while at < len(data):
-        if at + _FRAME.size > len(data):
-            file.cut = True
-            return
-        length, checksum = _FRAME.unpack_from(data, at)
-        begin = at + _FRAME.size
+        begin = at + FRAME.size
+        length, checksum = FRAME.unpack(data[at:begin]) if begin <= len(data) else (0, 0)
         end = begin + length
         if end > len(data) or not length:
             file.cut = True
@@ -556,14 +526,3 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
         else:
             file.damaged.append(at)
         at = end
-
-
-def _checked(header: dict[str, Any], path: Path) -> dict[str, Any]:
-    version = header.get("ledger")
-    if version != FORMAT:
-        raise CheckpointError(
-            f"the ledger {path.parent}",
-            f"{path.name} is of version {version}, this Lockstep reads version {FORMAT}",
-            "read it with the Lockstep that wrote it",
-        )
-    return header
