@@ -55,6 +55,19 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         dist.destroy_process_group()
 
 
+def test_default_groups_are_told_of_when_they_are_opened():
+    original, opened = dist.distributed_c10d._update_default_pg, []
+    end = torch_compat.on_default_group(opened.append)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert opened == [dist.group.WORLD]
+        dist.destroy_process_group()
+        assert len(opened) == 1
+    finally:
+        end()
+    assert dist.distributed_c10d._update_default_pg is original
+
+
 def test_hooks_on_gradients_are_counted():
     parameter = torch.nn.Parameter(torch.ones(2))
     assert torch_compat.gradient_hooks(parameter) == 0

@@ -37,7 +37,7 @@ def installed(folder: Path) -> Iterator[None]:
         yield
     finally:
         probe.uninstall()
-        probe._groups.clear()
+        probe._kept_groups.clear()
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        probe._groups.clear()
+        probe._kept_groups.clear()
         until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
@@ -92,7 +92,7 @@ def wait_for_child(pid: int) -> int:
 
 
 @in_clean_process
-def test_the_beacon_counts_the_steps_of_every_optimizer(tmp_path: Path) -> None:
+def test_the_heartbeat_counts_the_steps_of_every_optimizer(tmp_path: Path) -> None:
     assert read_heartbeat(tmp_path) is None
     with installed(tmp_path):
         begun = read_heartbeat(tmp_path)
@@ -137,8 +137,8 @@ def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_pat
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.destroy_process_group()
         until(lambda: "pt_gloo_runloop" in names_of_tasks())  # a thread is named by itself
-        assert len(probe._groups) == 1
-        probe._groups.clear()
+        assert len(probe._kept_groups) == 1
+        probe._kept_groups.clear()
         until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
@@ -191,34 +191,15 @@ def _crash(folder: Path) -> None:
 
 
 @in_clean_process
-def test_the_thread_comes_with_the_first_group_whatever_it_is_called(tmp_path: Path) -> None:
-    from torch.distributed import device_mesh, distributed_c10d
-
-    original = dist.init_process_group
-    modules: list[Any] = [dist, distributed_c10d, device_mesh]
+def test_one_thread_answers_from_the_start(tmp_path: Path) -> None:
     with installed(tmp_path):
-        replaced = [module.init_process_group for module in modules]
-        assert len({id(function) for function in replaced}) == 1
-        assert replaced[0] is not original
-        assert replaced[0].__doc__ == original.__doc__
-        assert threading.active_count() == 1
-        with group_of_one():
-            names = [thread.name for thread in threading.enumerate()]
-            assert names.count("lockstep-answers") == 1
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("lockstep-answers") == 1
+        assert json.loads(ask(tmp_path, "1"))["groups"] == []
         with group_of_one():
             assert threading.active_count() == 2
+            assert len(json.loads(ask(tmp_path, "2"))["groups"]) == 1
     assert threading.active_count() == 1
-    assert all(module.init_process_group is original for module in modules)
-
-
-@in_clean_process
-def test_an_import_of_the_name_before_the_first_group_is_the_watched_one(tmp_path: Path) -> None:
-    with installed(tmp_path):
-        from torch.distributed import init_process_group
-
-        init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert threading.active_count() == 2
-        dist.destroy_process_group()
 
 
 def test_collectives_are_told_on_request(tmp_path: Path) -> None:
@@ -304,7 +285,7 @@ def test_installing_twice_watches_once(tmp_path: Path) -> None:
 def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> None:
     with installed(tmp_path), group_of_one():
         ask(tmp_path, "1")
-        probe._fall_silent()  # at exit, before the interpreter's own end
+        probe._stop_answering()  # at exit, before the interpreter's own end
         assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
         faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
         os.kill(os.getpid(), STACK_SIGNAL)
@@ -328,7 +309,7 @@ def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None
         probe.flight_record = slowly  # type: ignore[attr-defined]
         put(b"1\n")
         assert answering.wait(LIMIT_S)
-        ending = threading.Thread(target=probe._fall_silent, daemon=True)
+        ending = threading.Thread(target=probe._stop_answering, daemon=True)
         ending.start()
         until(lambda: in_the_pipe(tmp_path / "ask"))
         put(b"2\n")
@@ -349,13 +330,13 @@ def in_the_pipe(path: Path) -> int:
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
-def test_what_is_no_beacon(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_heartbeat(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "heartbeat").write_bytes(content)
     assert read_heartbeat(tmp_path) is None
 
 
 def test_torchs_private_parts_are_as_they_were() -> None:
-    """Fails where a new torch has changed what `torch_private` uses."""
+    """Fails where a new torch has changed what `torch_compat` uses."""
     run_ranks(_private_parts, 1, env=probe.FLIGHT_RECORDER)
 
 

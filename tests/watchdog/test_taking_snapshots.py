@@ -90,8 +90,8 @@ def test_a_rank_that_sleeps(tmp_path: Path) -> None:
     assert state.stack is not None
     assert state.stack[0].file == __file__
     assert state.steps == 0
-    # No process group: nobody waits for a question.
-    assert (state.answered, state.calls, state.groups, state.threads) == (None, None, None, None)
+    # No process group so far.
+    assert (state.answered, state.calls, state.groups, state.threads) == (True, (), (), ())
 
 
 def test_a_rank_that_computes_uses_the_processor(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_beacon_of_an_earlier_process_is_not_believed(tmp_path: Path) -> None:
+def test_a_heartbeat_of_an_earlier_process_is_not_believed(tmp_path: Path) -> None:
     with rank(steps_twice, tmp_path):
         pass
     (state,) = take_snapshot([Process(0, 0, tmp_path, os.getpid())], wait_s=0.1).ranks

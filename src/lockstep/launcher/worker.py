@@ -338,7 +338,6 @@ def import_for_ranks(modules: Sequence[str]) -> None:
 
     for name in modules:
         import_module(name)
-    probe.holders()
 
 
 def settle() -> None:

@@ -6,8 +6,8 @@ Everything here works for any script, costs about a microsecond a step, and is r
 * `crash.txt`: the stacks at a fatal signal (faulthandler);
 * `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`; written by a handler in C, which
   needs no interpreter's lock;
-* `heartbeat`: optimizer steps and times (`Beacon`), in shared memory;
-* `ask`: a pipe that takes requests `NUMBER [lines]`, one a line, once there is a process group;
+* `heartbeat`: optimizer steps and times (`Heartbeat`), in shared memory;
+* `ask`: a pipe that takes requests `NUMBER [lines]`, one a line;
 * `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import functools
 import itertools
 import json
 import mmap
@@ -29,10 +28,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from lockstep.distributed.torch_compat import flight_record, process_groups, take_gpu
+from lockstep.distributed.torch_compat import (
+    flight_record,
+    on_default_group,
+    process_groups,
+    take_gpu,
+)
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -45,7 +48,6 @@ microseconds each, about 1 KB each. Read by torch at the first process group."""
 _MAGIC = b"lkheart1"
 _HEARTBEAT = struct.Struct("=8sqQQdd")
 _STEPS = struct.Struct("=Qdd")
-_OPENS = "init_process_group"
 _STEPS_AT = _HEARTBEAT.size - _STEPS.size
 
 
@@ -54,7 +56,7 @@ class Heartbeat(NamedTuple):
 
     pid: int
     main_thread: int
-    """The main thread's identifier, as in `stacks.txt`."""
+    """The main thread's identifier, as in `flight.json`."""
     steps: int
     """Optimizer steps so far."""
     last_step: float
@@ -73,28 +75,36 @@ def read_heartbeat(folder: Path) -> Heartbeat | None:
     return Heartbeat(*values) if magic == _MAGIC else None
 
 
+_kept_groups: list[object] = []
+"""Process groups that were opened, until this process ends.
+
+A DDP model that dies after `destroy_process_group`, as one does that is a local of `main()`, would
+take the group along: its last owner waits for the group's threads, with the interpreter's lock that
+they want. A script that imports torch by itself is spared that by chance: modules that DDP imports
+after the group was opened keep it in their default arguments. Here they were imported before.
+"""
+
+
 class Probe:
     """What `install` has set up in this process."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._undo: list[Callable[[], object]] = []
-        self._thread: threading.Thread | None = None
-        self._ask: int | None = None
+        self._folder = folder
+        self._undo = contextlib.ExitStack()
         self._map: mmap.mmap | None = None
-        self._lock = threading.Lock()
+        self._ask: int | None = None
+        self._thread: threading.Thread | None = None
         self._stopping = False
-        self._open_stacks()
+        self._show_stacks()
         self._start_heartbeat()
-        self._make_pipe()
-        self._watch_for_a_group()
+        self._undo.callback(on_default_group(_kept_groups.append))
+        self._start_answering()
 
     def close(self) -> None:
         """Takes everything out again; the files stay."""
         self.stop_answering()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def stop_answering(self) -> None:
         """Ends the thread that answers.
@@ -102,12 +112,11 @@ class Probe:
         Before the interpreter's own end: a thread that then comes back from torch for the
         interpreter's lock takes the process down ("terminate called without an active exception").
         """
-        thread = self._thread
-        if thread is not None and self._ask is not None:
+        if self._thread is not None and self._ask is not None:
             # Not by a request: of several that have come the thread answers the last alone.
             self._stopping = True
             os.write(self._ask, b"\n")
-            thread.join()
+            self._thread.join()
 
     def forget(self) -> None:
         """In a forked child: it is not the rank, and has none of its threads."""
@@ -117,37 +126,33 @@ class Probe:
             os.close(self._ask)
             self._ask = None
 
-    def _open_stacks(self) -> None:
-        crash = self._open("crash.txt")
+    def _show_stacks(self) -> None:
         was_enabled = faulthandler.is_enabled()
-        faulthandler.enable(crash)
-        self._undo.append(faulthandler.enable if was_enabled else faulthandler.disable)
+        faulthandler.enable(self._open("crash.txt"))
+        self._undo.callback(faulthandler.enable if was_enabled else faulthandler.disable)
         stacks = self._open("stacks.txt")
         # What faulthandler leaves behind at the interpreter's end: a late request kills nobody.
-        with contextlib.suppress(ValueError):  # not in the main thread
-            before = signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-            self._undo.append(lambda: signal.signal(STACK_SIGNAL, before))
+        self._undo.callback(
+            signal.signal, STACK_SIGNAL, signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        )
         # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
-        self._undo.append(lambda: faulthandler.unregister(STACK_SIGNAL))
+        self._undo.callback(faulthandler.unregister, STACK_SIGNAL)
 
     def _open(self, name: str) -> BinaryIO:
-        file = open(self.folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as we are
-        self._undo.append(file.close)
-        return file
+        return self._undo.enter_context(open(self._folder / name, "ab", buffering=0))
 
     def _start_heartbeat(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         main = threading.main_thread().ident or 0
-        temporary = self.folder / "heartbeat.new"
+        temporary = self._folder / "heartbeat.new"
         temporary.write_bytes(_HEARTBEAT.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
         with open(temporary, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _HEARTBEAT.size)
-        temporary.replace(self.folder / "heartbeat")
-        hook = register_optimizer_step_post_hook(self._counter())
-        self._undo.append(hook.remove)
+        temporary.replace(self._folder / "heartbeat")
+        self._undo.callback(register_optimizer_step_post_hook(self._counter()).remove)
 
     def _counter(self) -> Callable[..., None]:
         steps, last = 0, 0.0
@@ -164,43 +169,24 @@ class Probe:
 
         return count
 
-    def _make_pipe(self) -> None:
-        with contextlib.suppress(OSError):  # it exists, or the file system knows no pipes
-            os.mkfifo(self.folder / "ask", 0o600)
+    def _start_answering(self) -> None:
+        """Starts the thread that waits for requests, before a process group is opened.
 
-    def _watch_for_a_group(self) -> None:
-        """Python 3.12 warns where a process with threads forks, so the thread comes late."""
-        import torch.distributed as dist
-
-        if not dist.is_available():
-            return
-        original = dist.init_process_group
-
-        @functools.wraps(original)
-        def init_process_group(*args: Any, **options: Any) -> Any:
-            self.start_answering()
-            result = original(*args, **options)
-            _groups.append(dist.group.WORLD)
-            return result
-
-        for module in holders():
-            setattr(module, _OPENS, init_process_group)
-            self._undo.append(functools.partial(setattr, module, _OPENS, original))
-
-    def start_answering(self) -> None:
-        """Starts the thread that waits for requests, once."""
-        with self._lock:
-            if self._thread is not None or self._map is None:
-                return
+        A rank that waits for the others to come is then asked without a signal, which would make
+        TCPStore count its timeout from the beginning.
+        """
+        path = self._folder / "ask"
+        try:
+            if not path.exists():
+                os.mkfifo(path, 0o600)
             # Read and write: without a writer of our own, reading would end when the asker closes.
-            try:
-                self._ask = os.open(self.folder / "ask", os.O_RDWR)
-            except OSError:  # none could be made: a signal still shows the main thread's stack
-                return
-            self._thread = threading.Thread(
-                target=self._answer, args=(self._ask,), name="lockstep-answers", daemon=True
-            )
-            self._thread.start()
+            self._ask = os.open(path, os.O_RDWR)
+        except OSError:  # a file system without pipes: a signal still shows the main stack
+            return
+        self._thread = threading.Thread(
+            target=self._answer, args=(self._ask,), name="lockstep-answers", daemon=True
+        )
+        self._thread.start()
 
     def _answer(self, ask: int) -> None:
         while True:
@@ -225,10 +211,10 @@ class Probe:
         except Exception as error:
             # Whatever torch says here must not end the thread: the next request may be answered.
             text = json.dumps({"request": int(number), "error": repr(error)})
-        temporary = self.folder / "flight.json.new"
+        temporary = self._folder / "flight.json.new"
         with contextlib.suppress(OSError):
             temporary.write_text(text)
-            temporary.replace(self.folder / "flight.json")
+            temporary.replace(self._folder / "flight.json")
 
 
 def _stacks() -> dict[int, list[tuple[str, int, str]]]:
@@ -244,27 +230,8 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
     }
 
 
-@functools.cache
-def holders() -> list[ModuleType]:
-    """The modules of torch that have `init_process_group` by its name.
-
-    Asked for in the zygote: to look at all modules in a copy of it copies a page for each.
-    """
-    parts = [m for name, m in sys.modules.items() if name.startswith("torch.distributed")]
-    original = getattr(sys.modules["torch.distributed"], _OPENS)
-    return [module for module in parts if vars(module).get(_OPENS) is original]
-
-
 _installed: Probe | None = None
 _registered = False
-_groups: list[object] = []
-"""Process groups that were opened, until this process ends.
-
-A DDP model that dies after `destroy_process_group`, as one does that is a local of `main()`, would
-take the group along: its last owner waits for the group's threads, with the interpreter's lock that
-they want. A script that imports torch by itself is spared that by chance: modules that DDP imports
-after the group was opened keep it in their default arguments. Here they were imported before.
-"""
 
 
 def install(folder: Path) -> None:
@@ -278,7 +245,7 @@ def install(folder: Path) -> None:
     _installed = Probe(folder)
     if not _registered:
         os.register_at_fork(after_in_child=_forget)
-        atexit.register(_fall_silent)
+        atexit.register(_stop_answering)
         _registered = True
 
 
@@ -290,7 +257,7 @@ def uninstall() -> None:
         _installed = None
 
 
-def _fall_silent() -> None:
+def _stop_answering() -> None:
     if _installed is not None:
         _installed.stop_answering()
 

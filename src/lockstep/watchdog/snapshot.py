@@ -99,7 +99,7 @@ class RankState:
     thread_ids: tuple[int, ...] = ()
     """Their identifiers, as in `Call.thread`, in the same order."""
     answered: bool | None = None
-    """Whether its Flight Recorder answered; None: it has none (no process group so far)."""
+    """Whether its thread that answers did; None: it has none, or its recorder cannot be read."""
     calls: tuple[Call, ...] | None = None
     """Its latest collectives, oldest first."""
     completed: Mapping[str, int] | None = None
@@ -431,7 +431,7 @@ class _Request:
             return False
         try:
             pipe = os.open(self._process.folder / "ask", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads: no process group so far
+        except OSError:  # nobody reads
             return False
         try:
             os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
