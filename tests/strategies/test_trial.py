@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.strategies.single import Single
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.profile_run import Call, Calls, ProfilingRun
 
@@ -64,7 +63,7 @@ def call(model: nn.Module, local: int = 2) -> Call:
 
 
 def trial(world: lockstep.World, *calls: Call, local: int = 2) -> ProfilingRun:
-    return ProfilingRun(world._run, Single(), calls, local)
+    return ProfilingRun(world._run, calls, local)
 
 
 def state(model: nn.Module) -> list[Any]:

@@ -74,7 +74,7 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
     import torch
 
     disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009 - not exported
-    made: Callable[P, T] = disable(function, recursive=False)
+    made: Callable[P, T] = disable(function, recursive=recursive)
     return made
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -111,7 +110,8 @@ class Strategy(ABC):
     name: ClassVar[str]
 
     settles: ClassVar[bool] = False
-    """`shares="auto"` and `micro_batch_size="auto"` can be found: `alone` keeps its word."""
+    """`shares="auto"` and `micro_batch_size="auto"` can be found: a wrapped module computes any
+    number of samples without other ranks."""
 
     unfreezes: ClassVar[bool] = False
     """Parameters that were frozen in `wrap` may be trained later."""
@@ -161,25 +161,6 @@ class Strategy(ABC):
         None: all ranks.
         """
         return None
-
-    def computes_on(self, run: Run) -> Sequence[int]:
-        """Which of the devices that divide a global batch are this process's."""
-        return (run.collectives.data_parallel.rank,)
-
-    def alone(
-        self, module: nn.Module, device: int | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """What computes, meanwhile, as the wrapped module does on this rank, but without others.
-
-        Args:
-            module: as `wrap` returned it.
-            device: of those that `computes_on` gives, the one to compute on; None: on all.
-        """
-        return nullcontext(module)
-
-    def divide(self, modules: Sequence[nn.Module], shares: tuple[int, ...]) -> tuple[int, ...]:
-        """From now on the devices have these shares; returns those of the loader's parts."""
-        return shares
 
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:

@@ -37,6 +37,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.settings import AUTO
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.profile_run import Calls, ProfilingRun
 
@@ -95,6 +96,11 @@ class Autotune:
             or getattr(self._strategy, "static_graph", False)
         )
 
+    @property
+    def _own_devices(self) -> int:
+        """Devices of this process that divide its part of a batch."""
+        return self._strategy.devices(self._run) // self._run.collectives.data_parallel.size
+
     def wish(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
         """What a loader leaves open, which was told this itself (None: as the run was told).
 
@@ -107,7 +113,7 @@ class Autotune:
             settings.micro_batch_size if micro_batch_size is None else micro_batch_size
         )
         open_shares = isinstance(shares, str) and shares == AUTO
-        if not open_shares and own and len(self._strategy.computes_on(self._run)) > 1:
+        if not open_shares and own and self._own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self._strategy.name!r} divides a batch over the devices of this "
@@ -164,13 +170,16 @@ class Autotune:
         self._stop()
         if question is None:
             return
-        trial = ProfilingRun(self._run, self._strategy, calls, question.local)
+        trial = ProfilingRun(self._run, calls, question.local)
         search = _Search(self._run, self._strategy, question, trial)
         shares = question.shares
         if question.find_shares:
             before, after, times = search.shares()
-            shares = self._strategy.divide(self._modules, after)
-            kind = "rank" if self._run.collectives.data_parallel.size > 1 else "device"
+            kind = "rank" if self._own_devices == 1 else "device"
+            shares = after if self._own_devices == 1 else question.shares
+            for module in self._modules:
+                if self._own_devices > 1 and isinstance(module, DataParallel):
+                    module.set_shares(after)
             self._say(_shares_in_words(before, after, times, kind))
         if question.find_micro_batch:
             self.micro_batch_size = search.micro_batch_size(shares)
@@ -193,8 +202,9 @@ class _Search:
     ) -> None:
         self._exchange = run.collectives.exchange
         self._part = run.collectives.data_parallel.rank
-        self._own = strategy.computes_on(run)
         self._devices = strategy.devices(run)
+        own = self._devices // run.collectives.data_parallel.size
+        self._own = range(self._part * own, self._part * own + own)
         self._question = question
         self._trial = trial
         self._fitting: dict[int | None, int] = {}

@@ -24,7 +24,8 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import UsageError
-from lockstep.strategies.base import Strategy, may_set
+from lockstep.strategies.base import may_set
+from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 _MOST_RUNS, _ENOUGH_S = 10, 0.03
@@ -69,7 +70,6 @@ class ProfilingRun:
 
     Args:
         run: whose device it is.
-        strategy: of the modules.
         calls: the forward passes of one backward pass.
         local: the samples that they were made with.
 
@@ -77,9 +77,8 @@ class ProfilingRun:
         UsageError: on trying, where it cannot be seen which tensors hold the samples.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, calls: Sequence[Call], local: int) -> None:
+    def __init__(self, run: Run, calls: Sequence[Call], local: int) -> None:
         self._run = run
-        self._strategy = strategy
         self._calls = calls
         self._local = local
         self._modules = list({id(call.module): call.module for call in calls}.values())
@@ -139,7 +138,9 @@ class ProfilingRun:
         outputs, inputs = [], []
         with ExitStack() as alone:
             for call in self._calls:
-                module = alone.enter_context(self._strategy.alone(call.module, device))
+                module = call.module
+                if device is not None and isinstance(module, DataParallel):
+                    alone.enter_context(module.only_on(device))
                 args, kwargs = self._resized(call, samples)
                 inputs += [t for t in tensors((args, kwargs)) if t.requires_grad]
                 inputs += [p for p in module.parameters() if p.requires_grad]
@@ -156,7 +157,7 @@ class ProfilingRun:
 
     def _resized(self, call: Call, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = False
-        dim = call.module.dim if isinstance(call.module, nn.DataParallel) else 0
+        dim = call.module.dim if isinstance(call.module, DataParallel) else 0
 
         def resized(tensor: Tensor) -> Tensor:
             nonlocal found
@@ -214,8 +215,8 @@ class ProfilingRun:
         devices = {self._run.device: None}
         for module in self._modules:
             devices |= dict.fromkeys(p.device for p in module.parameters())
-            if isinstance(module, nn.DataParallel):  # importing ours takes a second
-                devices |= dict.fromkeys(getattr(module, "devices", ()))
+            if isinstance(module, DataParallel):
+                devices |= dict.fromkeys(module.devices)
         return [device for device in devices if device.type == "cuda"]
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import gather
 
 from lockstep.data.batch_plan import parse_shares, split_batch
 from lockstep.data.pytree import joined, map_tensors, tensors
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
 from lockstep.settings import AUTO
 from lockstep.strategies.base import PLAIN
@@ -141,8 +141,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
         parts = split_batch(count, self.shares)[0]
         return [int(end - begin) for begin, end in parts]
 
+    @contextmanager
+    def only_on(self, device: int) -> Iterator[None]:
+        """Meanwhile the replica of this number computes all of each batch."""
+        before = self.shares
+        self.shares = tuple(int(n == device) for n in range(self.count))
+        try:
+            yield
+        finally:
+            self.shares = before
+
     # The copies are new in each pass: each would be compiled anew.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @partial(never_compiled, recursive=True)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass over all replicas."""
         batch = inputs, kwargs

@@ -87,29 +87,6 @@ class DP(Strategy):
         shares = self._wrapped(nn.Identity(), run).shares
         return largest * sum(shares) // max(shares)
 
-    def computes_on(self, run: Run) -> Sequence[int]:
-        """All of them."""
-        return range(self.devices(run))
-
-    @contextmanager
-    def alone(self, module: nn.Module, device: int | None = None) -> Iterator[nn.Module]:
-        """The module, which gives one device all of its batch; None: each its share."""
-        if not isinstance(module, DataParallel) or device is None:
-            yield module
-            return
-        before = module.shares
-        module.set_shares([int(n == device) for n in range(module.count)])
-        try:
-            yield module
-        finally:
-            module.set_shares(before)
-
-    def divide(self, modules: Sequence[nn.Module], shares: tuple[int, ...]) -> tuple[int, ...]:
-        """The modules do it, by the shares of the devices; the loader's part is the whole."""
-        for module in modules:
-            set_shares(module, shares)
-        return (1,)
-
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module in `DataParallel`.
 
