@@ -66,8 +66,10 @@ def __getattr__(name: str) -> Any:
 # The compiler
 
 
-def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Torch's compiler leaves this function alone, and compiles what it calls.
+def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Callable[P, T]:
+    """Torch's compiler leaves this function alone.
+
+    With `recursive` also all that it calls, which is compiled otherwise.
 
     `torch.compiler.disable` would load the compiler, which takes a second, at once.
     """
