@@ -49,8 +49,9 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         state = model._get_fsdp_state()
         assert state._is_root
         torch_compat.drop_fsdp_groups([model], mesh)
-        assert not mesh._pg_registry
-        assert "process_group" in repr(list(vars(state._fsdp_param_groups[0].mesh_info)))
+        assert not getattr(mesh, "_pg_registry", {})
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        assert "process_group" in repr(list(vars(groups[0].mesh_info)))
     finally:
         dist.destroy_process_group()
 
