@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house gpu clean
+.PHONY: train test check lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
 
 train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -46,6 +46,9 @@ bench-false-alarms: .venv/.installed
 house:
 	$(PYTHON) tools/house.py
 
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 gpu: .venv/.installed
 	$(BIN)/python benchmarks/gpu.py
 
@@ -57,6 +60,10 @@ gpu: .venv/.installed
 
 .venv/.installed-bench: .venv/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:
