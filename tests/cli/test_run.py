@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli.main import main
-from lockstep.launcher import local
+from lockstep.launcher import script
 from lockstep.launcher.plan import LaunchSpec, Settings, torchrun_flags
 
 
@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
         specs.append(spec)
         return 7
 
-    monkeypatch.setattr(local, "run", remember)
+    monkeypatch.setattr(script, "run_script", remember)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     return specs
 
@@ -128,7 +128,7 @@ def test_dry_run_starts_nothing(
     note: str,
     command: str,
 ) -> None:
-    monkeypatch.setattr(local, "Zygote", None)
+    monkeypatch.setattr(script, "Zygote", None)
     (folder / "t.py").write_text(source)
     name = "t" if "-m" in flags.split() else "t.py"
     result = run(*flags.split(), "--strategy", "ddp", "--dry-run", name, "a b")

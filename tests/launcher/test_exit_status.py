@@ -14,17 +14,14 @@ import pytest
 from memory_group import memory_group
 from ranks import HANG_S
 
-from lockstep.launcher.process import (
+from lockstep.launcher.machine import (
     OomCounts,
-    Process,
-    crash_line,
-    exit_status_of,
-    in_words,
     kernel_log_on,
     oom_between,
     peak_memory,
     read_oom_counts,
 )
+from lockstep.launcher.process import Process, crash_line, exit_status_of, in_words
 from lockstep.watchdog.first_failure import first_failure, render
 
 NOTHING = OomCounts(0, 0)
@@ -186,7 +183,7 @@ def test_it_must_have_ended(tmp_path: Path) -> None:
 GROUP = """
 import subprocess
 import sys
-from lockstep.launcher.process import kernel_log_on, oom_between, read_oom_counts
+from lockstep.launcher.machine import kernel_log_on, oom_between, read_oom_counts
 
 before = read_oom_counts()
 hog = subprocess.Popen([sys.executable, "-c", "x = [bytearray(1 << 20) for _ in range(4096)]"])

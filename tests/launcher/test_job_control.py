@@ -20,7 +20,7 @@ import psutil
 import pytest
 from ranks import HANG_S
 
-from lockstep.launcher import job_control
+from lockstep.launcher.process import give_keys, in_foreground, stops_with, take_keys
 
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 _ANSWER_S = HANG_S
@@ -148,7 +148,7 @@ def test_stopping_going_on_and_ending_by_keys(tmp_path: Path, shell: Shell, npro
 def test_a_handler_of_the_users_is_left_in_place() -> None:
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        with job_control.stops_with(lambda number: None, lambda: None):
+        with stops_with(lambda number: None, lambda: None):
             assert signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTSTP, before)
@@ -159,9 +159,9 @@ def test_no_terminal_no_keys() -> None:
         saved = os.dup(0)
         os.dup2(nothing.fileno(), 0)
         try:
-            assert not job_control.in_foreground()
-            job_control.take_keys(os.getpgrp())
-            job_control.give_keys(os.getpgrp())
+            assert not in_foreground()
+            take_keys(os.getpgrp())
+            give_keys(os.getpgrp())
         finally:
             os.dup2(saved, 0)
             os.close(saved)

@@ -277,7 +277,7 @@ def test_ranks_outlive_the_reader_of_the_console(tmp_path: Path) -> None:
     os.close(reading)
     with Console(stdout=writing, stderr=writing) as console:
         assert start(console, tmp_path, 0, "print('a'); print('b')").wait() == 0
-        console.say("this cannot be shown")
+        console.announce("this cannot be shown")
     assert logged(tmp_path, 0) == b"a\nb\n"
     os.close(writing)
 
@@ -439,7 +439,7 @@ def test_the_bar_of_the_lowest_rank_stands_below_all_lines(
         third = start(console, tmp_path, 2, "for i in range(3): print('line', i)")
         assert third.wait() == 0
         terminal.wait_for("line 2")
-        console.say("still running")
+        console.announce("still running")
         terminal.wait_for("running")
         now = screen(terminal.written)
         for process, pipe in processes:
@@ -486,7 +486,7 @@ def test_a_rank_that_is_alone_has_the_terminal_itself(tmp_path: Path, terminal: 
         process, pipe = start_with_input(console, tmp_path, 0, ALONE, alone=True)
         os.write(pipe, b"you\n")
         assert process.wait() == 0
-        console.say("the end")
+        console.announce("the end")
     os.close(pipe)
     sent = "\r 50%|\r\x1b[Kfrom stdout True True\n\x1b[31m\r100%|name? you"
     assert terminal.end() == sent + "\nlockstep: the end\n"
@@ -499,7 +499,7 @@ def test_a_rank_that_is_alone_and_has_files(tmp_path: Path, terminal: Terminal) 
     with Console(stdout=slave, stderr=slave, always_logged=True) as console:
         assert start(console, tmp_path, 0, code, alone=True).wait() == 0
         console.drain()
-        console.say("the end")
+        console.announce("the end")
     assert terminal.end() == "\rone\nFalse\nlockstep: the end\n"
     assert logged(tmp_path, 0) == b"\rone\nFalse"
 

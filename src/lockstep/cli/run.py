@@ -139,12 +139,12 @@ def command(
         hang=HangRules(on_hang, hang_after),
         local_rank_argument=local_rank_argument,
     )
-    from lockstep.launcher import local
+    from lockstep.launcher.script import plan_run, run_script
 
     if dry_run:
-        click.echo(local.plan(spec).describe())
+        click.echo(plan_run(spec).describe())
     else:
-        code = local.run(spec, lambda line: click.echo(f"lockstep: {line}", err=True))
+        code = run_script(spec, lambda line: click.echo(f"lockstep: {line}", err=True))
         # All has been ended and said; Ctrl-C once more must not turn our code into another.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ctx.exit(code)

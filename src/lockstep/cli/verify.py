@@ -120,8 +120,7 @@ def _verify(
 
 
 def _plan(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Plan:
-    from lockstep.launcher.local import check_script
-    from lockstep.launcher.script import read_script
+    from lockstep.launcher.script import check_script, read_script
     from lockstep.verify.record import OWN_PROCESSES
     from lockstep.verify.runs import Plan
 

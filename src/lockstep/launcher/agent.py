@@ -2,18 +2,23 @@
 
 Rendezvous, membership and restarts are those of `torch.distributed.elastic`'s SimpleElasticAgent
 (elastic/agent/server/api.py); its four abstract methods are here. It also holds the supervisor's
-clock: torch elastic looks at the workers every `monitor_interval` seconds.
+clock: torch elastic looks at the workers every `monitor_interval` seconds. What goes with the
+processes, `Watch`, opens their streams, looks after them and finds out what failed first.
 """
 
 from __future__ import annotations
 
 import errno
+import linecache
+import math
 import os
 import signal
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -25,49 +30,41 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from lockstep.launcher import job_control
-from lockstep.launcher.process import Attempt, Process
+from lockstep.launcher.machine import peak_memory, read_oom_counts
+from lockstep.launcher.output import Console
+from lockstep.launcher.peers import Node, departure
+from lockstep.launcher.plan import HangRules
+from lockstep.launcher.process import (
+    Attempt,
+    Process,
+    exit_status_of,
+    follow_keys,
+    give_keys,
+    in_foreground,
+    take_keys,
+)
+from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.launcher.worker import FOLDER, Command
 from lockstep.launcher.zygote import Ended, Refused, Zygote
-from lockstep.watchdog.exit_status import ERROR_FILE
+from lockstep.watchdog import exit_status
+from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption, LostNode
+from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
+from lockstep.watchdog.snapshot import from_values, take_snapshot
+from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor
 
 _ERROR_FILE_NAME = "elastic_error.json"
 _SETTLE_S = 0.5
 """After a first failure the others follow within moments, and which came first matters."""
 _INTERRUPT_S = 10.0
 """What a script does at Ctrl-C, such as saving, may take so long."""
-
-
-class Ranks(Protocol):
-    """What goes with the processes: their streams, and who watches them."""
-
-    def again(self, attempt: Attempt, left: int) -> None:
-        """The ranks are about to be started again after `attempt`; `left` restarts remain."""
-        ...
-
-    def streams(self, process: Process, alone: bool) -> tuple[int, int, int]:
-        """Descriptors for the rank's standard input, output and error; the caller closes them."""
-        ...
-
-    def started(self, attempt: Attempt) -> None:
-        """All ranks of an attempt have been started."""
-        ...
-
-    def look(self, attempt: Attempt) -> bool:
-        """Called a few times a second; whether the run is to be stopped."""
-        ...
-
-    def ended(self, attempt: Attempt) -> None:
-        """No rank of the attempt runs any more."""
-        ...
-
-    def ending(self, attempt: Attempt) -> None:
-        """What still runs of an attempt is about to be asked to end."""
-        ...
-
-    def others_are_done(self, attempt: Attempt) -> bool | None:
-        """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
-        ...
+_STUCK_AT_EXIT_S = 10.0
+"""A rank that has raised is given so long to end."""
+_OTHERS_S = 5.0
+"""After a failure here, the other machines are given so long to say what happened there."""
+_LOOK_S = 0.1
+_PEAKS_EVERY_S = 2.0
+_REPORT, _DONE, _RANKS = "exit report", "done", "ranks"
+"""What the launchers of a run tell each other."""
 
 
 class Agent(SimpleElasticAgent):
@@ -79,7 +76,7 @@ class Agent(SimpleElasticAgent):
         command: what a rank executes; None: the zygote's own work.
         environment: variables for every rank.
         folder: of the run; each attempt gets a folder in it.
-        ranks: streams and supervision.
+        watch: opens the streams and looks after the ranks.
         grace: seconds between asking the ranks to end and killing them.
         plain: the one process is not told that it is a rank: it starts the ranks itself.
         keyboard: a rank that is alone gets the terminal's keys while it runs.
@@ -92,19 +89,21 @@ class Agent(SimpleElasticAgent):
         command: Command | None,
         environment: Mapping[str, str],
         folder: Path,
-        ranks: Ranks,
+        watch: Watch,
         grace: float,
         plain: bool,
         keyboard: bool = True,
     ) -> None:
         super().__init__(spec)  # not with the grace, which newer versions take: `_end` has it
         self._zygote, self._command, self._environment = zygote, command, environment
-        self._folder, self._ranks, self._grace = folder, ranks, grace
+        self._folder, self._watch, self._grace = folder, watch, grace
         self._plain, self._keyboard = plain, keyboard
         self._refused: str | None = None
         """Why a rank could not be started."""
         self._alone: Process | None = None
         """The rank that has the terminal's keys."""
+        self._failures = 0
+        """Of attempts; torch elastic starts again after `max_restarts` of them."""
         self.attempts: list[Attempt] = []
         self.in_a_hurry = False
         """Set when the user asks a second time: what still runs is killed at once."""
@@ -113,7 +112,7 @@ class Agent(SimpleElasticAgent):
         workers = worker_group.workers
         folder = self._folder / f"attempt_{len(self.attempts)}"
         attempt = Attempt(
-            restarts=worker_group.spec.max_restarts - self._remaining_restarts,
+            restarts=self._failures,
             processes=[
                 Process(w.global_rank, w.local_rank, folder / f"rank_{w.global_rank}")
                 for w in workers
@@ -125,7 +124,7 @@ class Agent(SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
-        alone = self._keyboard and attempt.world_size == 1 and job_control.in_foreground()
+        alone = self._keyboard and attempt.world_size == 1 and in_foreground()
         self._alone = attempt.processes[0] if alone else None
         for number, worker in enumerate(workers):
             try:
@@ -137,7 +136,7 @@ class Agent(SimpleElasticAgent):
             self._read_events(timeout=1.0)
         if self._refused is not None:
             raise BlockingIOError(errno.EAGAIN, self._refused)
-        self._ranks.started(attempt)
+        self._watch.started(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
     def _start(
@@ -146,7 +145,7 @@ class Agent(SimpleElasticAgent):
         process.folder.mkdir(parents=True)
         command = self._command and self._command.for_rank(process.local_rank)
         variables = self._variables(group, worker, attempt, process, command)
-        streams = self._ranks.streams(process, attempt.world_size == 1)
+        streams = self._watch.streams(process, attempt.world_size == 1)
         try:
             self._zygote.start(
                 process.local_rank,
@@ -182,14 +181,15 @@ class Agent(SimpleElasticAgent):
         attempt = self.attempts[-1]
         self._read_events()
         if self._alone and self._alone.pid and self._alone.code is None:
-            job_control.follow(self._alone.pid, self.pass_on)
-        if self._ranks.look(attempt) or self._failed(attempt):
+            follow_keys(self._alone.pid, self.pass_on)
+        if self._watch.look(attempt) or self._failed(attempt):
             settled = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
+            self._failures += 1
             return RunResult(state=WorkerState.FAILED, failures=_failures(attempt))
         # Those that have ended here are started again with the others when a rank elsewhere fails.
-        if attempt.running or self._ranks.others_are_done(attempt) is False:
+        if attempt.running or self._watch.others_are_done(attempt) is False:
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(
             state=WorkerState.SUCCEEDED,
@@ -199,7 +199,8 @@ class Agent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
         # Before the other machines are waited for, which may take minutes.
-        self._ranks.again(self.attempts[-1], self._remaining_restarts)
+        left = worker_group.spec.max_restarts - self._failures
+        self._watch.again(self.attempts[-1], left)
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -210,7 +211,7 @@ class Agent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         # torch's waits in C++ for up to 300 s, where Ctrl-C is not heard.
-        if self._ranks.others_are_done(self.attempts[-1]) is None:
+        if self._watch.others_are_done(self.attempts[-1]) is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, grace: float) -> None:
@@ -218,7 +219,7 @@ class Agent(SimpleElasticAgent):
         if not self.attempts:
             return
         attempt = self.attempts[-1]
-        self._ranks.ending(attempt)
+        self._watch.ending(attempt)
         # A rank that waits in C++ answers to Ctrl-C only when it comes back to Python; SIGTERM's
         # default ends it where it is.
         steps = [(number, grace)]
@@ -233,8 +234,8 @@ class Agent(SimpleElasticAgent):
         while attempt.running:
             self._read_events(timeout=1.0)
         if self._alone and self._alone.pid:
-            job_control.take_keys(self._alone.pid)
-        self._ranks.ended(attempt)
+            take_keys(self._alone.pid)
+        self._watch.ended(attempt)
 
     def pass_on(self, number: int) -> None:
         """Sends the ranks a signal that says nothing about their end."""
@@ -244,7 +245,7 @@ class Agent(SimpleElasticAgent):
     def give_keys(self) -> None:
         """Gives the terminal's keys to a rank that is alone, if the launcher has them."""
         if self._alone and self._alone.pid and self._alone.code is None:
-            job_control.give_keys(self._alone.pid)
+            give_keys(self._alone.pid)
 
     def _send(self, attempt: Attempt, number: int) -> None:
         running = attempt.running
@@ -322,3 +323,213 @@ def _failures(attempt: Attempt) -> dict[int, ProcessFailure]:
         for process in attempt.processes
         if process.code not in (None, 0)
     }
+
+
+class Watch:
+    """What goes with the ranks' processes: their streams, and who looks after them.
+
+    Args:
+        console: opens and reads the ranks' streams.
+        rendezvous: for what the machines of the run tell each other.
+        rules: when a run counts as hanging.
+        timeout: seconds from the start of the ranks after which the run is stopped; None: no limit.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        rendezvous: Rendezvous,
+        rules: HangRules,
+        timeout: float | None = None,
+    ) -> None:
+        self._console, self._rendezvous, self._rules = console, rendezvous, rules
+        self._announce = console.announce
+        self._timeout, self._stop_at = timeout, math.inf
+        self._oom = read_oom_counts()
+        self._supervisor: Supervisor | None = None
+        self._peaks: dict[int, int] = {}
+        self._next_look = 0.0
+        self._exchange: SnapshotExchange | None = None
+        self._seen: list[Attempt] = []
+        self._done: Attempt | None = None
+        self.interrupted: Interruption | None = None
+        """The signal that ended the run from outside."""
+        self.late: tuple[int, ...] = ()
+        """The ranks that still ran when the time was over."""
+
+    def again(self, attempt: Attempt, left: int) -> None:
+        """Says why the ranks are started again, before they are."""
+        if attempt.failure is None:
+            self._announce("the machines of the run have changed; starting all ranks again")
+            return
+        self._announce(render(attempt.failure))
+        self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
+
+    def streams(self, process: Process, alone: bool) -> tuple[int, int, int]:
+        """Opens the streams of a rank that is about to start."""
+        return self._console.open(process.rank, process.local_rank, process.folder, alone=alone)
+
+    def started(self, attempt: Attempt) -> None:
+        """Begins to watch."""
+        if self._timeout is not None:
+            self._stop_at = time.monotonic() + self._timeout
+        self._rendezvous.publish(_RANKS, [process.rank for process in attempt.processes])
+        self._exchange = SnapshotExchange(
+            self._rendezvous,
+            attempt.node,
+            attempt.nodes,
+            lambda lines: take_snapshot(attempt.processes, lines=lines),
+        )
+        self._supervisor = Supervisor(
+            attempt.processes,
+            self._rules,
+            attempt.folder,
+            self._announce,
+            self._exchange.of_all_ranks,
+        )
+
+    def look(self, attempt: Attempt) -> bool:
+        """Whether the run is to be stopped."""
+        now = time.monotonic()
+        if now >= self._stop_at and attempt.running:
+            self.late = tuple(process.rank for process in attempt.running)
+            return True
+        if self._rendezvous.lost_nodes() or self._failed_elsewhere(attempt):
+            return True
+        if now >= self._next_look:
+            self._next_look = now + _PEAKS_EVERY_S
+            for process in attempt.running:
+                peak = peak_memory(process.pid) if process.pid else None
+                if peak is not None:
+                    self._peaks[process.rank] = peak
+            if self._stuck(attempt):
+                return True
+        if self._exchange is not None:
+            self._exchange.answer()
+        return self._supervisor is not None and self._supervisor.check()
+
+    def _stuck(self, attempt: Attempt) -> bool:
+        """Whether a rank has raised and does not end, while others may wait for it."""
+        records = [exit_status.read_record(process.folder) for process in attempt.running]
+        return any(r is not None and time.time() - r.time > _STUCK_AT_EXIT_S for r in records)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Reads the streams to their end and finds out what failed first."""
+        if attempt not in self._seen:
+            self._seen.append(attempt)
+            self._console.drain()
+            attempt.failure = self._failure(attempt)
+
+    def others_are_done(self, attempt: Attempt) -> bool | None:
+        """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
+        if attempt.nodes == 1:
+            return True
+        if not self._rendezvous.can_publish:
+            return None
+        if self._done is not attempt:
+            self._done = attempt
+            self._rendezvous.publish(_DONE, True)
+        return len(self._rendezvous.published(_DONE)) == attempt.nodes
+
+    def ending(self, attempt: Attempt) -> None:
+        """Lets the other machines know why, before the ranks of this one are asked to end."""
+        if attempt not in self._seen and attempt.nodes > 1:
+            self._tell(self._report(attempt))
+
+    def _tell(self, report: ExitReport) -> None:
+        self._rendezvous.publish(_REPORT, report.to_values())
+
+    def _report(self, attempt: Attempt) -> ExitReport:
+        supervisor = self._supervisor
+        stops = supervisor is not None and self._rules.on_hang == "stop"
+        return ExitReport(
+            host=socket.gethostname(),
+            exits=tuple(
+                exit_status_of(process, self._oom, peak_bytes=self._peaks.get(process.rank))
+                for process in attempt.processes
+                if process.code is not None
+            ),
+            complete=not attempt.running,
+            hang=supervisor.verdict if supervisor and stops else None,
+            judged_at=supervisor.judged_at if supervisor else 0.0,
+            interrupted=self.interrupted or _ctrl_c(attempt),
+        )
+
+    def _others(self, attempt: Attempt) -> dict[int, ExitReport]:
+        """What the other machines of the attempt have told, by node."""
+        if attempt.nodes == 1:
+            return {}
+        told = self._rendezvous.published(_REPORT)
+        return {
+            node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
+        }
+
+    def _failed_elsewhere(self, attempt: Attempt) -> bool:
+        return any(report.failed for report in self._others(attempt).values())
+
+    def _failure(self, attempt: Attempt) -> FirstFailure | None:
+        own = self._report(attempt)
+        reports = [own, *self._wait_for_reports(attempt, own)]
+        hangs = [report for report in reports if report.hang is not None]
+        judged = min(hangs, key=lambda report: report.judged_at, default=own)
+        signals = [report for report in reports if report.interrupted is not None]
+        exits = [status for report in reports for status in report.exits]
+        failure = first_failure(
+            exits,
+            hang=judged.hang,
+            judged_at=judged.judged_at,
+            interrupted=signals[0].interrupted if signals else None,
+            lost_nodes=self._lost({status.rank for status in exits}),
+            folder=str(attempt.folder),
+            read_line=linecache.getline,
+        )
+        if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
+            host = signals[0].host
+            failure = replace(failure, headline=f"{failure.headline} on host {host}")
+        return failure
+
+    def _wait_for_reports(self, attempt: Attempt, own: ExitReport) -> Sequence[ExitReport]:
+        """Those of the other machines that can be had in a few seconds."""
+        if attempt.nodes == 1:
+            return ()
+        self._tell(own)
+        limit = time.monotonic() + (_OTHERS_S if self._rendezvous.can_publish else 0.0)
+        while time.monotonic() < limit:
+            others = self._others(attempt)
+            reports = [own, *others.values()]
+            told = {node for node, report in others.items() if report.complete}
+            gone = {_rank(node) for node in self._rendezvous.lost_nodes()}
+            if (
+                len(told | gone) >= attempt.nodes - 1
+                or any(report.interrupted for report in reports)
+                or not any(report.failed for report in reports)
+            ):
+                break
+            time.sleep(_LOOK_S)
+        return tuple(self._others(attempt).values())
+
+    def _lost(self, explained: set[int]) -> list[LostNode]:
+        """The machines that are gone without a word about their ranks."""
+        ranks = self._rendezvous.published(_RANKS)
+        return [
+            LostNode(
+                host=node.host,
+                ranks=tuple(ranks.get(_rank(node), ())),
+                time=time.time(),
+                reason=departure(node),
+            )
+            for node in self._rendezvous.lost_nodes()
+            if not explained & set(ranks.get(_rank(node), ()))
+        ]
+
+
+def _rank(node: Node) -> int:
+    return -1 if node.rank is None else node.rank
+
+
+def _ctrl_c(attempt: Attempt) -> Interruption | None:
+    """Ctrl-C reaches a rank alone that has the terminal, and not the launcher."""
+    for process in attempt.processes:
+        if attempt.world_size == 1 and process.code == -signal.SIGINT and not process.sent:
+            return Interruption(signal=signal.SIGINT, time=process.ended_at or time.time())
+    return None

@@ -1,14 +1,21 @@
-"""What this machine offers to a run: cores, GPUs, the name of its loopback interface."""
+"""What this machine offers to a run: cores, GPUs, the name of its loopback interface; and what its
+kernel tells of processes: how much memory they took, and whether it has killed one for that.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 _IFF_LOOPBACK = 0x8
+_COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
+"""By the version of control groups."""
+_KERNEL_LOG_LINES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +125,83 @@ def _visible_gpus() -> int:
     if count == 0 and torch.accelerator.is_available():
         count = torch.accelerator.device_count()
     return count
+
+
+@dataclass(frozen=True)
+class OomCounts:
+    """How many processes the kernel's out-of-memory killer has ended so far; None: not known."""
+
+    cgroup: int | None
+    """In the control groups that this process is in."""
+    machine: int | None
+    """On the whole machine; in a container that of its host."""
+
+
+def read_oom_counts(root: Path = Path("/")) -> OomCounts:
+    """Reads the counters of now; two of them tell what happened in between.
+
+    Version 2 (`memory.events`) and version 1 (`memory.oom_control`) of control groups, and
+    `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
+    kernel counts before it sends the signal. `root` stands for the root of the file system.
+    """
+    groups = own_cgroups("memory", root)
+    found = [_field(folder / _COUNTERS[version], "oom_kill") for version, folder in groups]
+    known = [count for count in found if count is not None]
+    return OomCounts(
+        # Those of the parents hold those of the children, so the sum grows when any of them does.
+        cgroup=sum(known) if known else None,
+        machine=_field(root / "proc/vmstat", "oom_kill"),
+    )
+
+
+def oom_between(before: OomCounts, after: OomCounts) -> Literal["certain", "likely"] | None:
+    """Whether the out-of-memory killer was at work: in our own groups, or on the machine."""
+    if _grew(before.cgroup, after.cgroup):
+        return "certain"
+    return "likely" if _grew(before.machine, after.machine) else None
+
+
+def _grew(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def _field(path: Path, name: str) -> int | None:
+    try:
+        fields = (line.split() for line in path.read_text().splitlines())
+        return next((int(found[1]) for found in fields if found[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
+    """What the kernel's log says of its killing of `pid`; None: nothing, or it may not be read.
+
+    The log has the numbers of the machine itself, which differ from a container's.
+    """
+    pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
+    try:
+        descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    text: list[str] = []
+    try:
+        while len(text) < _KERNEL_LOG_LINES:
+            try:
+                record = os.read(descriptor, 8192)  # one message a time
+            except BrokenPipeError:  # it was overwritten meanwhile; the next one can be read
+                continue
+            if not record:
+                break
+            text.append(record.decode(errors="replace"))
+    except OSError:  # BlockingIOError: that was the last one
+        pass
+    finally:
+        os.close(descriptor)
+    found = pattern.findall("\n".join(text))
+    return str(found[-1]).strip() if found else None
+
+
+def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
+    """Bytes of a running process's highest resident memory (VmHWM, proc(5)); None: not known."""
+    kib = _field(root / f"proc/{pid}/status", "VmHWM:")
+    return None if kib is None else kib * 1024

@@ -231,13 +231,13 @@ class Console:
         self._wake_up()
         return _standard_input(), theirs[0], theirs[1]
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Writes lines of the launcher's own, above what the ranks draw; from any thread."""
         self._lines.append(f"lockstep: {text}")
         if self._thread.is_alive():
             self._wake_up()
         else:
-            self._say_all()
+            self._announce_all()
 
     def drain(self, timeout: float = 2.0) -> None:
         """Waits until all streams have ended, as they do with their ranks.
@@ -291,9 +291,9 @@ class Console:
             os.read(self._wake, 4096)
         while self._new:
             self._streams.append(self._new.popleft())
-        self._say_all()
+        self._announce_all()
 
-    def _say_all(self) -> None:
+    def _announce_all(self) -> None:
         sink = self._sinks["stderr"]
         while self._lines:
             text = self._lines.popleft().encode(errors="replace") + b"\n"
@@ -363,7 +363,7 @@ class Console:
                 sink.draw(self._row(sink))
         for sink in set(self._sinks.values()):
             sink.flush()
-        self._say_all()
+        self._announce_all()
         if self._drains and now >= self._streams_until:
             for stream in list(self._streams):
                 self._read_last(stream)
@@ -526,7 +526,7 @@ class _Stream:
             if not line.endswith(_UP)
         ]
 
-    def keep(self, data: bytes, say: Callable[[str], None]) -> None:
+    def keep(self, data: bytes, announce: Callable[[str], None]) -> None:
         """Writes the files."""
         try:
             if self._log is not None:
@@ -534,7 +534,7 @@ class _Stream:
             if self._filters:
                 self._filter(data)
         except OSError as error:
-            say(f"rank {self.rank}: {self._name} ends here: {error.strerror}")
+            announce(f"rank {self.rank}: {self._name} ends here: {error.strerror}")
             self._close_files()
 
     def _filter(self, data: bytes) -> None:

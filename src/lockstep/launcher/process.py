@@ -1,23 +1,31 @@
-"""The ranks' processes, seen from the launcher.
+"""The ranks' processes, seen from the launcher: what is known of each, and how it ended.
 
-How a process of the run ended, seen from outside: its code, the kernel's counters, its files.
+And job control: at Ctrl-Z, `fg` and `bg` of the shell the ranks stop and go on together with the
+launcher. Ranks are process groups of their own, which the terminal's Ctrl-Z does not reach; a rank
+that is alone has the keys instead of the launcher, and then Ctrl-Z does not reach the launcher, for
+which the shell waits. See "Job Control" in the manual of the GNU C library, and setpgid(2),
+tcsetpgrp(3).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from lockstep.launcher.machine import own_cgroups
+from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
 from lockstep.watchdog.exit_status import ExitStatus, read_record, shown
 from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.snapshot import Frame, Stack
+from lockstep.watchdog.snapshot import Frame, Stack, read_process
 from lockstep.watchdog.stacks import own_line
 
 if TYPE_CHECKING:
@@ -77,89 +85,6 @@ _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call fir
 _CRASH_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THAT_END = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _LAST_LINES = 20
-_COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
-"""By the version of control groups."""
-_KERNEL_LOG_LINES = 100_000
-
-
-@dataclass(frozen=True)
-class OomCounts:
-    """How many processes the kernel's out-of-memory killer has ended so far; None: not known."""
-
-    cgroup: int | None
-    """In the control groups that this process is in."""
-    machine: int | None
-    """On the whole machine; in a container that of its host."""
-
-
-def read_oom_counts(root: Path = Path("/")) -> OomCounts:
-    """Reads the counters of now; two of them tell what happened in between.
-
-    Version 2 (`memory.events`) and version 1 (`memory.oom_control`) of control groups, and
-    `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
-    kernel counts before it sends the signal. `root` stands for the root of the file system.
-    """
-    groups = own_cgroups("memory", root)
-    found = [_field(folder / _COUNTERS[version], "oom_kill") for version, folder in groups]
-    known = [count for count in found if count is not None]
-    return OomCounts(
-        # Those of the parents hold those of the children, so the sum grows when any of them does.
-        cgroup=sum(known) if known else None,
-        machine=_field(root / "proc/vmstat", "oom_kill"),
-    )
-
-
-def oom_between(before: OomCounts, after: OomCounts) -> Literal["certain", "likely"] | None:
-    """Whether the out-of-memory killer was at work: in our own groups, or on the machine."""
-    if _grew(before.cgroup, after.cgroup):
-        return "certain"
-    return "likely" if _grew(before.machine, after.machine) else None
-
-
-def _grew(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
-
-
-def _field(path: Path, name: str) -> int | None:
-    try:
-        fields = (line.split() for line in path.read_text().splitlines())
-        return next((int(found[1]) for found in fields if found[:1] == [name]), None)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
-    """What the kernel's log says of its killing of `pid`; None: nothing, or it may not be read.
-
-    The log has the numbers of the machine itself, which differ from a container's.
-    """
-    pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
-    try:
-        descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    text: list[str] = []
-    try:
-        while len(text) < _KERNEL_LOG_LINES:
-            try:
-                record = os.read(descriptor, 8192)  # one message a time
-            except BrokenPipeError:  # it was overwritten meanwhile; the next one can be read
-                continue
-            if not record:
-                break
-            text.append(record.decode(errors="replace"))
-    except OSError:  # BlockingIOError: that was the last one
-        pass
-    finally:
-        os.close(descriptor)
-    found = pattern.findall("\n".join(text))
-    return str(found[-1]).strip() if found else None
-
-
-def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
-    """Bytes of a running process's highest resident memory (VmHWM, proc(5)); None: not known."""
-    kib = _field(root / f"proc/{pid}/status", "VmHWM:")
-    return None if kib is None else kib * 1024
 
 
 def in_words(code: int) -> str:
@@ -241,3 +166,87 @@ def exit_status_of(
         peak_bytes=peak_bytes,
         asked_to_end=min(ends, default=None),
     )
+
+
+@contextlib.contextmanager
+def stops_with(
+    signal_ranks: Callable[[int], object], before_going_on: Callable[[], object]
+) -> Iterator[None]:
+    """Within it SIGTSTP stops the ranks and this process, and SIGCONT lets both go on.
+
+    A handler that the user has set is left in place, and elsewhere than in the main thread nothing
+    can be done.
+
+    Args:
+        signal_ranks: sends a signal to all ranks.
+        before_going_on: called when this process goes on, before the ranks do.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Not SIGTSTP: the kernel does not stop groups by it that no shell could let go on.
+        signal_ranks(signal.SIGSTOP)
+        # Not by its name: a function that refers to itself keeps the run's sockets open until a
+        # garbage collection.
+        this = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, this)
+        before_going_on()
+        signal_ranks(signal.SIGCONT)
+
+    signal.signal(signal.SIGTSTP, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+def in_foreground() -> bool:
+    """Whether the terminal's keys reach this process."""
+    return _holder() == os.getpgrp()
+
+
+def follow_keys(group: int, signal_ranks: Callable[[int], object]) -> None:
+    """To be called often while a rank that is alone has, or should have, the terminal's keys.
+
+    Args:
+        group: the rank's process group.
+        signal_ranks: sends it a signal.
+    """
+    if in_foreground():  # the shell's fg has given them to us
+        give_keys(group)
+        signal_ranks(signal.SIGCONT)
+        return
+    process = read_process(group)
+    if process is not None and process.state == "T":
+        take_keys(group)
+        os.killpg(os.getpgrp(), signal.SIGTSTP)  # as Ctrl-Z would: all of the shell's job
+
+
+def give_keys(group: int) -> None:
+    """Lets the terminal's keys reach a group, if they reach ours now."""
+    if in_foreground():
+        _set_holder(group)
+
+
+def take_keys(group: int) -> None:
+    """Lets them reach ours, if they reach the group now."""
+    if _holder() == group:
+        _set_holder(os.getpgrp())
+
+
+def _holder() -> int | None:
+    try:
+        return os.tcgetpgrp(0) if os.isatty(0) else None
+    except OSError:  # not our terminal, or it is gone
+        return None
+
+
+def _set_holder(group: int) -> None:
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(0, group)
+    signal.signal(signal.SIGTTOU, before)

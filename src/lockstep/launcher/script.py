@@ -1,15 +1,53 @@
-"""What a script's source says about how it wants to be started, and what lies beside it."""
+"""`lockstep run`: a script's ranks on this machine, from the request to the exit code.
+
+What a script's source says about how it wants to be started, and what lies beside it, decides
+whether its ranks are copies of a process that has imported torch, or fresh interpreters.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
+import difflib
+import os
+import shutil
+import sys
 import tokenize
 import warnings
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
+from lockstep.errors import SettingError
+from lockstep.launcher import plan as pure
+from lockstep.launcher.machine import cores_allowed, read_machine
+from lockstep.launcher.plan import (
+    LaunchSpec,
+    Plan,
+    check_flags,
+    is_asked,
+    max_nodes,
+    parse_flags,
+    variables,
+)
+from lockstep.launcher.worker import (
+    MACRO,
+    Command,
+    Script,
+    folder_of,
+    fresh_interpreter,
+    import_for_ranks,
+    nothing_collected,
+    run_and_exit,
+)
+from lockstep.launcher.zygote import Zygote
+
+if TYPE_CHECKING:
+    from lockstep.launcher.run import Outcome
+
+_ASKED_WORDS = {"auto", "gpu", "cpu"}
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
 
@@ -23,9 +61,277 @@ _LARGE = {
 """Modules, and the word of which scripts speak that import them sooner or later."""
 
 
+def plan_run(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
+    """What `run_script` would start on this machine.
+
+    Raises:
+        SettingError: as `run_script`.
+    """
+    spec = _with_variables(spec, environ)
+    hints = _read(spec, environ)
+    made, _ = _prepare(spec, environ)
+    cold = _why_cold(spec, hints, environ) or _why_not_copied(spec)
+    return _with_notes(made, _script(spec, hints), hints, cold)
+
+
+def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
+    """Starts the processes, watches them and ends them all when one fails.
+
+    Args:
+        spec: what to start.
+        announce: called with each line that the user should read.
+
+    Returns:
+        The exit code, see `lockstep.errors`: 0; the script's own; 70, 71; 128 + a signal's number.
+
+    Raises:
+        SettingError: a script, flag or variable with which nothing can be started.
+        JoinError: the machines of the run did not come together.
+    """
+    _open_closed_streams()
+    environ = dict(os.environ)
+    spec = _with_variables(spec, environ)
+    hints = _read(spec, environ)
+    script = _script(spec, hints)
+    cold = _why_cold(spec, hints, environ)
+    # So many ranks this machine gets, where it takes no look at the machine to know.
+    nproc = int(spec.nproc or 1) if (spec.nproc or "1").isdigit() else 0
+    with variables(_threads_known_early(nproc, environ)):
+        if cold is None:
+            import_for_ranks(hints.imports)
+            cold = _why_not_copied(spec)
+        # Forked here: nothing above starts a thread, much below does.
+        zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
+        try:
+            with nothing_collected():  # it imports torchrun's parser
+                made, namespace = _prepare(spec, environ)
+            made = _with_notes(made, script, hints, cold)
+            command = _command(script, namespace) if cold else None
+            outcome = _run(spec, made, namespace, zygote, command, announce)
+        finally:
+            zygote.close()
+    if outcome.failure is not None:
+        from lockstep.watchdog.first_failure import render
+
+        announce(render(outcome.failure))
+    return outcome.exit_code
+
+
+def _run(
+    spec: LaunchSpec,
+    made: Plan,
+    namespace: argparse.Namespace,
+    zygote: Zygote,
+    command: Command | None,
+    announce: Callable[[str], None],
+) -> Outcome:
+    with nothing_collected():
+        from lockstep.launcher.run import make_folder, run_to_the_end
+
+    if command is not None and command.numa is not None:
+        for rank in range(made.nproc):  # what stands against it is heard before anything starts
+            command.for_rank(rank)
+    folder = make_folder(namespace.log_dir, Path(spec.script).stem)
+    announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
+    return run_to_the_end(
+        plan=made,
+        namespace=namespace,
+        zygote=zygote,
+        command=command,
+        hang=spec.hang,
+        folder=folder,
+    )
+
+
+def _open_closed_streams() -> None:
+    """Where the launcher was started without a stream (`<&-`, `>&-`), /dev/null takes its place.
+
+    Else the next file or socket would get its number, and the ranks would take it for theirs.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def _with_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
+    """What must be known before torchrun's parser is at hand."""
+    return replace(spec, module=spec.module or is_asked("--module", spec.torchrun, environ))
+
+
+def _is_program(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+    """Whether what is to be started is no Python script."""
+    if is_asked("--run-path", spec.torchrun, environ):
+        return False
+    return is_asked("--no-python", spec.torchrun, environ)
+
+
+def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> SourceHints:
+    """Checks that there is something to start, and reads its source."""
+    if _is_program(spec, environ):
+        _check_program(spec.script)
+        return SourceHints()
+    check_script(spec.script, module=spec.module)
+    folder = Path(folder_of(spec.script, module=spec.module))
+    package = Path(__file__).parents[1]
+    for path in (folder / f"{package.name}.py", folder / package.name / "__init__.py"):
+        if path.is_file() and path.resolve() != package / "__init__.py":
+            raise SettingError(
+                f"lockstep run {spec.script}",
+                f"{path} has the name of this package, which each rank imports",
+                "rename it, or start the script with torchrun",
+            )
+    return read_script(spec.script, module=spec.module)
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is not None:
+        return
+    if not Path(name).is_file():
+        found, advice = "there is no such program", "check its name, and PATH"
+    elif "/" not in name:
+        found, advice = "there is no such program in PATH", f"write ./{name}"
+    else:
+        found, advice = "it is not executable", f"chmod +x {name}"
+    raise SettingError(f"lockstep run --no-python {name}", found, advice)
+
+
+def check_script(name: str, *, module: bool, command: str = "lockstep run") -> None:
+    """Checks that a command's script can be there; a module's name is looked up when it is run.
+
+    Raises:
+        SettingError: it is not; the message suggests what was meant.
+    """
+    path = Path(name)
+    if module and name.endswith(".py") and path.is_file():
+        raise SettingError(
+            f"{command} -m {name}",
+            "it is a file, not the name of a module",
+            f"{command} {name}, or {command} -m {name.removesuffix('.py')}",
+        )
+    if module:
+        return
+    if path.is_dir() and not (path / "__main__.py").exists():
+        found, advice = "it is a folder without __main__.py", "name a script in it"
+    elif path.exists():
+        return
+    else:
+        folder = path.parent
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        near = [n for n in names if n == f"{path.name}.py"]
+        near = near or difflib.get_close_matches(path.name, names, n=1)
+        found = "there is no such file"
+        advice = f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module"
+    raise SettingError(f"{command} {name}", found, advice)
+
+
+def _script(spec: LaunchSpec, hints: SourceHints) -> Script:
+    asked = spec.local_rank_argument
+    found = hints.local_rank_flag if asked is None else f"--{asked}"
+    return Script(
+        path=spec.script,
+        arguments=spec.arguments,
+        module=spec.module,
+        local_rank_flag=None if asked == "none" else found,
+    )
+
+
+def _with_notes(made: Plan, script: Script, hints: SourceHints, cold: str | None) -> Plan:
+    """The plan with what the script's source has decided."""
+    notes = list(made.notes)
+    if cold is not None:
+        notes.append(f"fresh interpreters ({cold})")
+    own = hints.own_processes and made.nproc == 1 and made.one_node
+    flag = None if own else script.local_rank_flag
+    if own:
+        notes.append("the script starts its own processes")
+    if flag is not None:
+        notes.append(f"the script is given {flag}")
+    return replace(made, notes=tuple(notes), own_processes=own, local_rank_flag=flag)
+
+
+def _why_cold(spec: LaunchSpec, hints: SourceHints, environ: Mapping[str, str]) -> str | None:
+    """Why the ranks cannot be copies of a warm process; None: they can."""
+    if not spec.warm:
+        return "--no-warm"
+    if _is_program(spec, environ):
+        return "--no-python"
+    if "numa_binding" in pure.names_given(spec.torchrun):  # torchrun has no variable for it
+        return "--numa-binding"
+    if any(MACRO in text for text in spec.arguments):
+        return f"{MACRO} among the arguments"
+    if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "PYTHON_EXEC is set"
+    if not hasattr(os, "fork") or sys.platform != "linux":
+        return f"a process that uses torch cannot be copied on {sys.platform}"
+    if hints.variables_for_import:
+        return f"the script sets {hints.variables_for_import[0]} before it imports torch"
+    return None
+
+
+def _why_not_copied(spec: LaunchSpec) -> str | None:
+    """Why a process that has imported what this one has is none that the script could start in."""
+    hidden = hidden_by(folder_of(spec.script, module=spec.module), sys.modules)
+    return f"{', '.join(hidden)} beside the script" if hidden else None
+
+
+def _threads_known_early(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """OMP_NUM_THREADS before libraries read it at their import, where the plan is that simple."""
+    if "OMP_NUM_THREADS" in environ or not nproc:
+        return {}
+    return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), nproc))}
+
+
+def _command(script: Script, namespace: argparse.Namespace) -> Command:
+    """What a fresh process is to execute, and the variables it needs for that."""
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    numa = getattr(namespace, "numa_binding", None)
+    if namespace.no_python and not namespace.run_path:
+        return Command((script.path, *script.arguments), {}, numa)
+    if python != sys.executable:
+        # Another interpreter may have neither Lockstep nor our version of Python.
+        module = ("-m",) if script.module else ()
+        return Command((python, "-u", *module, script.path, *script.arguments), {}, numa)
+    return fresh_interpreter(script)._replace(numa=numa)
+
+
+def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
+    given = [f"--nproc-per-node={spec.nproc}"] if spec.nproc is not None else []
+    asked = parse_flags([*spec.torchrun, *given, spec.script])
+    machine = read_machine()
+    if asked.nproc_per_node in _ASKED_WORDS or asked.nproc_per_node.lstrip("-").isdigit():
+        nproc = pure.choose_nproc(asked.nproc_per_node, machine.cores, machine.gpus)
+    else:
+        nproc = _nproc_by_torchrun(asked.nproc_per_node)
+    check_flags(asked, nproc)
+    made = pure.plan(spec, machine, environ, nproc, one_node=max_nodes(asked.nnodes) == 1)
+    # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
+    namespace = parse_flags([*made.flags, spec.script])
+    namespace.training_script_args = list(spec.arguments)
+    return made, namespace
+
+
+def _nproc_by_torchrun(asked: str) -> int:
+    """For the names of other devices that torchrun knows, such as `xpu`."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(asked))
+    except ValueError as error:
+        raise SettingError(
+            f"--nproc {asked}", str(error), "give 1 or more, auto, gpu or cpu"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What was found; the defaults stand for a script that could not be read."""
+class SourceHints:
+    """What a script's source says; the defaults stand for one that could not be read."""
 
     local_rank_flag: str | None = None
     """The spelling of the argument in which the script wants its local rank."""
@@ -37,7 +343,7 @@ class Reading:
     """Large modules that every rank will probably import while it runs."""
 
 
-def read_script(name: str, *, module: bool = False) -> Reading:
+def read_script(name: str, *, module: bool = False) -> SourceHints:
     """Reads a script's source; a file that is no Python source gives the defaults.
 
     Args:
@@ -53,15 +359,15 @@ def read_script(name: str, *, module: bool = False) -> Reading:
             warnings.simplefilter("ignore")  # the ranks will show them
             return read_source(file.read())
     except (OSError, SyntaxError, ValueError, RecursionError):  # running it says what is wrong
-        return Reading()
+        return SourceHints()
 
 
-def large(loaded: Container[str]) -> list[str]:
+def large_modules(loaded: Container[str]) -> list[str]:
     """The large modules that a process which has imported `loaded` has imported."""
     return [name for name in _LARGE if name in loaded]
 
 
-def read_source(source: str) -> Reading:
+def read_source(source: str) -> SourceHints:
     """Reads a script's source.
 
     Raises:
@@ -78,7 +384,7 @@ def read_source(source: str) -> Reading:
         # Random generators have a `spawn(n)` of their own.
         if (name := _last_name(node.func)) != "spawn" or len(node.args) + len(node.keywords) > 1
     }
-    return Reading(
+    return SourceHints(
         local_rank_flag=_local_rank_flag(nodes),
         variables_for_import=tuple(v for v in variables if v.startswith(_READ_AT_IMPORT)),
         own_processes=_starts_ranks(calls, source) and not constants & _READ_BY_RANKS,

@@ -32,11 +32,11 @@ from lockstep.launcher import worker
 from lockstep.launcher.machine import read_machine
 from lockstep.launcher.plan import HangRules, LaunchSpec, Plan, choose_nproc, plan
 from lockstep.launcher.process import Attempt
-from lockstep.launcher.script import large, read_script
+from lockstep.launcher.script import large_modules, read_script
 from lockstep.launcher.zygote import FreshZygote, Zygote, serve
 
 if TYPE_CHECKING:
-    from lockstep.launcher.running import Outcome
+    from lockstep.launcher.run import Outcome
     from lockstep.watchdog.first_failure import FirstFailure
 
 
@@ -167,7 +167,7 @@ def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zyg
         source = inspect.getsourcefile(inspect.unwrap(fn)) or ""
     except (TypeError, OSError):  # not a function of Python's
         source = ""
-    modules = {*large(sys.modules), *read_script(source).imports}
+    modules = {*large_modules(sys.modules), *read_script(source).imports}
     return start_fresh(call, made.environment, sorted(modules))
 
 
@@ -177,7 +177,7 @@ def _run(
     """How it ended, the folder of the run, and whether that is one of ours alone."""
     # Only now: it imports much, and the zygote has begun already.
     from lockstep.launcher.plan import parse_flags
-    from lockstep.launcher.running import make_folder, run_to_the_end
+    from lockstep.launcher.run import make_folder, run_to_the_end
 
     flags = parse_flags(made.arguments)
     flags.shutdown_timeout = _GRACE_S

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.launcher.script import Reading, hidden_by, large, read_script, read_source
+from lockstep.launcher.script import SourceHints, hidden_by, large_modules, read_script, read_source
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_what_a_script_will_import() -> None:
     assert "lockstep.world" in imports
     for name in imports:
         importlib.import_module(name)
-    assert large({"torch", *imports}) == list(imports)
+    assert large_modules({"torch", *imports}) == list(imports)
 
 
 @pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])
 def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "script").write_bytes(text)
-    assert read_script(str(tmp_path / "script")) == Reading()
-    assert read_script(str(tmp_path / "missing.py")) == Reading()
+    assert read_script(str(tmp_path / "script")) == SourceHints()
+    assert read_script(str(tmp_path / "missing.py")) == SourceHints()
 
 
 def test_a_script_in_another_encoding_is_read(

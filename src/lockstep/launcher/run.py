@@ -25,12 +25,10 @@ from torch.distributed.run import config_from_args
 
 from lockstep.distributed.network import socket_variables
 from lockstep.errors import JoinError, SettingError
-from lockstep.launcher.agent import Agent
-from lockstep.launcher.attempt import Watch
-from lockstep.launcher.job_control import stops_with
+from lockstep.launcher.agent import Agent, Watch
 from lockstep.launcher.output import console_for
 from lockstep.launcher.plan import HangRules, Plan, max_nodes, variables
-from lockstep.launcher.process import Attempt
+from lockstep.launcher.process import Attempt, stops_with
 from lockstep.launcher.rendezvous import open_rendezvous
 from lockstep.launcher.worker import Command
 from lockstep.launcher.zygote import Zygote
@@ -114,9 +112,9 @@ def run_to_the_end(
     with (
         _limits_named(plan.nproc),
         console_for(namespace, plan.nproc) as console,
-        open_rendezvous(config, console.say) as rendezvous,
+        open_rendezvous(config, console.announce) as rendezvous,
     ):
-        watch = Watch(console, rendezvous, hang, console.say, timeout)
+        watch = Watch(console, rendezvous, hang, timeout)
         agent = Agent(
             _worker_spec(config, rendezvous.handler, folder.name),
             zygote,
@@ -147,7 +145,7 @@ def run_to_the_end(
             # For another start, that is; what made it necessary is the first failure.
             if not agent.attempts or agent.attempts[-1].failure is None:
                 raise
-            console.say(f"the ranks cannot be started again: {error}")
+            console.announce(f"the ranks cannot be started again: {error}")
         else:
             events.record(agent.get_event_succeeded(), config.event_log_handler)
             rendezvous.handler.shutdown()
