@@ -272,10 +272,8 @@ def _batches(attempts: Sequence[Attempt], report: Report) -> dict[tuple[int, int
                 continue
             fault = _fault(rows, absent, attempt.ranks)
             if fault is not None:
-                kind, code, what = fault
-                where = first.step, first.loader, first.epoch
-                faults[number, kind].append(Finding(code, what, *where))
-                if kind == "other":
+                faults[number, fault.code].append(fault)
+                if fault.code == "LS109":  # its parts are of different global batches
                     continue
             samples = np.concatenate([row.samples for row in rows.values()])
             whole = fault is None and len(rows) == attempt.ranks
@@ -287,37 +285,31 @@ def _batches(attempts: Sequence[Attempt], report: Report) -> dict[tuple[int, int
     return epochs
 
 
-def _fault(rows: dict[int, Row], absent: Sequence[int], ranks: int) -> tuple[str, str, str] | None:
-    """Why what the ranks trained in a step does not make a global batch: kind, code, text."""
+def _fault(rows: dict[int, Row], absent: Sequence[int], ranks: int) -> Finding | None:
+    """Why what the ranks trained in a step does not make a global batch."""
     (rank, first), *others = rows.items()
     place = f"global batch {first.position} of epoch {first.epoch}"
-    for other, row in others:
-        if row[:5] != first[:5]:
-            return (
-                "other",
-                "LS109",
-                (
-                    f"step {first.step}: rank {rank} trained {place} ({first.total} samples), rank "
-                    f"{other} global batch {row.position} of epoch {row.epoch} ({row.total} samples)"
-                ),
-            )
-    if absent:
-        return (
-            "absent",
-            "LS102",
-            (f"step {first.step}: {name_ranks(absent)} did not write down what it had of {place}"),
-        )
     found = sum(len(row.samples) for row in rows.values())
-    if len(rows) == ranks and found != first.total:
-        return (
-            f"sum {found < first.total}",
-            "LS102" if found < first.total else "LS101",
-            (
-                f"step {first.step}: {place} has {first.total} samples, and the parts of the ranks "
-                f"have {found} together"
-            ),
+    other = next(((r, row) for r, row in others if row[:5] != first[:5]), None)
+    if other is not None:
+        r, row = other
+        code = "LS109"
+        what = (
+            f"rank {rank} trained {place} ({first.total} samples), rank {r} global batch "
+            f"{row.position} of epoch {row.epoch} ({row.total} samples)"
         )
-    return None
+    elif absent:
+        code = "LS102"
+        what = f"{name_ranks(absent)} did not write down what it had of {place}"
+    elif len(rows) == ranks and found != first.total:
+        code = "LS102" if found < first.total else "LS101"
+        what = (
+            f"{place} has {first.total} samples, and the parts of the ranks have {found} together"
+        )
+    else:
+        return None
+    what = f"step {first.step}: {what}"
+    return Finding(code, what, first.step, first.loader, first.epoch)
 
 
 def _check_steps(steps: set[int], report: Report) -> None:
