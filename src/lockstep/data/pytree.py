@@ -1,10 +1,10 @@
-"""Batches as nests of tensors: one walk for moving, pinning and emptying them.
+"""Batches as pytrees: one walk for moving, pinning and emptying them.
 
 A batch is walked through mappings, lists, tuples, named tuples and dataclass instances. Everything
 else is a leaf: a tensor, an opaque object that knows how to move itself (`.to`), such as a graph
 batch or a `PackedSequence`, or plain data (text, numbers, `None`), which stays as it is.
 
-Dataclass instances with other values, as torch's pytree knows no dataclasses.
+torch's own pytree walks neither dataclasses nor users' mappings and sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def map_tensors(
     change: Callable[[Tensor], Tensor],
     opaque: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """The same nest with every tensor changed by `change` and every opaque leaf by `opaque`.
+    """The same pytree with every tensor changed by `change` and every opaque leaf by `opaque`.
 
     Containers keep their types, and `dict`, `UserDict`, `list` and dataclasses their further
     attributes; a container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
@@ -43,15 +43,8 @@ def map_tensors(
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """All tensors of a nest, in order."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(batch, look)
-    return found
+    """All tensors of a pytree, in order."""
+    return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -98,7 +91,9 @@ def emptied(batch: Any, count: int | None = None) -> Any:
         return _no_rows(batch)
     if _is_opaque(batch):
         raise _cannot_be_empty(type(batch).__name__)
-    if isinstance(batch, list) and not any(_is_nested(value) for value in batch):
+    if isinstance(batch, list) and not any(
+        isinstance(value, Tensor) or _is_opaque(value) or _is_container(value) for value in batch
+    ):
         return []
     if type(batch) is tuple and batch and all(isinstance(value, str | bytes) for value in batch):
         return ()  # what default_collate makes of text
@@ -109,23 +104,23 @@ def emptied(batch: Any, count: int | None = None) -> Any:
     return _rebuilt(batch, lambda child: emptied(child, count)) if _is_container(batch) else batch
 
 
-def joined(nests: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """The first nest with `join(leaves)` in each place, of what all nests have there.
+def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """The first pytree with `join(leaves)` in each place, of what all have there.
 
     Args:
-        nests: at least one; alike in their containers.
-        join: is given one leaf of each nest, in their order.
+        trees: at least one; alike in their containers.
+        join: is given one leaf of each, in their order.
 
     Raises:
-        DataError: the nests are not alike.
+        DataError: they are not alike.
     """
-    first = nests[0]
+    first = trees[0]
     if _is_opaque(first) or not _is_container(first):
-        return join(list(nests))
-    children = [_children(nest) for nest in nests]
+        return join(list(trees))
+    children = [_children(tree) for tree in trees]
     if any(found.keys() != children[0].keys() for found in children):
         sizes = ", ".join(
-            f"a {type(nest).__name__} of {len(c)}" for nest, c in zip(nests, children, strict=True)
+            f"a {type(tree).__name__} of {len(c)}" for tree, c in zip(trees, children, strict=True)
         )
         raise DataError(
             "results of several devices, to be joined",
@@ -137,16 +132,16 @@ def joined(nests: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     return _rebuilt(first, lambda _: next(values))
 
 
-def _children(nest: Any) -> dict[Any, Any]:
+def _children(batch: Any) -> dict[Any, Any]:
     """What a container holds, by key, position or field, in the order of `_rebuilt`."""
-    if not _is_container(nest):
+    if not _is_container(batch):
         return {}
-    if isinstance(nest, Mapping):
-        return dict(nest)
-    if isinstance(nest, list | tuple):
-        return dict(enumerate(nest))
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, list | tuple):
+        return dict(enumerate(batch))
     return {
-        each.name: getattr(nest, each.name) for each in fields(nest) if hasattr(nest, each.name)
+        each.name: getattr(batch, each.name) for each in fields(batch) if hasattr(batch, each.name)
     }
 
 
@@ -199,10 +194,6 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping | list | tuple) or (
         is_dataclass(value) and not isinstance(value, type)
     )
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Tensor) or _is_opaque(value) or _is_container(value)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -44,30 +44,12 @@ from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_samp
 from lockstep.errors import DataError, LengthUnknownError, UsageError
 
 _SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
-_OPTIONS = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "pin_memory",
-)
+_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn",
+            "multiprocessing_context", "pin_memory")  # fmt: skip
 _ORDERING = ("sampler", "batch_sampler", "generator")
 # Of `world.loader` itself: what a misspelt option may have meant.
-_ARGUMENTS = (
-    "batch_size",
-    "batch_size_per_device",
-    "shuffle",
-    "drop_last",
-    "micro_batch_size",
-    "shares",
-    "weight",
-    "sample_rng",
-    "collate_fn",
-    "transform",
-    "shard",
-)
+_ARGUMENTS = ("batch_size", "batch_size_per_device", "shuffle", "drop_last", "micro_batch_size",
+              "shares", "weight", "sample_rng", "collate_fn", "transform", "shard")  # fmt: skip
 
 Shard = Callable[[int, int], Iterable[Any]] | Literal[False] | None
 """`(start, step)` gives the samples start, start + step, ...; False: the iterable splits itself
@@ -101,7 +83,10 @@ class Source:
         """Global batches of an epoch; None: an iterable does not say its length."""
         if self.batch_sampler is not None:
             return _length(self.batch_sampler)
-        return batches_in_epoch(self.length, self.batch_size, drop_last=self.drop_last)
+        try:
+            return batches_in_epoch(self.length, self.batch_size, drop_last=self.drop_last)
+        except LengthUnknownError:
+            return None
 
     @property
     def custom_order(self) -> bool:
@@ -151,7 +136,7 @@ class Source:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
                 return EpochPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
-            order = np.fromiter(_indices(self.sampler), dtype=np.int64)
+            order = np.fromiter(cast("Sampler[int]", self.sampler), dtype=np.int64)
         return cut(order, self.batch_size, drop_last=self.drop_last)
 
 
@@ -181,14 +166,6 @@ class IterableSource(Source):
             ) from None
 
     @property
-    def steps(self) -> int | None:
-        """Global batches of an epoch; None: the iterable does not say its length."""
-        try:
-            return super().steps
-        except LengthUnknownError:
-            return None
-
-    @property
     def description(self) -> str:
         """What must be equal on all ranks, in words."""
         return (
@@ -200,10 +177,6 @@ class IterableSource(Source):
     def sharding(self) -> str:
         """How a rank comes by its part, in a word."""
         return "own" if self.shard is False else "whole" if self.shard is None else "seek"
-
-
-def _indices(sampler: Sampler[int] | None) -> Iterator[int]:
-    return iter(sampler) if sampler is not None else iter(())
 
 
 _Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
