@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from lockstep.data.batch_plan import Indices
 from lockstep.data.consistency import check_global_batch, check_length
 from lockstep.data.fetch import GlobalBatchKey, IterableFetch, Key, RankBatch
 from lockstep.data.loader import SOME_SKIP, Loader
-from lockstep.data.micro_batches import PlannedMicroBatch, Segment, WithBatch, weighted
+from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, weighted
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
@@ -33,13 +32,6 @@ from lockstep.step import MicroBatch
 
 _COMPARED_EVERY = 100
 """Global batches between two looks at whether the ranks read the same stream."""
-
-
-@dataclass
-class _Rest(Segment):
-    """The global batches from `position` on, to an end that is not known."""
-
-    position: int = 0
 
 
 class _Counted:
@@ -145,8 +137,7 @@ class IterableLoader(Loader):
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         self._plan.update()
-        segments = self._segments(epoch, start, training)
-        return self._run(epoch, segments, start, training, some_skip=False)
+        return self._run(epoch, start, self._pairs(epoch, start, training), training)
 
     def _size(self) -> str:
         try:
@@ -154,9 +145,8 @@ class IterableLoader(Loader):
         except LengthUnknownError:
             return "a stream"
 
-    def _segments(
-        self, epoch: int, position: int, training: bool
-    ) -> Generator[Segment, None, None]:
+    def _pairs(self, epoch: int, position: int, training: bool) -> Generator[WithBatch, None, None]:
+        """The micro-batches from a global batch on, each with its batch on the device."""
         try:
             while training and self._plan.undecided:
                 self._raw = self._iterable.read_whole(epoch, position)
@@ -165,22 +155,16 @@ class IterableLoader(Loader):
                     return
                 self._raw_begins = position * size
                 batch = np.arange(self._raw_begins, self._raw_begins + count, dtype=np.int64)
-                yield from self._plan.autotuned(position, batch, weighed=self.weight is not None)
+                segments = self._plan.autotuned(position, batch, weighed=self.weight is not None)
+                yield from self._of_segments(epoch, segments)
                 self._raw = []
                 position += 1
-            yield _Rest(deque(), position=position)
+            rest = self._rest(epoch, position, training)
+            if self.weight is not None and training:
+                rest = weighted(rest, self.weight, self._collectives, epoch)
+            yield from self._on_device(rest)
         finally:
             self._iterable.close()
-
-    def _with_batches(self, epoch: int, segment: Segment, training: bool) -> Iterator[WithBatch]:
-        if not isinstance(segment, _Rest):
-            return super()._with_batches(epoch, segment, training)
-        pairs = self._rest(epoch, segment, training)
-        if self.weight is None or not training:
-            return pairs
-        return weighted(
-            pairs, self.weight, self._collectives, epoch=epoch, position=segment.position
-        )
 
     def _read(self, keys: list[Key]) -> Iterator[Any]:
         """Of a global batch that has been read already."""
@@ -188,18 +172,17 @@ class IterableLoader(Loader):
             samples = [self._raw[i - self._raw_begins] for i in indices.tolist()]
             yield self._iterable.collate(epoch, samples, indices) if samples else self._empty(epoch)
 
-    def _rest(self, epoch: int, segment: _Rest, training: bool) -> Iterator[WithBatch]:
+    def _rest(self, epoch: int, position: int, training: bool) -> Iterator[WithBatch]:
         everywhere = training or self._evaluates_together
         outer = self._collectives.blocked
-        for counted in self._counted(epoch, segment.position, training):
+        for counted in self._counted(epoch, position, training):
             for planned, batch in self._micro_batches(epoch, counted):
                 if not everywhere:
                     if not planned.micro_batch.local:
                         continue
                     known = self.source.shard is None and planned.on_all_ranks
                     self._collectives.blocked = outer if known else SOME_SKIP
-                segment.micro_batches.append(planned)
-                yield planned.micro_batch, batch
+                yield planned, batch
 
     def _micro_batches(
         self, epoch: int, counted: _Counted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 from typing import Any
 
@@ -102,7 +102,8 @@ class Loader:
         """Passes without gradients that this rank has come to the end of."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
-        self._start = 0
+        self.start = 0
+        """Global batches of the coming pass that a checkpoint has been resumed after."""
         self._running: Pass | None = None
         self._custom_plan: EpochPlan | None = None
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
@@ -145,12 +146,7 @@ class Loader:
     @property
     def mid_epoch(self) -> bool:
         """A pass is running, or will be taken up where a checkpoint left it."""
-        return self._running is not None or self._start > 0
-
-    @property
-    def start(self) -> int:
-        """Global batches of the coming pass that a checkpoint has been resumed after."""
-        return self._start
+        return self._running is not None or self.start > 0
 
     @property
     def choice(self) -> Choice:
@@ -188,8 +184,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         training = torch.is_grad_enabled()
-        epoch, start = self._epoch, self._start
-        self._epoch, self._start = epoch + 1, 0
+        epoch, start = self._epoch, self.start
+        self._epoch, self.start = epoch + 1, 0
         return self._begin(epoch, start, training)
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,7 +195,7 @@ class Loader:
         it: asked again, that may give another one.
         """
         if self._running is None:
-            epoch, step = self._epoch, self._start
+            epoch, step = self._epoch, self.start
         else:
             done = self._running.micro_batch.last and self._running.stepped
             epoch, step = self._epoch - 1, self._position + int(done)
@@ -221,7 +217,7 @@ class Loader:
                     f"in the checkpoint it is {state.get(name)}: the position means other samples",
                     "continue with the same data, batch size and seed, or leave the loader out",
                 )
-        self._epoch, self._start, self._running = state["epoch"], state["step"], None
+        self._epoch, self.start, self._running = state["epoch"], state["step"], None
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = EpochPlan(state["order"].numpy(), state["bounds"].numpy())
@@ -244,15 +240,15 @@ class Loader:
             self._custom_plan = plan if self.source.custom_order else None
             self.coverage.begin(epoch, start, plan)
             segments = self._plan.segments(plan, start, weighed=self.weight is not None)
-            return self._run(epoch, segments, start, training, False)
+            return self._run(epoch, start, self._of_segments(epoch, segments), training)
         self._plan.update()
         wanted = self._plan.of_epoch(plan, start)
         some_skip = False
         if not self._evaluates_together:
             some_skip = not all(planned.on_all_ranks for planned in wanted)
             wanted = [planned for planned in wanted if planned.micro_batch.local]
-        segments = (segment for segment in [Segment(deque(wanted))])
-        return self._run(epoch, segments, start, training, some_skip)
+        pairs = self._on_device(self._with_batches(epoch, wanted))
+        return self._run(epoch, start, pairs, training, some_skip=some_skip)
 
     def _size(self) -> str:
         return f"{self.source.length:,}".replace(",", " ")
@@ -268,10 +264,11 @@ class Loader:
     def _run(
         self,
         epoch: int,
-        segments: Generator[Segment, None, None],
         start: int,
+        pairs: Generator[WithBatch, None, None],
         training: bool,
-        some_skip: bool,
+        *,
+        some_skip: bool = False,
     ) -> Iterator[Any]:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
@@ -281,19 +278,17 @@ class Loader:
                 self._running, self._position = running, start
             elif some_skip:
                 self._collectives.blocked = SOME_SKIP
-            for segment in segments:
-                for micro, batch in self._place(self._with_batches(epoch, segment, training)):
-                    planned = segment.micro_batches.popleft()
-                    self.current = step.seen = step.latest = micro
-                    if training:
-                        step.begin(running, micro)
-                        self._delivered(epoch, planned, micro, batch)
-                        if self._running is running:
-                            self._position = planned.step
-                    yield batch
+            for planned, batch in pairs:
+                self.current = step.seen = step.latest = planned.micro_batch
+                if training:
+                    step.begin(running, planned.micro_batch)
+                    self._tell(epoch, planned, batch)
+                    if self._running is running:
+                        self._position = planned.step
+                yield batch
             self.evaluated += int(not training)
         finally:
-            segments.close()
+            pairs.close()
             self._collectives.blocked = blocked
             if self._running is running:
                 self._running = None
@@ -301,51 +296,53 @@ class Loader:
             step.end(running)
             step.seen = seen
 
-    def _delivered(
-        self, epoch: int, planned: PlannedMicroBatch, micro: MicroBatch, batch: Any
-    ) -> None:
+    def _tell(self, epoch: int, planned: PlannedMicroBatch, batch: Any) -> None:
         """Tells those who look on what the training loop is about to get."""
-        self.coverage.add(epoch, planned.step, planned.indices, micro)
+        position, micro, indices, _ = planned
+        self.coverage.add(epoch, position, indices, micro)
         if self._step.watchers:
             counts = self._collectives.contributes
-            event = BatchEvent(self, epoch, planned.step, planned.indices, micro, batch, counts)
+            event = BatchEvent(self, epoch, position, indices, micro, batch, counts)
             for watcher in self._step.watchers:
                 watcher.handed_out(event)
 
-    def _with_batches(self, epoch: int, segment: Segment, training: bool) -> Iterator[WithBatch]:
-        """The micro-batches of a segment, weighted, each with its batch on the CPU."""
-        wanted = [*segment.micro_batches, *segment.ahead]
-        batches = self._read([(epoch, planned.indices) for planned in wanted])
-        pairs: Iterator[WithBatch] = zip((x.micro_batch for x in wanted), batches, strict=True)
-        if self.weight is None or not training or not wanted:
-            return pairs
-        weight_before = segment.weight_before
-        if segment.ahead:
-            read = list(pairs)
-            micro, batch = read[0]
-            segment.weight_before = weigh(self.weight, batch) if micro.local else 0.0
-            pairs = iter(read)
-        whole = weighted(
-            pairs,
-            self.weight,
-            self._collectives,
-            epoch=epoch,
-            position=wanted[0].step,
-            weight_before=weight_before,
-        )
-        return islice(whole, len(segment.micro_batches))
+    def _of_segments(
+        self, epoch: int, segments: Generator[Segment, None, None]
+    ) -> Generator[WithBatch, None, None]:
+        """The micro-batches of a training, weighted, each with its batch on the device.
 
-    def _place(self, pairs: Iterator[WithBatch]) -> Iterator[WithBatch]:
+        Nothing is read of a segment before the one before it has been worked on.
+        """
+        with closing(segments):
+            for segment in segments:
+                pairs = self._with_batches(epoch, [*segment.micro_batches, *segment.ahead])
+                if self.weight is not None:
+                    weight_before = segment.weight_before
+                    if segment.ahead:
+                        read = list(pairs)
+                        planned, batch = read[0]
+                        local = planned.micro_batch.local
+                        segment.weight_before = weigh(self.weight, batch) if local else 0.0
+                        pairs = iter(read)
+                    whole = weighted(pairs, self.weight, self._collectives, epoch, weight_before)
+                    pairs = islice(whole, len(segment.micro_batches))
+                yield from self._on_device(pairs)
+
+    def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
+        """The micro-batches, each with its batch on the CPU."""
+        return zip(wanted, self._read([(epoch, each.indices) for each in wanted]), strict=True)
+
+    def _on_device(self, pairs: Iterator[WithBatch]) -> Generator[WithBatch, None, None]:
         """Moves batches to the device while keeping what they are beside them."""
-        micros: list[MicroBatch] = []
+        waiting: deque[PlannedMicroBatch] = deque()
 
         def batches() -> Iterator[Any]:
-            for micro, batch in pairs:
-                micros.append(micro)
+            for planned, batch in pairs:
+                waiting.append(planned)
                 yield batch
 
         for batch in to_device(batches(), self._collectives.device):
-            yield micros.pop(0), batch
+            yield waiting.popleft(), batch
 
     def _read(self, keys: list[Key]) -> Iterator[Any]:
         """The collated batches on the CPU; an empty part is made from any other batch."""

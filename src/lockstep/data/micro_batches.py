@@ -15,7 +15,6 @@ alone is not taken for another.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ from lockstep.errors import DataError, RanksDifferError
 from lockstep.step import MicroBatch
 
 Weight = Callable[[Any], float | Tensor]
-WithBatch = tuple[MicroBatch, Any]
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -47,12 +45,14 @@ class PlannedMicroBatch(NamedTuple):
     """Whether every rank has samples of it."""
 
 
+WithBatch = tuple[PlannedMicroBatch, Any]
+
+
 @dataclass
 class Segment:
-    """Micro-batches that are planned, read and handed out together."""
+    """Micro-batches that are planned and read together."""
 
-    micro_batches: deque[PlannedMicroBatch]
-    """In order; each is taken off when it is handed out."""
+    micro_batches: list[PlannedMicroBatch]
     ahead: list[PlannedMicroBatch] = field(default_factory=list)
     """The rest of the global batch, where it must be read already to weigh the whole."""
     weight_before: float = 0.0
@@ -135,7 +135,7 @@ class MicroBatchPlan:
         while start < len(plan) and self.undecided:
             yield from self.autotuned(start, plan[start], weighed=weighed)
             start += 1
-        yield Segment(deque(self.of_epoch(plan, start)))
+        yield Segment(self.of_epoch(plan, start))
 
     def autotuned(
         self, step: int, batch: Indices, *, weighed: bool
@@ -149,7 +149,7 @@ class MicroBatchPlan:
                 count, self.shares, planned, self._micro_batch_size, whole=request.whole
             )
         if request is None or first is None:  # it is too short
-            yield Segment(deque(self._of_rank(step, batch, planned)))
+            yield Segment(self._of_rank(step, batch, planned))
             return
         begin, end = first[0, self._data_parallel.rank]
         question = Question(
@@ -161,7 +161,7 @@ class MicroBatchPlan:
             find_micro_batch=request.micro_batch_size and not request.found.tried,
         )
         done = int(first[0, -1, 1])
-        segment = Segment(deque(self._of_rank(step, batch, first)))
+        segment = Segment(self._of_rank(step, batch, first))
         if weighed:
             segment.ahead = self._of_rank(step, batch, self._rest(count, done))
         with request.found.watch(question):
@@ -169,7 +169,7 @@ class MicroBatchPlan:
         self.update()
         if done < count:
             rest = self._of_rank(step, batch, self._rest(count, done))
-            yield Segment(deque(rest), weight_before=segment.weight_before)
+            yield Segment(rest, weight_before=segment.weight_before)
 
     def _needed(self, count: int) -> int:
         needed = micro_batches_needed(count, self.shares, self._micro_batch_size)
@@ -223,9 +223,7 @@ def weighted(
     pairs: Iterator[WithBatch],
     weight: Weight,
     collectives: Collectives,
-    *,
     epoch: int,
-    position: int,
     weight_before: float = 0.0,
 ) -> Iterator[WithBatch]:
     """The same micro-batches with the exact scale of `weight` instead of that of samples.
@@ -235,8 +233,7 @@ def weighted(
         weight: of a batch.
         collectives: of the run.
         epoch: of the pass.
-        position: of the first global batch in the epoch.
-        weight_before: of what this rank was handed of that batch before.
+        weight_before: of what this rank was handed of the first global batch before.
 
     Raises:
         RanksDifferError: another rank is at another global batch.
@@ -245,11 +242,11 @@ def weighted(
     group: list[WithBatch] = []
     for pair in pairs:
         group.append(pair)
-        if pair[0].last:
+        if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
             ready = [] if ahead is None else _finish(ahead, collectives)
-            ahead = _start(group, weight, collectives, weight_before, (epoch, position))
-            group, weight_before, position = [], 0.0, position + 1
+            ahead = _start(group, weight, collectives, epoch, weight_before)
+            group, weight_before = [], 0.0
             yield from ready
     if ahead is not None:
         yield from _finish(ahead, collectives)
@@ -259,11 +256,14 @@ def _start(
     pairs: list[WithBatch],
     weight: Weight,
     collectives: Collectives,
+    epoch: int,
     weight_before: float,
-    place: tuple[int, int],
 ) -> _WeighedBatch:
-    weights = [weigh(weight, batch) if micro.local else 0.0 for micro, batch in pairs]
+    weights = [
+        weigh(weight, batch) if planned.micro_batch.local else 0.0 for planned, batch in pairs
+    ]
     own = weight_before + sum(weights) if collectives.contributes else 0.0
+    place = epoch, pairs[0][0].step
     total = torch.tensor([own, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(total, async_op=True)
     return _WeighedBatch(pairs, weights, place, total, work)
@@ -272,18 +272,20 @@ def _start(
 def _finish(group: _WeighedBatch, collectives: Collectives) -> list[WithBatch]:
     if group.work is not None:
         group.work.wait()
-        _check_position(group, collectives)
+        _check_place(group, collectives)
     total = float(group.total[0])
     ranks = collectives.data_parallel.size
-    plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].first
+    plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].micro_batch.first
     found = []
-    for (micro, batch), own in zip(group.pairs, group.weights, strict=True):
+    for (planned, batch), own in zip(group.pairs, group.weights, strict=True):
         scale = own * ranks / total if total else 0.0
-        found.append((replace(micro, scale=1.0 if plain and total else scale, plain=plain), batch))
+        scale = 1.0 if plain and total else scale
+        micro = replace(planned.micro_batch, scale=scale, plain=plain)
+        found.append((planned._replace(micro_batch=micro), batch))
     return found
 
 
-def _check_position(group: _WeighedBatch, collectives: Collectives) -> None:
+def _check_place(group: _WeighedBatch, collectives: Collectives) -> None:
     size = collectives.topology.size
     if group.total[1:].tolist() != [size * number for number in group.place]:
         epoch, position = group.place
