@@ -18,14 +18,14 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
 from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption, LostNode
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.messages import render as render_verdict
 
-Kind = Literal[
+FailureKind = Literal[
     "exception",
     "exit",  # with a code, and without an exception
     "signal",
@@ -52,7 +52,7 @@ _MAX_LINE = 1000
 class FirstFailure:
     """The root cause of a run's end."""
 
-    kind: Kind
+    kind: FailureKind
     ranks: tuple[int, ...]
     """Those that failed so; several where they failed in the same way."""
     host: str
@@ -244,7 +244,7 @@ def _of_hang(
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
         return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
-    kinds: dict[str, Kind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
+    kinds: dict[str, FailureKind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
     kind = kinds.get(hang.kind, "signal")
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
     return [
@@ -429,11 +429,6 @@ def lost_peer(texts: Iterable[str]) -> str | None:
     return None
 
 
-class _Advice(NamedTuple):
-    pattern: str
-    do: str
-
-
 _MEMORY = (
     "give the run more memory (look also at the container's or the job's limit), or use less: "
     "fewer DataLoader workers, a smaller --micro-batch-size, data that is read when it is needed"
@@ -441,60 +436,57 @@ _MEMORY = (
 _SHARED_MEMORY = (
     "enlarge /dev/shm (docker run --shm-size=8g, or --ipc=host), or use fewer DataLoader workers"
 )
-_BY_TEXT = tuple(
-    _Advice(*pair)
-    for pair in (
-        (
-            r"'ExactDDP' object (?:has no attribute|is not subscriptable)",
-            "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
-            "and use that for everything but calling it in training",
-        ),
-        (
-            r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
-            "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
-            "activation checkpointing",
-        ),
-        (
-            r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm",
-            _SHARED_MEMORY,
-        ),
-        (
-            r"Expected to have finished reduction in the prior iteration",
-            "parameters got no gradient in this step: leave them out of the model, use their "
-            "output, or pass find_unused_parameters=True to DDP",
-        ),
-        (
-            r"Expected to mark a variable ready only once",
-            "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward",
-        ),
-        (
-            r"EADDRINUSE|[Aa]ddress already in use",
-            "another program has this port: leave the port out, or give each run its own",
-        ),
-        (
-            r"Cannot re-initialize CUDA in forked subprocess",
-            "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
-            'workers with multiprocessing_context="spawn"',
-        ),
-        (
-            r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)",
-            "a GPU says so later than the line that did it, often an index out of range: run it "
-            "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line",
-        ),
-        (
-            r"invalid device ordinal|Duplicate GPU detected",
-            "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible",
-        ),
-        (
-            r"collective mismatch in your code|doesn't match expected size",
-            "the ranks came to this collective with tensors of other sizes or types, or to another "
-            "collective: pad them, or exchange the sizes first",
-        ),
-        (
-            r"unrecognized arguments: --local[-_]rank",
-            "let the script read os.environ['LOCAL_RANK'] instead",
-        ),
-    )
+_BY_TEXT = (
+    (
+        r"'ExactDDP' object (?:has no attribute|is not subscriptable)",
+        "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
+        "and use that for everything but calling it in training",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
+        "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
+        "activation checkpointing",
+    ),
+    (
+        r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm",
+        _SHARED_MEMORY,
+    ),
+    (
+        r"Expected to have finished reduction in the prior iteration",
+        "parameters got no gradient in this step: leave them out of the model, use their "
+        "output, or pass find_unused_parameters=True to DDP",
+    ),
+    (
+        r"Expected to mark a variable ready only once",
+        "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward",
+    ),
+    (
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "another program has this port: leave the port out, or give each run its own",
+    ),
+    (
+        r"Cannot re-initialize CUDA in forked subprocess",
+        "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
+        'workers with multiprocessing_context="spawn"',
+    ),
+    (
+        r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)",
+        "a GPU says so later than the line that did it, often an index out of range: run it "
+        "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line",
+    ),
+    (
+        r"invalid device ordinal|Duplicate GPU detected",
+        "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible",
+    ),
+    (
+        r"collective mismatch in your code|doesn't match expected size",
+        "the ranks came to this collective with tensors of other sizes or types, or to another "
+        "collective: pad them, or exchange the sizes first",
+    ),
+    (
+        r"unrecognized arguments: --local[-_]rank",
+        "let the script read os.environ['LOCAL_RANK'] instead",
+    ),
 )
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: "it was sent by another process: a scheduler (time or memory limit), "
@@ -535,7 +527,7 @@ def advice_for(
     """What to do about a failure; empty where the failure says it itself.
 
     Args:
-        kind: of the failure, see `first_failure.Kind`.
+        kind: of the failure, see `FailureKind`.
         number: the signal that ended the process, or 0.
         texts: messages of its exceptions, or its last lines.
         oom: the kernel's out-of-memory killer was at work.
@@ -546,9 +538,9 @@ def advice_for(
         return f"the kernel's out-of-memory killer ended a worker: {_MEMORY}"
     if kind in _BY_KIND:
         return _BY_KIND[kind]
-    for advice in _BY_TEXT:
-        if re.search(advice.pattern, joined):
-            return advice.do
+    for pattern, what_to_do in _BY_TEXT:
+        if re.search(pattern, joined):
+            return what_to_do
     if alone:
         return _NETWORK
     return _BY_SIGNAL.get(number, "") if kind == "signal" else ""

@@ -1,17 +1,18 @@
-"""The verdict on ranks that wait: a deadlock, or patience.
+"""The verdict on ranks that wait: a deadlock, or patience; and what to do about it.
 
-What to do about a hang.
+Pure: two snapshots go in, one verdict comes out. Each function of `VERDICTS` knows one case; to add
+one is to add a function, its line in `VERDICTS`, and its name in `messages.VerdictKind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.errors import name_ranks
 from lockstep.watchdog.messages import Row, Verdict, VerdictKind, describe, verb
 from lockstep.watchdog.snapshot import Call, Snapshot
-from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, Wait, is_leaving, own_line
+from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, is_leaving, own_line
 from lockstep.watchdog.wait_graph import (
     Activity,
     CallTable,
@@ -29,25 +30,15 @@ from lockstep.watchdog.wait_graph import (
     with_other_threads,
 )
 
-_PATIENCE: dict[Kind, tuple[VerdictKind, str]] = {
-    Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
-    Kind.LOADING: ("loading", "waits for data"),
-    Kind.BLOCKED: ("blocked", "is blocked outside any collective, without computing"),
-    Kind.PERHAPS_WAITING: ("blocked", "is blocked without computing"),
-    Kind.WORKING: ("working", "works on"),
-    Kind.UNKNOWN: ("unknown", "cannot be seen"),
-}
 _PAIRS_S = 10.0
 """For which ranks that send and receive must be still: only then are they said to be deadlocked."""
-_GONE = (Kind.STOPPED, Kind.EXITED)
-_STILL = (Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED)
 
 
 def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     """What keeps a run from moving.
 
     Args:
-        earlier: the first look at all ranks.
+        earlier: the first snapshot of all ranks.
         later: the second, 1 to 3 s after it.
         waited_s: how long nothing has moved, in s.
 
@@ -69,29 +60,35 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         for rank, a in activities.items()
     }
     activities = with_other_threads(activities, table)
-    waits = build_wait_graph(activities, table)
+    graph = build_wait_graph(activities, table)
     # Bytes on their way between two machines leave no trace in either.
     still = later.one_host and all(
         is_still(before[rank], a.state, seconds)
         for rank, a in activities.items()
         if a.kind is not Kind.EXITED
     )
-    ages = _ages(later, activities, waits)
-    case = _Case(later, activities, table, waits, ages, waited_s, still and waited_s >= _PAIRS_S)
-    if not waits.waits_for:
-        return _nobody_waits(case)
-    case = replace(case, waited_s=max([waited_s, *case.ages.values()]))
-    return _gone(case) or _deadlock(case) or _patience(case) or _transport(case)
+    ages = {}
+    if later.one_host:
+        calls = {rank: activities[rank].call for rank in graph.waits_for}
+        ages = {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
+    case = Case(
+        activities,
+        table,
+        graph,
+        ages,
+        max([waited_s, *ages.values()]),
+        still and waited_s >= _PAIRS_S,
+    )
+    return next((v for verdict in VERDICTS if (v := verdict(case)) is not None), None)
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What a verdict is made from."""
+class Case:
+    """What a verdict is made from: what each rank does, and who waits for whom."""
 
-    later: Snapshot
     activities: Mapping[int, Activity]
     table: CallTable
-    waits: WaitGraph
+    graph: WaitGraph
     ages: Mapping[int, float]
     """For a waiting rank the seconds since it called what it waits in."""
     waited_s: float
@@ -100,20 +97,44 @@ class _Case:
     vain."""
 
     @property
+    def waiting(self) -> dict[int, Activity]:
+        """The ranks that wait for others."""
+        return {rank: self.activities[rank] for rank in self.graph.waits_for}
+
+    @property
+    def alive(self) -> dict[int, Activity]:
+        """The ranks that have not ended."""
+        return {r: a for r, a in self.activities.items() if a.kind is not Kind.EXITED}
+
+    @property
     def roots(self) -> dict[int, Activity]:
         """Those that wait for none and that others wait for; else all that wait for none."""
-        free = {r: a for r, a in self.activities.items() if r not in self.waits.waits_for}
-        everyone = frozenset[int]().union(*self.waits.waits_for.values())
-        return {r: a for r, a in free.items() if r in everyone} or free
+        free = {r: a for r, a in self.activities.items() if r not in self.graph.waits_for}
+        return {r: a for r, a in free.items() if r in self.graph.awaited} or free
 
-    def rows(self, mismatch: Mismatch | None = None) -> tuple[Row, ...]:
-        parted = {} if mismatch is None else dict(mismatch.calls)
-        return tuple(self._row(a, parted.get(rank)) for rank, a in self.activities.items())
+    def verdict(
+        self,
+        kind: VerdictKind,
+        ranks: Iterable[int],
+        headline: str,
+        advice: tuple[str, ...] | None = None,
+        *,
+        fatal: bool = False,
+        mismatch: Mismatch | None = None,
+    ) -> Verdict:
+        """A verdict with what each rank does; `advice`: by default that for its kind."""
+        if advice is None:
+            advice = (_ADVICE[kind],) if kind in _ADVICE else ()
+        calls = {} if mismatch is None else dict(mismatch.calls)
+        rows = tuple(self._row(a, calls.get(rank)) for rank, a in self.activities.items())
+        ranks = tuple(sorted(ranks))
+        return Verdict(kind, fatal, ranks, headline, rows, mismatch, advice, self.waited_s)
 
-    def _row(self, activity: Activity, parted: Call | None) -> Row:
+    def _row(self, activity: Activity, mismatched: Call | None) -> Row:
         state = activity.state
-        if activity.rank in self.waits.waits_for:
-            call = parted if parted is not None and _is_open(parted, activity) else activity.call
+        if activity.rank in self.graph.waits_for:
+            is_open = mismatched is not None and _is_open(mismatched, activity)
+            call = mismatched if is_open else activity.call
             does = f"waits in {_named(call, activity.op)}"
             if call is not None and (name := self.table.name(key(call))).startswith("group"):
                 does += f" of {name}"
@@ -125,9 +146,9 @@ class _Case:
             does += f" (step {state.steps})"
         return Row(activity.rank, state.host, does, activity.line, self.ages.get(activity.rank))
 
-    def told(self, what: str, ranks: Collection[int]) -> str:
+    def awaited(self, what: str, ranks: Collection[int]) -> str:
         """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
-        waiting = self.waits.waits_for
+        waiting = self.graph.waits_for
         have = f"{name_ranks(waiting)} {verb('has', len(waiting))}"
         it = "it" if len(ranks) == 1 else "them"
         return (
@@ -136,102 +157,110 @@ class _Case:
         )
 
 
-def _ages(
-    later: Snapshot, activities: Mapping[int, Activity], waits: WaitGraph
-) -> dict[int, float]:
-    if not later.one_host:
-        return {}
-    calls = {rank: activities[rank].call for rank in waits.waits_for}
-    return {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
+def _nothing_seen(case: Case) -> Verdict | None:
+    """All of several ranks have been asked, and none has given an answer or a stack."""
+    alive = case.alive
+    unseen = [a for a in alive.values() if a.kind is Kind.UNKNOWN and a.state.answered is False]
+    if case.waiting or not len(unseen) == len(alive) > 1:
+        return None
+    headline = (
+        f"nothing can be seen of {name_ranks(sorted(alive))}, and no step has been made for "
+        f"{case.waited_s:.0f} s"
+    )
+    return case.verdict("unknown", alive, headline)
 
 
-def _gone(case: _Case) -> Verdict | None:
-    gone = {rank: a for rank, a in case.roots.items() if a.kind in _GONE}
-    everyone = frozenset[int]().union(*case.waits.waits_for.values())
-    gone = {rank: a for rank, a in gone.items() if rank in everyone}
+def _all_blocked(case: Case) -> Verdict | None:
+    """All of several ranks blocked at once is worth a word; where one computes, none is."""
+    alive = case.alive
+    ended = case.activities.keys() - alive.keys()
+    still = [Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED]
+    if ended:
+        # At a script's end a thread of torch's may want the lock that the interpreter waits with.
+        still.append(Kind.SILENT)
+    several = len(case.activities) > 1
+    if case.waiting or not several or any(a.kind not in still for a in alive.values()):
+        return None
+    seconds = f"{case.waited_s:.0f} s"
+    if ended:
+        it = "it" if len(alive) == 1 else "them"
+        return case.verdict(
+            "blocked",
+            alive,
+            f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
+            f"{verb('has', len(alive))} not, and nothing has been seen of {it} for {seconds}",
+        )
+    if all(activity.kind is Kind.LOADING for activity in alive.values()):
+        return case.verdict("loading", alive, f"all ranks wait for data, for {seconds}")
+    headline = (
+        "no rank computes in its main thread, and none waits for another in a collective, for "
+        f"{seconds}"
+    )
+    return case.verdict("blocked", alive, headline)
+
+
+def _gone(case: Case) -> Verdict | None:
+    """The others wait for a rank that was stopped, has ended or has died."""
+    gone = {
+        rank: a
+        for rank, a in case.roots.items()
+        if a.kind in (Kind.STOPPED, Kind.EXITED) and rank in case.graph.awaited
+    }
     if not gone:
         return None
-    known = [a for rank, a in case.waits.waits_for.items() if rank not in case.waits.guessed]
+    waiting, guessed = case.waiting, case.graph.guessed
+    known = [a for rank, a in case.graph.waits_for.items() if rank not in guessed]
     # Where it is not known whom a rank waits for, it may be one of those that go on.
-    others = [
-        a for r, a in case.activities.items() if r not in case.waits.waits_for and r not in gone
-    ]
+    others = case.activities.keys() - waiting.keys() - gone.keys()
     # Taking a group down takes its time, and waits for nobody who has gone.
-    leaving = all(
-        case.activities[r].op == "destroy_process_group" and r in case.waits.guessed
-        for r in case.waits.waits_for
-    )
-    fatal = bool(frozenset[int]().union(*known) & set(gone)) or not (others or leaving)
+    leaving = all(a.op == "destroy_process_group" and r in guessed for r, a in waiting.items())
+    fatal = bool(frozenset[int]().union(*known) & gone.keys()) or not (others or leaving)
     ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
     kind: VerdictKind = "stopped"
     if ended:
         kind = "left" if all(state.exit_code == 0 for state in ended) else "lost"
     what = {"stopped": "is stopped by a signal", "left": "has ended without an error"}
-    headline = case.told(what.get(kind, "has died"), gone)
-    rows = case.rows()
-    return Verdict(
-        kind, fatal, tuple(sorted(gone)), headline, rows, None, advise(kind, rows), case.waited_s
-    )
+    return case.verdict(kind, gone, case.awaited(what.get(kind, "has died"), gone), fatal=fatal)
 
 
-def _deadlock(case: _Case) -> Verdict | None:
-    deadlocked = {rank: case.activities[rank] for rank in sorted(case.waits.deadlocked)}
-    mismatch = _with_lines(find_mismatch(case.table, case.waits.deadlocked), deadlocked)
-    pairs = any(a.p2p for a in deadlocked.values())
-    one_op = mismatch is None and len({a.op for a in deadlocked.values()}) == 1
-    if not deadlocked or (one_op and not (pairs and case.still)):
+def _deadlock(case: Case) -> Verdict | None:
+    """Ranks wait for each other, in collectives that can never match."""
+    waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
+    mismatch = _with_lines(find_mismatch(case.table, case.graph.deadlocked), waiting)
+    pairs = any(a.p2p for a in waiting.values())
+    one_op = mismatch is None and len({a.op for a in waiting.values()}) == 1
+    if not waiting or (one_op and not (pairs and case.still)):
         return None
-    alive = [a for a in case.activities.values() if a.kind is not Kind.EXITED]
-    # Of a send or receive it is not known what it waits for; a transfer may be under way.
-    proven = not pairs or (case.still and not any(_on_gpu(a) for a in deadlocked.values()))
-    fatal = proven and all(a.rank in case.waits.waits_for for a in alive)
+    # Of a send or receive it is not known what it waits for; a transfer may be under way, and of a
+    # GPU's work the processor's time says nothing.
+    on_gpu = any(a.call is not None and a.call.backend == "nccl" for a in waiting.values())
+    proven = not pairs or (case.still and not on_gpu)
     headline = (
-        f"deadlock: {name_ranks(deadlocked)} {verb('waits', len(deadlocked))} in "
-        f"{_how(deadlocked, mismatch)}, and nothing has moved for {case.waited_s:.0f} s"
+        f"deadlock: {name_ranks(waiting)} {verb('waits', len(waiting))} in "
+        f"{_how(waiting, mismatch)}, and nothing has moved for {case.waited_s:.0f} s"
     )
-    rows = case.rows(mismatch)
-    several = len({key(a.call) for a in deadlocked.values() if a.call is not None}) > 1
-    waits = [a.wait for a in deadlocked.values()]
-    new_line = _from_a_new_line([a for a in deadlocked.values() if _in_buffers(a)])
-    advice = advise(
-        "deadlock", rows, waits, mismatch, several_groups=several, new_line=new_line, p2p=pairs
+    return case.verdict(
+        "deadlock",
+        _odd_ones(waiting, mismatch),
+        headline,
+        _for_pairs(waiting) if pairs else _for_deadlock(waiting, mismatch),
+        fatal=proven and all(rank in case.graph.waits_for for rank in case.alive),
+        mismatch=mismatch,
     )
-    ranks = _odd_ones(deadlocked, mismatch)
-    return Verdict("deadlock", fatal, ranks, headline, rows, mismatch, advice, case.waited_s)
-
-
-def _on_gpu(activity: Activity) -> bool:
-    """What it waits for is moved by a GPU, of whose work the processor's time says nothing."""
-    return activity.call is not None and activity.call.backend == "nccl"
-
-
-def _in_buffers(activity: Activity) -> bool:
-    """It broadcasts the buffers of a DDP model that it has called."""
-    return activity.wait is not None and activity.wait.where == IN_BUFFERS
-
-
-def _from_a_new_line(activities: list[Activity]) -> bool | None:
-    """Whether a rank is at a line from which none of its earlier collectives came."""
-    for activity in activities:
-        earlier = [c for c in activity.state.calls or () if c not in pending(activity.state)]
-        if not earlier or any(call.frames is None for call in earlier):
-            return None
-        if any(own_line(call.frames) == activity.line for call in earlier):
-            return False
-    return True if activities else None
 
 
 def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> Mismatch | None:
     """A call that a rank waits in has the line the rank is at, where its own was not obtained."""
+
+    def with_line(rank: int, call: Call | None) -> Call | None:
+        activity = waiting.get(rank)
+        if call is None or call.frames is not None or activity is None:
+            return call
+        return replace(call, frames=activity.state.stack) if _is_open(call, activity) else call
+
     if mismatch is None:
         return None
-    calls = []
-    for rank, call in mismatch.calls:
-        activity = waiting.get(rank)
-        if call is not None and call.frames is None and activity and _is_open(call, activity):
-            call = replace(call, frames=activity.state.stack)
-        calls.append((rank, call))
-    return replace(mismatch, calls=tuple(calls))
+    return replace(mismatch, calls=tuple((r, with_line(r, c)) for r, c in mismatch.calls))
 
 
 def _is_open(call: Call, activity: Activity) -> bool:
@@ -240,100 +269,88 @@ def _is_open(call: Call, activity: Activity) -> bool:
     return (key(call), call.seq) in numbers
 
 
-def _how(deadlocked: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
-    if any(activity.p2p for activity in deadlocked.values()):
-        return f"{_ops(deadlocked)}, for each other"
-    calls = [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
+def _how(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
+    if any(activity.p2p for activity in waiting.values()):
+        return f"{_ops(waiting)}, for each other"
+    calls = _calls(mismatch)
     ops = {call.op for call in calls}
     if len(ops) == 1 and len({signature(call) for call in calls}) > 1:
         return f"{next(iter(ops))} with different sizes or types"
-    if len({activity.op for activity in deadlocked.values()}) > 1 or len(ops) > 1:
+    if len({activity.op for activity in waiting.values()}) > 1 or len(ops) > 1:
         return "collectives that do not match"
     return "collectives that the others never come to"
 
 
-def _odd_ones(deadlocked: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[int, ...]:
+def _calls(mismatch: Mismatch | None) -> list[Call]:
+    return [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
+
+
+def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Those that did what the others did not: the fewer at the call where the ranks parted."""
-    lone = [rank for rank, activity in deadlocked.items() if _in_buffers(activity)]
-    if 0 < len(lone) < len(deadlocked):
-        return tuple(lone)
+    lone = [rank for rank, activity in waiting.items() if _in_buffers(activity)]
+    if 0 < len(lone) < len(waiting):
+        return lone
     if mismatch is None:
-        return tuple(deadlocked)
+        return waiting
     sides: dict[object, list[int]] = {}
     for rank, call in mismatch.calls:
         sides.setdefault(None if call is None else signature(call), []).append(rank)
     most = max(sides.values(), key=len)
     if sum(len(side) == len(most) for side in sides.values()) > 1:
-        return tuple(sorted(rank for rank, _ in mismatch.calls))
-    return tuple(sorted(rank for side in sides.values() if side is not most for rank in side))
+        return [rank for rank, _ in mismatch.calls]
+    return [rank for side in sides.values() if side is not most for rank in side]
 
 
-def _patience(case: _Case) -> Verdict | None:
-    for kind, (kind_of_verdict, what) in _PATIENCE.items():
+def _in_buffers(activity: Activity) -> bool:
+    """It broadcasts the buffers of a DDP model that it has called."""
+    return activity.wait is not None and activity.wait.where == IN_BUFFERS
+
+
+def _patience(case: Case) -> Verdict | None:
+    """The others wait for a rank that still does something, or cannot be seen."""
+    doing: dict[Kind, tuple[VerdictKind, str]] = {
+        Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
+        Kind.LOADING: ("loading", "waits for data"),
+        Kind.BLOCKED: ("blocked", "is blocked outside any collective, without computing"),
+        Kind.PERHAPS_WAITING: ("blocked", "is blocked without computing"),
+        Kind.WORKING: ("working", "works on"),
+        Kind.UNKNOWN: ("unknown", "cannot be seen"),
+    }
+    for kind, (verdict, what) in doing.items() if case.waiting else ():
         found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
         if found:
-            rows = case.rows()
-            headline = case.told(what, found)
-            advice = advise(kind_of_verdict, rows)
-            return Verdict(
-                kind_of_verdict, False, tuple(found), headline, rows, None, advice, case.waited_s
-            )
+            return case.verdict(verdict, found, case.awaited(what, found))
     return None
 
 
-def _transport(case: _Case) -> Verdict:
-    waiting = {rank: case.activities[rank] for rank in case.waits.waits_for}
-    p2p = any(a.p2p for a in waiting.values())
-    match = "for each other" if p2p else "which match on all"
+def _transport(case: Case) -> Verdict | None:
+    """All wait in what matches, so what should move the data does not."""
+    waiting = case.waiting
+    if not waiting:
+        return None
+    pairs = any(a.p2p for a in waiting.values())
+    match = "for each other" if pairs else "which match on all"
     moved = f"nothing has moved for {case.waited_s:.0f} s"
+    advice = _for_pairs(waiting) if pairs else None
+    if not pairs and any("init_process_group" in a.op for a in waiting.values()):
+        advice = ("look whether all ranks were given the same address, port and number of ranks",)
     headline = f"all ranks wait in {_ops(waiting)}, {match}; {moved}"
-    rows = case.rows()
-    ranks = tuple(sorted(waiting))
-    advice = advise("transport", rows, [a.wait for a in waiting.values()], p2p=p2p)
-    return Verdict("transport", False, ranks, headline, rows, None, advice, case.waited_s)
+    return case.verdict("transport", waiting, headline, advice)
+
+
+VERDICTS: tuple[Callable[[Case], Verdict | None], ...] = (
+    _nothing_seen,
+    _all_blocked,
+    _gone,
+    _deadlock,
+    _patience,
+    _transport,
+)
+"""The first that has something to say is right."""
 
 
 def _ops(waiting: Mapping[int, Activity]) -> str:
     return " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
-
-
-def _nobody_waits(case: _Case) -> Verdict | None:
-    """All of several ranks blocked at once is worth a word; where one computes, none is."""
-    alive = {r: a for r, a in case.activities.items() if a.kind is not Kind.EXITED}
-    ended = case.activities.keys() - alive.keys()
-    unseen = [a for a in alive.values() if a.kind is Kind.UNKNOWN and a.state.answered is False]
-    if len(unseen) == len(alive) > 1:
-        return _nothing_seen(case, tuple(sorted(alive)))
-    # At a script's end a thread of torch's may want the lock that the interpreter waits with.
-    still = (*_STILL, Kind.SILENT) if ended else _STILL
-    if len(case.activities) < 2 or any(a.kind not in still for a in alive.values()):
-        return None
-    headline = (
-        "no rank computes in its main thread, and none waits for another in a collective, for "
-        f"{case.waited_s:.0f} s"
-    )
-    kind: VerdictKind = "blocked"
-    if not ended and all(activity.kind is Kind.LOADING for activity in alive.values()):
-        kind, headline = "loading", f"all ranks wait for data, for {case.waited_s:.0f} s"
-    if ended:
-        headline = (
-            f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
-            f"{verb('has', len(alive))} not, and nothing has been seen of "
-            f"{'it' if len(alive) == 1 else 'them'} for {case.waited_s:.0f} s"
-        )
-    ranks, rows = tuple(sorted(alive)), case.rows()
-    return Verdict(kind, False, ranks, headline, rows, None, advise(kind, rows), case.waited_s)
-
-
-def _nothing_seen(case: _Case, ranks: tuple[int, ...]) -> Verdict:
-    """All have been asked, and none has given an answer or a stack."""
-    headline = (
-        f"nothing can be seen of {name_ranks(ranks)}, and no step has been made for "
-        f"{case.waited_s:.0f} s"
-    )
-    rows = case.rows()
-    advice = advise("unknown", rows)
-    return Verdict("unknown", False, ranks, headline, rows, None, advice, case.waited_s)
 
 
 def _named(call: Call | None, op: str) -> str:
@@ -354,17 +371,17 @@ def _does(activity: Activity) -> str:
         return "is blocked in the kernel, on a disk or a network file system"
     if is_leaving(state.stack):
         return "has come to its end, and waits for a thread of its own"
-    told = {
+    known = {
         Kind.STOPPED: "is stopped by a signal (SIGSTOP)",
         Kind.SILENT: "is in C code that holds Python's lock",
         Kind.LOADING: "waits for the next batch of a DataLoader",
         Kind.WORKING: "works",
         Kind.UNKNOWN: "cannot be seen: no stack was obtained",
     }
-    return told.get(activity.kind, "is blocked without computing")
+    return known.get(activity.kind, "is blocked without computing")
 
 
-_GENERAL: dict[VerdictKind, str] = {
+_ADVICE: dict[VerdictKind, str] = {
     "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
     "left": "every rank must come to every collective: look why it returned early (fewer batches, "
     "a `return`, a condition on the rank)",
@@ -377,17 +394,7 @@ _GENERAL: dict[VerdictKind, str] = {
     "transport": "look at the network between the machines (interface, firewall, cable) or at the "
     "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
 }
-
-
-_PAIRS = (
-    "every send needs its receive, in the same order on both ranks: where both send or receive "
-    "first, change the order on one of them, or use `batch_isend_irecv`"
-)
-_TURNS = (
-    "every rank of a pipeline must make the same turns of the loop: look for a `continue`, a "
-    "`break`, an exception that was caught, or a collective such as `world.sum` that only some "
-    "ranks come to; those without the last stage get NaN for a loss"
-)
+"""By the kind of the verdict; of the others waiting is all there is to do."""
 _EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
 )
@@ -397,66 +404,53 @@ _STEPS = (
 )
 
 
-def advise(
-    kind: VerdictKind,
-    rows: Iterable[Row],
-    waits: Sequence[Wait | None] = (),
-    mismatch: Mismatch | None = None,
-    *,
-    several_groups: bool = False,
-    new_line: bool | None = None,
-    p2p: bool = False,
-) -> tuple[str, ...]:
-    """What to do, most likely first; empty where waiting is all there is to do.
-
-    Args:
-        kind: the verdict.
-        rows: what the ranks do.
-        waits: what the stacks of the waiting ranks say.
-        mismatch: where the ranks parted.
-        several_groups: the waiting ranks wait in different process groups.
-        new_line: a DDP model is called from a line from which no collective came before; None: not
-            known.
-        p2p: some of the ranks wait in sends and receives.
-    """
-    if p2p:
-        in_pipeline = any(wait is not None and wait.where == IN_PIPELINE for wait in waits)
-        return (_TURNS if in_pipeline else _PAIRS,)
-    if kind != "deadlock":
-        text = _GENERAL.get(kind)
-        if kind == "transport" and any("init_process_group" in row.does for row in rows):
-            text = "look whether all ranks were given the same address, port and number of ranks"
-        return () if text is None else (text,)
-    return _for_deadlock(waits, mismatch, several_groups, new_line)
+def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
+    """What to do about ranks that send and receive for each other."""
+    if any(a.wait is not None and a.wait.where == IN_PIPELINE for a in waiting.values()):
+        return (
+            "every rank of a pipeline must make the same turns of the loop: look for a `continue`, "
+            "a `break`, an exception that was caught, or a collective such as `world.sum` that "
+            "only some ranks come to; those without the last stage get NaN for a loss",
+        )
+    return (
+        "every send needs its receive, in the same order on both ranks: where both send or receive "
+        "first, change the order on one of them, or use `batch_isend_irecv`",
+    )
 
 
-def _for_deadlock(
-    waits: Sequence[Wait | None],
-    mismatch: Mismatch | None,
-    several_groups: bool,
-    new_line: bool | None,
-) -> tuple[str, ...]:
-    places = [wait.where for wait in waits if wait is not None]
-    names = {wait.op for wait in waits if wait is not None}
-    calls = [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
-    kinds = {signature(call) for call in calls}
-    if 0 < places.count(IN_BUFFERS) < len(waits):
+def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
+    """What to do about collectives that do not match, most likely first."""
+    places = [a.wait.where for a in waiting.values() if a.wait is not None]
+    calls = _calls(mismatch)
+    if 0 < places.count(IN_BUFFERS) < len(waiting):
+        new_line = _from_a_new_line([a for a in waiting.values() if _in_buffers(a)])
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]
-    if "new_group" in names:
+    if any(a.wait is not None and a.wait.op == "new_group" for a in waiting.values()):
         return ("`new_group` must be called by all ranks of the run, in the same order, also by "
                 "those outside the group",)  # fmt: skip
     if "while DDP is constructed" in places:
         return ("construct DistributedDataParallel on all ranks, at the same point",)
-    if 0 < places.count("in backward") < len(waits):
+    if 0 < places.count("in backward") < len(waiting):
         return (_STEPS,)
-    if len(kinds) > 1 and len({call.op for call in calls}) == 1:
+    if len({signature(call) for call in calls}) > 1 and len({call.op for call in calls}) == 1:
         return (
             "bring tensors of the same size and type on all ranks: pad them, or exchange the "
             "sizes first",
         )
-    if several_groups:
+    if len({key(a.call) for a in waiting.values() if a.call is not None}) > 1:
         return ("use the same process groups in the same order on all their ranks",)
     return (
         "every rank must call the same collectives in the same order: look for one that only some "
         "ranks reach (`if rank == 0`, an exception that was caught, `continue`)",
     )
+
+
+def _from_a_new_line(activities: list[Activity]) -> bool | None:
+    """Whether a rank is where none of its earlier collectives came from; None: not known."""
+    for activity in activities:
+        earlier = [c for c in activity.state.calls or () if c not in pending(activity.state)]
+        if not earlier or any(call.frames is None for call in earlier):
+            return None
+        if any(own_line(call.frames) == activity.line for call in earlier):
+            return False
+    return True
