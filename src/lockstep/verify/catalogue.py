@@ -43,17 +43,17 @@ _HEAD = """\
 # Findings
 
 What makes several processes compute other numbers than one, by the codes that end Lockstep's
-errors, its warnings and the verdicts of `lockstep verify`. A message ends with its code:
+errors, its warnings and the verdicts of `lockstep verify`:
 
 ```text
   more:  [LS303: lockstep explain LS303]
 ```
 
-`lockstep explain LS303` prints one of these entries, `lockstep explain batchnorm` finds entries by
-their words, `lockstep explain` lists all. This page is made by `lockstep explain --markdown`.
+`lockstep explain LS303` prints an entry, `lockstep explain batchnorm` searches, `lockstep explain`
+lists all. This page is made by `lockstep explain --markdown`.
 
-Warnings are of the class `lockstep.errors.LockstepWarning`, printed once by rank 0 with the line of
-the script. `warnings.simplefilter("error", lockstep.errors.LockstepWarning)` makes errors of them.
+Warnings are `lockstep.errors.LockstepWarning`, printed once by rank 0 with the line of the script;
+`warnings.simplefilter("error", lockstep.errors.LockstepWarning)` turns them into errors.
 """
 
 
