@@ -22,8 +22,7 @@ from typing import Literal
 
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
 from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption, LostNode
-from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.messages import render as render_verdict
+from lockstep.watchdog.messages import Verdict, details
 
 FailureKind = Literal[
     "exception",
@@ -53,12 +52,12 @@ class FirstFailure:
     """The root cause of a run's end."""
 
     kind: FailureKind
-    ranks: tuple[int, ...]
-    """Those that failed so; several where they failed in the same way."""
-    host: str
     time: float
     headline: str
-    exit_code: int
+    ranks: tuple[int, ...] = ()
+    """Those that failed so; several where they failed in the same way."""
+    host: str = ""
+    exit_code: int = EXIT_LOST_RANK
     """What the launcher ends with."""
     step: int | None = None
     line: str | None = None
@@ -96,7 +95,7 @@ def first_failure(
     ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
     own = [e for e in exits if e not in ours]
     followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
-    roots = [_of_ending(e) for e in own if e.code != 0 and e not in followers]
+    roots = [_of_exit(e) for e in own if e.code != 0 and e not in followers]
     roots += [_of_lost_node(node) for node in lost_nodes]
     if hang is not None and not any(root.time <= judged_at + INSTANT_S for root in roots):
         roots += _of_hang(hang, judged_at, own, read_line)
@@ -105,7 +104,7 @@ def first_failure(
     if not any(_may_cause(root, f) for root in roots for f in followers):
         roots += [_left(e) for e in _who_left(own, followers)]
     unexplained = [f for f in followers if not any(_may_cause(root, f) for root in roots)]
-    roots += [_of_ending(f, alone=True) for f in unexplained]
+    roots += [_of_exit(f, alone=True) for f in unexplained]
     if not roots:
         return None
     explained = [f for f in followers if f not in unexplained]
@@ -147,8 +146,8 @@ def _who_left(own: Sequence[ExitStatus], followers: Sequence[ExitStatus]) -> lis
     return [e for e in own if e.code == 0 and e.time <= missed + LATE_S]
 
 
-def _of_ending(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
-    """An ending as a root; `alone`: it says that a peer was lost, but none was."""
+def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
+    """An exit as a root; `alone`: it says that a peer was lost, but none was."""
     error = end.error
     texts = [f"{error.type}: {error.message}", *error.chain] if error else [*end.last_lines]
     failure = FirstFailure(
@@ -172,9 +171,7 @@ def _of_ending(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
         )
     else:
         failure = replace(failure, kind="signal", exit_code=EXIT_LOST_RANK)
-    number = max(0, -end.code)
-    advice = advice_for(failure.kind, number, texts, oom=end.oom is not None, alone=alone)
-    return replace(failure, advice=(advice,) if advice else ())
+    return replace(failure, advice=_advice(failure.kind, end, texts, alone))
 
 
 def _exit_code(end: ExitStatus) -> int:
@@ -223,8 +220,7 @@ def _of_lost_node(node: LostNode) -> FirstFailure:
         host=node.host,
         time=node.time,
         headline="the machine has left the run" + (f": {node.reason}" if node.reason else ""),
-        exit_code=EXIT_LOST_RANK,
-        advice=(advice_for("node_lost", 0, ()),),
+        advice=(_BY_KIND["node_lost"],),
     )
 
 
@@ -234,13 +230,7 @@ def _of_hang(
     own: Sequence[ExitStatus],
     read_line: Callable[[str, int], str] | None,
 ) -> list[FirstFailure]:
-    rows = tuple(
-        text[2:] for text in render_verdict(replace(hang, advice=()), read_line).splitlines()
-    )
-    # The headline may have been wrapped, and is told in one piece here.
-    rows = rows[
-        len(render_verdict(replace(hang, rows=(), mismatch=None, advice=())).splitlines()) :
-    ]
+    rows = tuple(line[2:] for line in details(hang, read_line))
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
         return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
@@ -266,8 +256,6 @@ def _of_interruption(interrupted: Interruption) -> FirstFailure:
     key = " (Ctrl-C)" if interrupted.signal == signal.SIGINT else ""
     return FirstFailure(
         kind="interrupted",
-        ranks=(),
-        host="",
         time=interrupted.time,
         headline=f"lockstep was sent {name}{key}",
         exit_code=128 + interrupted.signal,
@@ -281,9 +269,8 @@ def _left(end: ExitStatus) -> FirstFailure:
         host=end.host,
         time=end.time,
         headline="left early: it ended with exit code 0 while others still waited for it",
-        exit_code=EXIT_LOST_RANK,
         step=end.step,
-        advice=(advice_for("left", 0, ()),),
+        advice=(_BY_KIND["left"],),
     )
 
 
@@ -516,31 +503,19 @@ _NETWORK = (
 )
 
 
-def advice_for(
-    kind: str,
-    number: int,
-    texts: Sequence[str],
-    *,
-    oom: bool = False,
-    alone: bool = False,
-) -> str:
-    """What to do about a failure; empty where the failure says it itself.
-
-    Args:
-        kind: of the failure, see `FailureKind`.
-        number: the signal that ended the process, or 0.
-        texts: messages of its exceptions, or its last lines.
-        oom: the kernel's out-of-memory killer was at work.
-        alone: it says that a peer was lost, but none was.
-    """
+def _advice(
+    kind: FailureKind, end: ExitStatus, texts: Sequence[str], alone: bool
+) -> tuple[str, ...]:
+    """What to do about a rank's failure; empty where the failure says it itself."""
     joined = "\n".join(texts)
-    if kind == "exception" and oom and re.search(r"DataLoader worker|signal: Killed", joined):
-        return f"the kernel's out-of-memory killer ended a worker: {_MEMORY}"
+    if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", joined):
+        return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
     if kind in _BY_KIND:
-        return _BY_KIND[kind]
+        return (_BY_KIND[kind],)
     for pattern, what_to_do in _BY_TEXT:
         if re.search(pattern, joined):
-            return what_to_do
+            return (what_to_do,)
     if alone:
-        return _NETWORK
-    return _BY_SIGNAL.get(number, "") if kind == "signal" else ""
+        return (_NETWORK,)
+    by_signal = _BY_SIGNAL.get(-end.code) if kind == "signal" else None
+    return () if by_signal is None else (by_signal,)

@@ -66,10 +66,17 @@ def render(verdict: Verdict, read_line: Callable[[str, int], str] | None = None)
     """A verdict in plain English, in lines of at most 100 columns.
 
     Args:
-        verdict: what to tell.
+        verdict: what to report.
         read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
     """
-    lines = [verdict.headline]
+    advice = [f"  do: {text}" for text in verdict.advice]
+    parts = [*_wrap([verdict.headline]), *details(verdict, read_line), *_wrap(advice)]
+    return "\n".join(parts)
+
+
+def details(verdict: Verdict, read_line: Callable[[str, int], str] | None = None) -> list[str]:
+    """The lines between a verdict's headline and its advice."""
+    lines = []
     for ranks, row in _folded(verdict.rows):
         since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
         lines.append(f"  {name_ranks(ranks)} on {row.host}: {verb(row.does, len(ranks))}{since}")
@@ -77,8 +84,7 @@ def render(verdict: Verdict, read_line: Callable[[str, int], str] | None = None)
             lines.append(_source(row.line, read_line, 4))
     if verdict.mismatch is not None:
         lines += _mismatch_lines(verdict.mismatch, read_line)
-    lines += [f"  do: {text}" for text in verdict.advice]
-    return "\n".join(part for line in lines for part in _wrapped(line))
+    return _wrap(lines)
 
 
 _PLURAL = {
@@ -139,10 +145,16 @@ def _source(line: Frame, read_line: Callable[[str, int], str] | None, indent: in
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
-def _wrapped(line: str) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [
-        ""
+def _wrap(lines: Iterable[str]) -> list[str]:
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(
+            line,
+            WIDTH,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_on_hyphens=False,
+        )
     ]
 
 
