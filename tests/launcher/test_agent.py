@@ -9,7 +9,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from lockstep.launcher.agent import Agent, rank_environment
-from lockstep.launcher.rendezvous_handlers import StaticHandler
+from lockstep.launcher.rendezvous import StaticHandler
 
 
 def test_the_methods_that_torch_leaves_to_an_agent() -> None:

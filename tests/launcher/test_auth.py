@@ -15,7 +15,7 @@ from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
 from lockstep.launcher import auth, peers
 from lockstep.launcher.auth import Token, find_token
-from lockstep.launcher.peers import LEFT, LOST, Board, Node
+from lockstep.launcher.peers import LEFT, LOST, Node, Peers
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
@@ -25,7 +25,7 @@ MAGIC = 16
 class Echo:
     """In place of a store: sends back what comes."""
 
-    def __init__(self, thread: auth.Thread) -> None:
+    def __init__(self, thread: auth.NetworkThread) -> None:
         self.connections = 0
         self._server = thread.wait(asyncio.start_server(self._echo, LOOPBACK, 0))
         self.port = self._server.sockets[0].getsockname()[1]
@@ -40,16 +40,18 @@ class Echo:
         self._server.close()
 
 
-class Gate:
-    """A gate on loopback with an echo behind it."""
+class Proxy:
+    """An auth proxy on loopback with an echo behind it."""
 
-    def __init__(self, thread: auth.Thread, attend: auth.Attend | None = None) -> None:
+    def __init__(self, thread: auth.NetworkThread, attend: auth.OnPeer | None = None) -> None:
         self.thread, self.said = thread, list[str]()
         self.echo = Echo(thread)
-        self._gate = auth.Gate(TOKEN, self.echo.port, attend or self._attend, self.said.append)
+        self._proxy = auth.AuthProxy(
+            TOKEN, self.echo.port, attend or self._attend, self.said.append
+        )
         listener = listening_socket(LOOPBACK, 0)
         self.port = listener.getsockname()[1]
-        thread.wait(self._gate.listen(listener))
+        thread.wait(self._proxy.listen(listener))
 
     async def _attend(self, *_: object) -> None:
         self.said.append("attended")
@@ -58,26 +60,28 @@ class Gate:
         return socket.create_connection((LOOPBACK, self.port), timeout=30)
 
     def close(self) -> None:
-        self.thread.wait(self._gate.close())
+        self.thread.wait(self._proxy.close())
         self.thread.wait(self.echo.close())
 
 
 @pytest.fixture
-def thread() -> Iterator[auth.Thread]:
-    made = auth.Thread()
+def thread() -> Iterator[auth.NetworkThread]:
+    made = auth.NetworkThread()
     yield made
     made.close()
 
 
 @pytest.fixture
-def door(thread: auth.Thread) -> Iterator[Gate]:
-    made = Gate(thread)
+def door(thread: auth.NetworkThread) -> Iterator[Proxy]:
+    made = Proxy(thread)
     yield made
     made.close()
 
 
 @contextmanager
-def forwarder(thread: auth.Thread, port: int, token: Token) -> Iterator[tuple[auth.Forwarder, int]]:
+def forwarder(
+    thread: auth.NetworkThread, port: int, token: Token
+) -> Iterator[tuple[auth.Forwarder, int]]:
     made = auth.Forwarder(LOOPBACK, port, token)
     try:
         yield made, thread.wait(made.listen())
@@ -114,7 +118,9 @@ def until(look: Callable[[], bool]) -> None:
     pytest.fail("it has not come to pass")
 
 
-def test_bytes_go_through_both_ways_whatever_their_number(thread: auth.Thread, door: Gate) -> None:
+def test_bytes_go_through_both_ways_whatever_their_number(
+    thread: auth.NetworkThread, door: Proxy
+) -> None:
     with forwarder(thread, door.port, TOKEN) as (_, port):
         data = os.urandom(1 << 20)
         assert exchange(port, data) == data
@@ -123,16 +129,18 @@ def test_bytes_go_through_both_ways_whatever_their_number(thread: auth.Thread, d
     assert door.echo.connections == 21
 
 
-def test_everything_but_the_gate_is_on_loopback(thread: auth.Thread, door: Gate) -> None:
+def test_everything_but_the_proxy_is_on_loopback(thread: auth.NetworkThread, door: Proxy) -> None:
     with forwarder(thread, door.port, TOKEN) as (_, port):
         ours = {place for place in listening() if place[1] in (port, door.port, door.echo.port)}
     assert ours == {(LOOPBACK, p) for p in (port, door.port, door.echo.port)}
 
 
-def test_a_wrong_token_does_not_pass_and_is_said_once(thread: auth.Thread, door: Gate) -> None:
+def test_a_wrong_token_does_not_pass_and_is_said_once(
+    thread: auth.NetworkThread, door: Proxy
+) -> None:
     for _ in range(3):
-        with pytest.raises(auth.Hindrance, match="token differs"):
-            thread.wait(auth.knock(LOOPBACK, door.port, OTHER, auth.STORE))
+        with pytest.raises(auth.ConnectionFailed, match="token differs"):
+            thread.wait(auth.authenticate(LOOPBACK, door.port, OTHER, auth.STORE))
     with forwarder(thread, door.port, OTHER) as (_, port):
         assert exchange(port, b"hello") == b""
     (line,) = door.said
@@ -141,37 +149,37 @@ def test_a_wrong_token_does_not_pass_and_is_said_once(thread: auth.Thread, door:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(65)])
-def test_a_stranger_does_not_pass(door: Gate, sent: bytes) -> None:
+def test_a_stranger_does_not_pass(door: Proxy, sent: bytes) -> None:
     with door.connect() as link:
         link.sendall(sent)
         link.shutdown(socket.SHUT_WR)
         answer = receive(link, 1000)
-    assert answer[:MAGIC] == b"lockstep gate 1\n"
+    assert answer[:MAGIC] == b"lockstep auth 1\n"
     assert len(answer) == MAGIC + 32 + (33 if len(sent) == 65 else 0)
     assert not any(answer[MAGIC + 32 :])
     until(lambda: len(door.said) == 1)
     assert door.echo.connections == 0
 
 
-def test_who_says_nothing_is_sent_away(door: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_sent_away(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.05)
     with door.connect() as link:
         assert len(receive(link, 1000)) == MAGIC + 32
     until(lambda: len(door.said) == 1)
 
 
-def test_no_more_strangers_than_it_can_bear(door: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_MAX_STRANGERS", 1)
+def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "_MAX_UNAUTHENTICATED", 1)
     with door.connect() as first:
         assert len(receive(first, MAGIC + 32)) == MAGIC + 32
         with door.connect() as second:
             assert receive(second, 1) == b""
 
 
-def test_what_was_said_once_does_not_open_the_gate_again(door: Gate) -> None:
+def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
     def respond(link: socket.socket, nonce: bytes) -> bytes:
         theirs = receive(link, MAGIC + 32)[MAGIC:]
-        proof = hmac.digest(TOKEN.key, b"visitor" + theirs + nonce + auth.STORE, "sha256")
+        proof = hmac.digest(TOKEN.key, b"client" + theirs + nonce + auth.STORE, "sha256")
         return nonce + auth.STORE + proof
 
     nonce = bytes(32)
@@ -183,42 +191,42 @@ def test_what_was_said_once_does_not_open_the_gate_again(door: Gate) -> None:
         receive(link, MAGIC + 32)
         link.sendall(message)
         assert receive(link, 33) == bytes(33)
-    with door.connect() as link:  # nor does the gate's own proof
+    with door.connect() as link:  # nor does the proxy's own proof
         theirs = receive(link, MAGIC + 32)[MAGIC:]
-        proof = hmac.digest(TOKEN.key, b"gate" + theirs + nonce + auth.STORE, "sha256")
+        proof = hmac.digest(TOKEN.key, b"server" + theirs + nonce + auth.STORE, "sha256")
         link.sendall(nonce + auth.STORE + proof)
         assert receive(link, 33) == bytes(33)
 
 
-def test_a_gate_without_the_token_is_not_believed(thread: auth.Thread) -> None:
+def test_a_proxy_without_the_token_is_not_believed(thread: auth.NetworkThread) -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
 
         def pretend() -> None:
             link, _ = server.accept()
             with link:
-                link.sendall(b"lockstep gate 1\n" + bytes(32))
+                link.sendall(b"lockstep auth 1\n" + bytes(32))
                 receive(link, 65)
                 link.sendall(b"\1" + bytes(32))
 
         pretender = threading.Thread(target=pretend)
         pretender.start()
-        with pytest.raises(auth.Hindrance, match="token differs"):
-            thread.wait(auth.knock(*server.getsockname(), TOKEN, auth.LINK))
+        with pytest.raises(auth.ConnectionFailed, match="token differs"):
+            thread.wait(auth.authenticate(*server.getsockname(), TOKEN, auth.PEER))
         pretender.join()
 
 
 def test_what_is_behind_a_port_is_told_apart(
-    thread: auth.Thread, monkeypatch: pytest.MonkeyPatch
+    thread: auth.NetworkThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def knock(port: int) -> str:
-        with pytest.raises(auth.Hindrance) as hindrance:
-            thread.wait(auth.knock(LOOPBACK, port, TOKEN, auth.LINK))
+        with pytest.raises(auth.ConnectionFailed) as hindrance:
+            thread.wait(auth.authenticate(LOOPBACK, port, TOKEN, auth.PEER))
         return str(hindrance.value)
 
     monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.2)
     monkeypatch.setattr(auth, "_CONNECT_S", 0.2)
     with socket.create_server((LOOPBACK, 0)) as silent:
-        assert knock(silent.getsockname()[1]) == auth.NOT_A_GATE
+        assert knock(silent.getsockname()[1]) == auth.NOT_A_LAUNCHER
         port = silent.getsockname()[1]
     assert knock(port) == network.REFUSED
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -238,7 +246,7 @@ def test_what_is_behind_a_port_is_told_apart(
     assert knock(port) == network.NO_ANSWER
 
 
-def test_connections_end_together(thread: auth.Thread, door: Gate) -> None:
+def test_connections_end_together(thread: auth.NetworkThread, door: Proxy) -> None:
     with (
         forwarder(thread, door.port, TOKEN) as (carrier, port),
         socket.create_connection((LOOPBACK, port), timeout=30) as link,
@@ -247,7 +255,7 @@ def test_connections_end_together(thread: auth.Thread, door: Gate) -> None:
         assert receive(link, 1) == b"x"
         thread.soon(carrier.cut)
         assert receive(link, 1) == b""
-        assert exchange(port, b"x") == b"", "nobody should wait for a gate out of reach"
+        assert exchange(port, b"x") == b"", "nobody should wait for a proxy out of reach"
 
 
 def node(rank: int) -> Node:
@@ -255,94 +263,96 @@ def node(rank: int) -> Node:
 
 
 class Talk:
-    """A hub behind a gate, and one visitor."""
+    """A server behind an auth proxy, and one client."""
 
-    def __init__(self, thread: auth.Thread) -> None:
-        self.thread, self.board = thread, Board(node(0))
+    def __init__(self, thread: auth.NetworkThread) -> None:
+        self.thread, self.peers = thread, Peers(node(0))
         self.said: list[str] = []
         self.forgotten: list[str] = []
-        self.hub = peers.Hub(self.board, self.said.append, self.forgotten.append)
-        self.door = Gate(thread, self.hub.attend)
-        streams = thread.wait(auth.knock(LOOPBACK, self.door.port, TOKEN, auth.LINK))
-        self.link = peers.Link(*streams)
-        board, objection = thread.wait(peers.introduce(self.link, node(1)))
-        assert board is not None, objection
-        self.visitors, self.losses = board, 0
-        self.visitor = peers.Visitor(self.link, board, self._lose)
+        self.server = peers.Server(self.peers, self.said.append, self.forgotten.append)
+        self.door = Proxy(thread, self.server.attend)
+        streams = thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
+        self.connection = peers.Connection(*streams)
+        self.theirs, self.losses = thread.wait(peers.introduce(self.connection, node(1))), 0
+        self.client = peers.Client(self.connection, self.theirs, self._lose)
+        self.peers.send = lambda changes: thread.soon(lambda: self.server.send(changes))
+        self.theirs.send = lambda changes: thread.soon(lambda: self.client.send(changes))
 
     def _lose(self) -> None:
         self.losses += 1
 
     def listen(self) -> None:
-        self.thread.wait(self.visitor.begin())
+        self.thread.wait(self.client.begin())
 
     def close(self) -> None:
-        self.thread.wait(self.link.close())
+        self.thread.wait(self.connection.close())
         self.door.close()
 
 
 @pytest.fixture
-def talk(thread: auth.Thread) -> Iterator[Talk]:
+def talk(thread: auth.NetworkThread) -> Iterator[Talk]:
     made = Talk(thread)
     yield made
     made.close()
 
 
-def test_all_boards_hold_the_same(talk: Talk) -> None:
+def test_all_peers_hold_the_same(talk: Talk) -> None:
     talk.listen()
-    assert [n.rank for n in talk.visitors.all()] == [n.rank for n in talk.board.all()] == [0, 1]
-    for board, side in ((talk.board, talk.hub), (talk.visitors, talk.visitor)):
-        changes = {"round": 3, "told": {"a": list(range(board.own_number + 1))}}
-        board.write(board.own_number, changes)
-        talk.thread.soon(lambda side=side, changes=changes: side.publish(changes))  # type: ignore[misc]
-    until(lambda: talk.board.all() == talk.visitors.all())
-    assert [n.told for n in talk.board.all()] == [{"a": [0]}, {"a": [0, 1]}]
+    assert [n.rank for n in talk.theirs.all()] == [n.rank for n in talk.peers.all()] == [0, 1]
+    for side in (talk.peers, talk.theirs):
+        side.update(round=3, published={"a": list(range(side.own_number + 1))})
+    until(lambda: talk.peers.all() == talk.theirs.all())
+    assert [n.published for n in talk.peers.all()] == [{"a": [0]}, {"a": [0, 1]}]
 
 
-def test_a_visitor_writes_only_what_is_its_own(talk: Talk) -> None:
+def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
     talk.thread.soon(
-        lambda: talk.link.send({"changes": {"state": "lost", "host": "x", "round": 1}})
+        lambda: talk.connection.send({"changes": {"state": "lost", "host": "x", "round": 1}})
     )
-    until(lambda: talk.board.node(1).round == 1)
-    assert (talk.board.node(1).state, talk.board.node(1).host) == ("here", "h")
+    until(lambda: talk.peers.node(1).round == 1)
+    assert (talk.peers.node(1).state, talk.peers.node(1).host) == ("here", "h")
 
 
-def test_a_visitor_may_have_the_store_freed_of_old_keys(talk: Talk) -> None:
-    talk.thread.soon(lambda: talk.visitor.forget("a key"))
+def test_a_client_may_have_the_store_freed_of_old_keys(talk: Talk) -> None:
+    talk.thread.soon(lambda: talk.client.forget("a key"))
     until(lambda: talk.forgotten == ["a key"])
 
 
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])
 def test_a_goodbye_is_no_loss(talk: Talk, why: str) -> None:
     talk.listen()
-    talk.thread.wait(talk.visitor.close(why))
-    until(lambda: talk.board.node(1).state == LEFT)
-    assert talk.board.node(1).why == why
+    talk.theirs.update(state=LEFT, why=why)
+    talk.thread.wait(talk.connection.close())
+    until(lambda: talk.peers.node(1).state == LEFT)
+    assert talk.peers.node(1).why == why
     assert talk.said == ([f"node 1 on host h has left ({why})"] if why else [])
 
 
-def test_the_servers_goodbye_reaches_the_visitor(talk: Talk) -> None:
+def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:
     talk.listen()
-    talk.thread.wait(talk.hub.close("interrupted"))
+    talk.peers.update(state=LEFT, why="interrupted")
+    talk.thread.wait(talk.server.close())
     until(lambda: talk.losses == 1)
-    assert (talk.visitors.node(0).state, talk.visitors.node(0).why) == (LEFT, "interrupted")
+    assert (talk.theirs.node(0).state, talk.theirs.node(0).why) == (LEFT, "interrupted")
     assert talk.said == []
 
 
-def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.Thread) -> None:
-    monkeypatch.setattr(peers, "BEAT_S", 0.02)
-    talk = Talk(thread)  # its visitor never beats
-    until(lambda: talk.board.node(1).state == LOST)
-    assert "nothing heard" in talk.board.node(1).why
+def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.NetworkThread) -> None:
+    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.02)
+    talk = Talk(thread)  # its client sends no heartbeats
+    until(lambda: talk.peers.node(1).state == LOST)
+    assert "nothing heard" in talk.peers.node(1).why
     assert len(talk.said) == 1
     talk.close()
 
 
-def test_two_that_beat_are_not_lost(monkeypatch: pytest.MonkeyPatch, thread: auth.Thread) -> None:
-    monkeypatch.setattr(peers, "BEAT_S", 0.05)
+def test_two_that_send_heartbeats_are_not_lost(
+    monkeypatch: pytest.MonkeyPatch, thread: auth.NetworkThread
+) -> None:
+    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.05)
     talk = Talk(thread)
     talk.listen()
-    threading.Event().wait(1.0)  # 20 beats, of which 7 missing ones would be a loss
-    assert [n.state for n in talk.board.all()] == ["here", "here"]
-    assert [n.state for n in talk.visitors.all()] == ["here", "here"]
+    threading.Event().wait(1.0)  # 20 heartbeats, of which 7 missing ones would be a loss
+    assert [n.state for n in talk.peers.all()] == ["here", "here"]
+    assert [n.state for n in talk.theirs.all()] == ["here", "here"]
     talk.close()

@@ -20,9 +20,13 @@ from lockstep.errors import (
     SettingError,
 )
 from lockstep.launcher import auth, peers
-from lockstep.launcher.peers import Board, Node
-from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
-from lockstep.launcher.rendezvous_handlers import DynamicHandler, StaticHandler
+from lockstep.launcher.peers import Node, Peers
+from lockstep.launcher.rendezvous import (
+    DynamicHandler,
+    Rendezvous,
+    StaticHandler,
+    open_rendezvous,
+)
 
 TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 
@@ -307,7 +311,7 @@ def test_an_error_within_is_the_reason_told(error: BaseException | None, reason:
     handler = StaticHandler.__new__(StaticHandler)
     with (
         contextlib.suppress(KeyboardInterrupt, SettingError),
-        Rendezvous(handler, Board(own), interface=None, ends=told.append),
+        Rendezvous(handler, Peers(own), interface=None, leave=told.append),
     ):
         if error:
             raise error

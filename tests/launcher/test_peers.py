@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
+from lockstep.errors import JoinError
 from lockstep.launcher.peers import (
     LEFT,
     LOST,
-    Board,
     Node,
+    Peers,
     absent,
-    admit,
     announcer,
     departure,
     latest,
-    objection_as_error,
 )
 
 
@@ -38,35 +38,31 @@ def node(rank: int | None, number: int = 0, **fields: object) -> Node:
     ],
 )
 def test_who_is_taken_in(comer: Node, kind: str | None, found: str) -> None:
-    board = Board(node(0))
-    admitted, objection = admit(board, comer)
+    peers = Peers(node(0))
     if kind is None:
+        admitted = peers.admit(comer)
         assert admitted == replace(comer, number=1)
-        assert board.node(1) == admitted
+        assert peers.node(1) == admitted
     else:
-        assert admitted is None
-        error = objection_as_error(objection)
-        assert type(error).__name__ == kind
-        assert found in error.found
-        assert len(board.all()) == 1
+        with pytest.raises(JoinError) as error:
+            peers.admit(comer)
+        assert type(error.value).__name__ == kind
+        assert found in error.value.found
+        assert len(peers.all()) == 1
 
 
 def test_nodes_without_a_rank_are_never_doubled() -> None:
-    board = Board(node(None))
+    peers = Peers(node(None))
     for number in (1, 2):
-        admitted, _ = admit(board, node(None, 9))
-        assert admitted is not None
-        assert admitted.number == number
+        assert peers.admit(node(None, 9)).number == number
 
 
 def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
-    board = Board(node(0))
-    admit(board, node(1))
-    board.write(1, {"state": LOST, "why": "its connection ended"})
-    again, _ = admit(board, node(1, pid=7))
-    assert again is not None
-    assert again.number == 2
-    assert [n.number for n in latest(board.all())] == [0, 2]
+    peers = Peers(node(0))
+    peers.admit(node(1))
+    peers.write(1, {"state": LOST, "why": "its connection ended"})
+    assert peers.admit(node(1, pid=7)).number == 2
+    assert [n.number for n in latest(peers.all())] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -99,11 +95,11 @@ def test_many_missing_nodes_are_each_named() -> None:
 
 
 def test_what_is_told_is_added_and_all_is_json() -> None:
-    board = Board(node(0))
-    board.write(0, {"told": {"a": 1}})
-    board.write(0, {"told": {"b": [2]}, "round": 3})
-    assert board.own.told == {"a": 1, "b": [2]}
-    assert Node(**board.own.to_json()) == board.own
+    peers = Peers(node(0))
+    peers.write(0, {"published": {"a": 1}})
+    peers.write(0, {"published": {"b": [2]}, "round": 3})
+    assert peers.own.published == {"a": 1, "b": [2]}
+    assert Node(**json.loads(json.dumps(asdict(peers.own)))) == peers.own
 
 
 def test_a_node_that_left_in_the_end_is_not_gone() -> None:

@@ -99,7 +99,7 @@ def test_strangers_and_second_comers_are_turned_away_and_the_run_goes_on(
     server.do("open", TOKEN, **node(machines, 0))
     with launchers(machines[1], machines[1], machines[1]) as (stranger, other, second):
         answer = stranger.do("connect", machines[0].address, PORT, b"GET / HTTP/1.1\r\n\r\n")
-        assert answer.startswith(b"lockstep gate")
+        assert answer.startswith(b"lockstep auth")
         assert len(answer) == 48
         stranger.do("connect", machines[0].address, PORT, b"again")
         with pytest.raises(Refusal, match=r"(?s)TokenDiffersError.*the token differs") as refusal:

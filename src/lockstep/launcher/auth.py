@@ -1,28 +1,28 @@
-"""The gate: lets the launchers and ranks of one run reach its store, and nobody else.
+"""The auth proxy: lets the launchers and ranks of one run reach its store, and nobody else.
 
 A TCPStore asks nobody who they are and lets them write what torch reads back with pickle. On
-several machines it therefore listens on loopback alone, and the gate listens in its place on the
-one address that the other machines use. On every other machine a *forwarder* listens on loopback
-and carries each connection through the gate, so that torch's clients need to know nothing of it.
+several machines it therefore listens on loopback alone, and the *auth proxy* listens in its place
+on the one address that the other machines use. On every other machine a *forwarder* listens on
+loopback and carries each connection through the proxy, so that torch's clients need to know nothing
+of it.
 
-    rank or launcher --loopback--> forwarder ====network====> gate --loopback--> store
+    rank or launcher --loopback--> forwarder ===network===> auth proxy --loopback--> store
 
-A connection to the gate begins with a challenge and a response in both directions (HMAC-SHA256 of
+A connection to the proxy begins with a challenge and a response in both directions (HMAC-SHA256 of
 two nonces under the run's token; RFC 2104, and the mutual scheme of ISO/IEC 9798-4), so the token
 never crosses the network and cannot be replayed:
 
-    gate      MAGIC, nonce g (32 bytes)
-    visitor   nonce v (32), purpose (1), HMAC(token, "visitor" g v purpose)
-    gate      1 and HMAC(token, "gate" g v purpose), or 0 and zeros
+    proxy     MAGIC, nonce s (32 bytes)
+    client    nonce c (32), purpose (1), HMAC(token, "client" s c purpose)
+    proxy     1 and HMAC(token, "server" s c purpose), or 0 and zeros
 
 What follows is neither encrypted nor signed: whoever can alter packets on the way between two
 machines of the run can alter the run. And loopback is open to all users of its machine.
 
-The secret that the launchers of one run share; it proves that they belong together.
-
-It is taken from LOCKSTEP_TOKEN. Where that is not set, it is the content of a file in the user's
-home folder, made by the first launcher that needs it and readable by the user alone: machines that
-share the home folder then need nothing else. (Erlang's `.erlang.cookie` works like this.)
+The token is the secret that the launchers of one run share; it proves that they belong together. It
+is taken from LOCKSTEP_TOKEN. Where that is not set, it is the content of a file in the user's home
+folder, made by the first launcher that needs it and readable by the user alone: machines that share
+the home folder then need nothing else. (Erlang's `.erlang.cookie` works like this.)
 """
 
 from __future__ import annotations
@@ -35,45 +35,52 @@ import secrets
 import socket
 import stat
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
-from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED
+from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED, wait_until
 from lockstep.errors import SettingError
 
 T = TypeVar("T")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
+OnPeer = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
 
-STORE, LINK = b"S", b"L"
-"""The purposes of a connection: to the store, or to talk with the other launchers (`links`)."""
-_MAGIC = b"lockstep gate 1\n"
+STORE, PEER = b"S", b"P"
+"""The purposes of a connection: to the store, or to talk with the other launchers (`peers`)."""
+_MAGIC = b"lockstep auth 1\n"
 _NONCE = _PROOF = 32
 _HANDSHAKE_S = 5.0
 _CONNECT_S = 3.0
 _CHUNK = 1 << 16
-_MAX_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 """Connections that may be at the challenge at one time."""
 
+VARIABLE = "LOCKSTEP_TOKEN"
+OPEN = "none"
+"""The value of LOCKSTEP_TOKEN that lets everybody in."""
+_SHORTEST = 16
+_VISIBLE_WITHIN_S = 5.0
+"""After it was made on another machine, a file of a network file system may be seen this late."""
 
-class Hindrance(Exception):
-    """Why one attempt to pass a gate failed, in words."""
+
+class ConnectionFailed(Exception):
+    """Why one attempt to connect to an auth proxy failed, in words."""
 
 
-NOT_A_GATE = "something listens there, but it is not `lockstep run`"
+NOT_A_LAUNCHER = "something listens there, but it is not `lockstep run`"
 TOKEN_DIFFERS = "its token differs from this machine's"
 
 
-class Thread:
+class NetworkThread:
     """The launcher's thread in which connections are carried."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="lockstep-gate", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lockstep-network", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -106,83 +113,87 @@ class Thread:
 
 
 async def _cancel_all() -> None:
+    # A connection that was just accepted needs some turns of the loop to get to its handler, which
+    # closes it; a task that is cancelled before it has begun closes nothing.
+    for _ in range(5):
+        await asyncio.sleep(0)
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Gate:
+class AuthProxy:
     """Listens for the other machines; made and used in the event loop's thread."""
 
     def __init__(
-        self, token: Token, store_port: int, attend: Attend, say: Callable[[str], None]
+        self, token: Token, store_port: int, on_peer: OnPeer, say: Callable[[str], None]
     ) -> None:
-        self._token, self._store_port, self._attend, self._say = token, store_port, attend, say
+        self._token, self._store_port, self._on_peer, self._say = token, store_port, on_peer, say
         self._turned_away: set[str] = set()
-        self._strangers = 0
+        self._unauthenticated = 0
 
     async def listen(self, listener: socket.socket) -> None:
-        """Opens the gate on a socket that listens; returns at once."""
-        self._server = await asyncio.start_server(self._meet, sock=listener)
+        """Takes connections on a socket that listens; returns at once."""
+        self._server = await asyncio.start_server(self._accept, sock=listener)
 
     async def close(self) -> None:
-        """Lets nobody in any more."""
+        """Takes no more connections."""
         self._server.close()
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if self._strangers < _MAX_STRANGERS:
-                await self._let_in(reader, writer, str(writer.get_extra_info("peername")[0]))
+            if self._unauthenticated < _MAX_UNAUTHENTICATED:
+                await self._admit(reader, writer, str(writer.get_extra_info("peername")[0]))
         except asyncio.CancelledError:
             writer.transport.abort()  # the launcher ends; asyncio would log it as an error
-        except Hindrance:
+        except ConnectionFailed:
             pass  # the store has just been closed
         finally:
             writer.close()
 
-    async def _let_in(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
     ) -> None:
-        self._strangers += 1
+        self._unauthenticated += 1
         try:
             purpose = await asyncio.wait_for(_challenge(reader, writer, self._token), _HANDSHAKE_S)
         except (OSError, EOFError):
-            self._turn_away(peer, "it does not speak Lockstep's protocol")
+            self._turn_away(address, "it does not speak Lockstep's protocol")
             return
         finally:
-            self._strangers -= 1
+            self._unauthenticated -= 1
         if purpose == STORE:
-            await join((reader, writer), await _connect(LOOPBACK, self._store_port))
-        elif purpose == LINK:
-            await self._attend(reader, writer, peer)
+            await relay((reader, writer), await _connect(LOOPBACK, self._store_port))
+        elif purpose == PEER:
+            await self._on_peer(reader, writer, address)
         else:
             self._turn_away(
-                peer,
+                address,
                 f"its token differs from this machine's, of {self._token.source}; set {VARIABLE} "
                 "to the same text on all machines, or copy the token file",
             )
 
-    def _turn_away(self, peer: str, why: str) -> None:
-        if peer not in self._turned_away:
-            self._turned_away.add(peer)
-            self._say(f"a connection from {peer} was turned away: {why}")
+    def _turn_away(self, address: str, why: str) -> None:
+        if address not in self._turned_away:
+            self._turned_away.add(address)
+            self._say(f"a connection from {address} was turned away: {why}")
 
 
 async def _challenge(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token
 ) -> bytes:
-    """The gate's side; returns the purpose, empty when the visitor does not have the token."""
+    """The proxy's side; returns the purpose, empty when the client does not have the token."""
     ours = secrets.token_bytes(_NONCE)
     writer.write(_MAGIC + ours)
     theirs = await reader.readexactly(_NONCE)
     purpose = await reader.readexactly(1)
     proof = await reader.readexactly(_PROOF)
-    if not hmac.compare_digest(proof, _mac(token, b"visitor", ours, theirs, purpose)):
+    if not hmac.compare_digest(proof, _mac(token, b"client", ours, theirs, purpose)):
         writer.write(bytes(1 + _PROOF))
         await writer.drain()
         return b""
-    writer.write(b"\1" + _mac(token, b"gate", ours, theirs, purpose))
+    writer.write(b"\1" + _mac(token, b"server", ours, theirs, purpose))
     return purpose
 
 
@@ -190,11 +201,11 @@ def _mac(token: Token, side: bytes, ours: bytes, theirs: bytes, purpose: bytes) 
     return hmac.digest(token.key, side + ours + theirs + purpose, "sha256")
 
 
-async def knock(address: str, port: int, token: Token, purpose: bytes) -> Streams:
-    """Passes the gate behind an address.
+async def authenticate(address: str, port: int, token: Token, purpose: bytes) -> Streams:
+    """A connection through the auth proxy behind an address.
 
     Raises:
-        Hindrance: there is no gate, or it does not let us in.
+        ConnectionFailed: there is none, or it does not let us in.
     """
     reader, writer = await _connect(address, port)
     try:
@@ -202,9 +213,9 @@ async def knock(address: str, port: int, token: Token, purpose: bytes) -> Stream
     except BaseException as error:
         writer.transport.abort()
         if isinstance(error, TimeoutError):
-            raise Hindrance(NOT_A_GATE) from None
+            raise ConnectionFailed(NOT_A_LAUNCHER) from None
         if isinstance(error, OSError | EOFError):
-            raise Hindrance(CUT) from None
+            raise ConnectionFailed(CUT) from None
         raise
     return reader, writer
 
@@ -213,22 +224,22 @@ async def _respond(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, purpose: bytes
 ) -> None:
     if await reader.readexactly(len(_MAGIC)) != _MAGIC:
-        raise Hindrance(NOT_A_GATE)
+        raise ConnectionFailed(NOT_A_LAUNCHER)
     theirs = await reader.readexactly(_NONCE)
     ours = secrets.token_bytes(_NONCE)
-    writer.write(ours + purpose + _mac(token, b"visitor", theirs, ours, purpose))
+    writer.write(ours + purpose + _mac(token, b"client", theirs, ours, purpose))
     answer = await reader.readexactly(1 + _PROOF)
-    # A gate that let us in without having the token would be somebody else's.
-    expected = b"\1" + _mac(token, b"gate", theirs, ours, purpose)
+    # A proxy that let us in without having the token would be somebody else's.
+    expected = b"\1" + _mac(token, b"server", theirs, ours, purpose)
     if not hmac.compare_digest(answer, expected):
-        raise Hindrance(TOKEN_DIFFERS)
+        raise ConnectionFailed(TOKEN_DIFFERS)
 
 
 class Forwarder:
-    """Carries connections of this machine through the gate of another one."""
+    """Carries connections of this machine through the auth proxy of another one."""
 
     def __init__(self, address: str, port: int, token: Token) -> None:
-        self._gate = (address, port, token)
+        self._proxy = (address, port, token)
         self._open: set[asyncio.StreamWriter] = set()
         self._closed = False
 
@@ -245,23 +256,23 @@ class Forwarder:
         self._open.add(writer)
         try:
             if not self._closed:
-                await join((reader, writer), await knock(*self._gate, STORE))
-        except (OSError, Hindrance):
+                await relay((reader, writer), await authenticate(*self._proxy, STORE))
+        except (OSError, ConnectionFailed):
             pass  # the client learns it from the end of its connection
         except asyncio.CancelledError:
-            writer.transport.abort()  # as for the gate
+            writer.transport.abort()  # as for the proxy
         finally:
             self._open.discard(writer)
             writer.close()
 
     def cut(self) -> None:
-        """Ends all connections: the gate is out of reach, and clients should not wait for it."""
+        """Ends all connections: the proxy is out of reach, and clients should not wait for it."""
         self._closed = True
         for writer in list(self._open):
             writer.transport.abort()
 
 
-async def join(near: Streams, far: Streams) -> None:
+async def relay(near: Streams, far: Streams) -> None:
     """Carries bytes between two connections until one of them ends, then ends the other."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -292,17 +303,9 @@ async def _connect(address: str, port: int) -> Streams:
     try:
         return await asyncio.wait_for(asyncio.open_connection(address, port), _CONNECT_S)
     except ConnectionRefusedError:
-        raise Hindrance(REFUSED) from None
+        raise ConnectionFailed(REFUSED) from None
     except OSError:
-        raise Hindrance(NO_ANSWER) from None
-
-
-VARIABLE = "LOCKSTEP_TOKEN"
-OPEN = "none"
-"""The value of LOCKSTEP_TOKEN that lets everybody in."""
-_SHORTEST = 16
-_VISIBLE_WITHIN_S = 5.0
-"""After it was made on another machine, a file of a network file system may be seen this late."""
+        raise ConnectionFailed(NO_ANSWER) from None
 
 
 @dataclass(frozen=True)
@@ -357,14 +360,8 @@ def _key(text: str) -> bytes:
 def _read_or_make(path: Path) -> str:
     if not path.exists():
         _make(path)
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
-    while True:
-        try:
-            return _read(path)
-        except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+        wait_until(path.exists, monotonic() + _VISIBLE_WITHIN_S)
+    return _read(path)
 
 
 def _make(path: Path) -> None:

@@ -1,11 +1,7 @@
 """What to start, as values: a request becomes a plan; nothing is started or read here.
 
-Torchrun's flags and its `PET_` variables: which there are, and what cannot be honoured.
-
-They are read by torchrun's own parser. What torchrun answers with a traceback, or notices when the
-run is under way, is refused here before anything is started.
-
-Environment variables for a while.
+Torchrun's flags and its `PET_` variables are read by torchrun's own parser. What torchrun answers
+with a traceback, or notices when the run is under way, is refused here before anything is started.
 """
 
 from __future__ import annotations
@@ -18,10 +14,16 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
+from lockstep.distributed.network import Endpoint, means_loopback
 from lockstep.errors import SettingError
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.output import choose_streams
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 _RENDEZVOUS = {"standalone", "node_rank", "master_addr", "master_port"}
 
@@ -447,6 +449,79 @@ def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
             f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",
             "start no more processes than devices, or make more devices visible",
         )
+
+
+# What they say about the rendezvous
+
+
+def check_node_rank(config: LaunchConfig) -> None:
+    """Refuses node ranks that the number of nodes does not have, with a SettingError."""
+    rank = config.rdzv_configs.get("rank", 0)
+    if config.rdzv_backend == "static" and not 0 <= int(rank) < config.max_nodes:
+        raise SettingError(
+            f"--node-rank {rank} with --nnodes {config.max_nodes}",
+            f"node ranks count from 0 to {config.max_nodes - 1}",
+            "give each machine a --node-rank of its own",
+        )
+
+
+_JOIN_TIMEOUT_S, _READ_TIMEOUT_S = 600.0, 60.0
+"""Torch's own defaults."""
+
+
+def join_timeout(config: LaunchConfig) -> float:
+    """Seconds that nodes wait for each other: `timeout` (static), `join_timeout` (c10d).
+
+    Raises:
+        SettingError: not a number above 0.
+    """
+    static = config.rdzv_backend == "static"
+    return _seconds(config, "timeout" if static else "join_timeout", _JOIN_TIMEOUT_S)
+
+
+def store_timeout(config: LaunchConfig) -> timedelta:
+    """How long the store waits for an answer: `timeout` (static) or `read_timeout`."""
+    static = config.rdzv_backend == "static"
+    name, default = ("timeout", _JOIN_TIMEOUT_S) if static else ("read_timeout", _READ_TIMEOUT_S)
+    return timedelta(seconds=_seconds(config, name, default))
+
+
+def _seconds(config: LaunchConfig, name: str, default: float) -> float:
+    given = config.rdzv_configs.get(name, default)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise SettingError(
+            f"--rdzv-conf {name}={given}", "not a number of seconds above 0", "write a number"
+        )
+    return seconds
+
+
+def endpoint_of(config: LaunchConfig) -> Endpoint:
+    """The host and port that all nodes were given.
+
+    Raises:
+        SettingError: they are malformed, or not given.
+    """
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    static = config.rdzv_backend == "static"
+    flags = "--master-addr and --master-port" if static else "--rdzv-endpoint"
+    try:
+        host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, -1 if static else 29400)
+    except ValueError as error:
+        raise SettingError(
+            f"{flags}: {config.rdzv_endpoint!r}", str(error), "write HOST:PORT"
+        ) from None
+    if port < 1 and config.max_nodes > 1:
+        raise SettingError(
+            f"{flags}: {config.rdzv_endpoint!r}",
+            "there is no port at which several machines could meet",
+            "give the address of one of the machines and a free port there, the same on all",
+        )
+    return Endpoint(host, port, one_node=means_loopback(host))
 
 
 @contextmanager
