@@ -315,7 +315,17 @@ class World:
         """What each device holds for a prepared model; see `lockstep.training.memory.measure`."""
         from lockstep.training.memory import measure  # not all scripts ask
 
-        return measure(self, model, optimizer, loader, loss)
+        self._check_open("memory")
+        return measure(
+            self._run,
+            self.strategy,
+            self.precision,
+            self.backward,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            loss=loss,
+        )
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
@@ -388,7 +398,7 @@ class World:
         shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
         made = make_loader(
             source,
-            request=self._preparer.settling.wish(shares, own),
+            request=self._preparer.autotune.request(shares, own),
             shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
             micro_batch_size=self._of_process(
                 self.settings.micro_batch_size if own is None else own

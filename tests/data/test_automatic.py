@@ -13,8 +13,8 @@ from lockstep.data.shares import (
     choose_shares,
     confirmed,
     enough,
+    first_micro_batch,
     largest_that_fits,
-    opening,
     parse_micro_batch,
     parts,
     shares_by_times,
@@ -94,8 +94,8 @@ def noisy(rng: np.random.Generator, kind: str, count: int) -> list[float]:
     return list(np.interp(normal, (-3.5, -1.645, -0.674, 0, 0.674, 1.645, 3.5), MEASURED[kind]))
 
 
-def settled(rng: np.random.Generator, kind: str, seconds: tuple[float, ...]) -> tuple[int, ...]:
-    """As `strategies.settling` does it."""
+def searched(rng: np.random.Generator, kind: str, seconds: tuple[float, ...]) -> tuple[int, ...]:
+    """As `training.autotune` does it."""
     shares, tried = (1,) * len(seconds), {}
     free = [None] * len(seconds)
     while shares not in tried and len(tried) < 3:
@@ -112,9 +112,9 @@ def test_noise_does_not_part_equal_ranks_nor_hide_one_that_is_twice_as_fast(kind
     rng = np.random.default_rng(0)
     runs = 300
     for ranks in (2, 4):
-        even = sum(settled(rng, kind, (1.0,) * ranks) == (1,) * ranks for _ in range(runs))
+        even = sum(searched(rng, kind, (1.0,) * ranks) == (1,) * ranks for _ in range(runs))
         assert even > 0.99 * runs, ranks
-    found = [settled(rng, kind, (2.0, 1.0)) for _ in range(runs)]
+    found = [searched(rng, kind, (2.0, 1.0)) for _ in range(runs)]
     assert sum(1.5 <= fast / slow <= 2.7 for slow, fast in found) > 0.99 * runs
 
 
@@ -174,9 +174,11 @@ def test_a_size_that_fits_whole_is_found_by_doubling_alone():
     assert tried == [4, 8, 16, 32, 64, 100]
 
 
-def test_the_opening_gives_every_rank_with_a_share_something():
+def test_the_first_micro_batch_gives_every_rank_with_a_share_something():
     def sizes(count, shares, most=None, whole=False, pieces=1):
-        found = opening(count, shares, split_batch(count, shares, pieces), most, whole=whole)
+        found = first_micro_batch(
+            count, shares, split_batch(count, shares, pieces), most, whole=whole
+        )
         return None if found is None else (found[..., 1] - found[..., 0]).tolist()
 
     assert sizes(100, (1, 1)) == [[2, 2]]

@@ -14,8 +14,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies import DP, Pipeline
-from lockstep.training.allocations import LiveTensors, SavedTensors, bytes_by_device
 from lockstep.training.memory import DeviceMemory, Memory, state_bytes
+from lockstep.training.profiling import LiveTensors, SavedTensors, bytes_by_device
 
 CPU = torch.device("cpu")
 DOUBLE, BATCH, HIDDEN = 8, 16, 16

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.data import shares
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
-from lockstep.training.profile_run import ProfilingRun
+from lockstep.training.profiling import ProfilingRun
 
 BATCH = 24
 SLOW, FITS = 1, 5

@@ -24,7 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, split_batch
-from lockstep.data.shares import AutotuneRequest, Question, opening, parse_micro_batch
+from lockstep.data.shares import (
+    AutotuneRequest,
+    ProfiledMicroBatch,
+    first_micro_batch,
+    parse_micro_batch,
+)
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, RanksDifferError
@@ -96,7 +101,8 @@ class MicroBatchPlan:
     @property
     def undecided(self) -> bool:
         """Something is still to be found."""
-        return self._request is not None and self._request.open
+        request = self._request
+        return request is not None and (request.open_shares or request.open_micro_batch_size)
 
     def update(self) -> None:
         """Takes up what has been found in the meantime, by whichever loader."""
@@ -145,26 +151,26 @@ class MicroBatchPlan:
         count, planned = len(batch), self.split(len(batch))
         first = None
         if request is not None:
-            first = opening(
+            first = first_micro_batch(
                 count, self.shares, planned, self._micro_batch_size, whole=request.whole
             )
         if request is None or first is None:  # it is too short
             yield Segment(self._of_rank(step, batch, planned))
             return
         begin, end = first[0, self._data_parallel.rank]
-        question = Question(
+        profiled = ProfiledMicroBatch(
             local=int(end - begin),
             batch_size=self._batch_size,
             shares=self.shares,
             micro_batch_size=self._micro_batch_size,
-            find_shares=request.shares and request.found.shares is None,
-            find_micro_batch=request.micro_batch_size and not request.found.tried,
+            find_shares=request.open_shares,
+            find_micro_batch_size=request.open_micro_batch_size,
         )
         done = int(first[0, -1, 1])
         segment = Segment(self._of_rank(step, batch, first))
         if weighed:
             segment.ahead = self._of_rank(step, batch, self._rest(count, done))
-        with request.found.watch(question):
+        with request.profile(profiled):
             yield segment
         self.update()
         if done < count:

@@ -1,9 +1,8 @@
 """What `shares="auto"` and `micro_batch_size="auto"` decide from measurements: pure functions.
 
-The measuring is done by `strategies.settling`, in the first global batch that is trained on. It
-can be, because shares and micro-batches change how a global batch is computed and never what: the
-loader hands out a piece of the batch, the piece is looked at, and the rest is cut by what was
-found.
+The measuring is done by `training.autotune`, in the first global batch that is trained on. It can
+be, because shares and micro-batches change how a global batch is computed and never what: the
+loader hands out a first micro-batch, which is profiled, and the rest is divided by what was found.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,67 +28,65 @@ _NEAR = 1.02
 """The smallest whole numbers are taken that come this near to the best division."""
 _PARTS = 12
 """Whole numbers are tried up to this sum, times the number of ranks."""
-_OPENING = 2
-"""Samples a rank in the first piece: what fits nowhere else, and enough for BatchNorm."""
+_FIRST = 2
+"""Samples a rank in the micro-batch that is profiled: what fits nowhere else, and enough for
+BatchNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What a loader wants to know, asked with the first piece of a global batch."""
+class ProfiledMicroBatch:
+    """The first micro-batch of a global batch, and what is to be found in its backward pass."""
 
     local: int
-    """This rank's samples of the piece."""
+    """This rank's samples of it."""
     batch_size: int
+    """Of a global batch."""
     shares: tuple[int, ...]
     """As they are now, one a rank."""
     micro_batch_size: int | None
     """The most samples that a rank computes at a time, where that is given."""
     find_shares: bool
-    find_micro_batch: bool
+    find_micro_batch_size: bool
 
 
-class Automatic(Protocol):
-    """What is found once a run, for all loaders that want it."""
+@dataclass
+class Autotuned:
+    """What has been found in a run, for all loaders that want it."""
 
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """None: not yet found."""
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """The most samples that fit at a time; None: no limit was met."""
-
-    @property
-    def tried(self) -> bool:
-        """Whether `micro_batch_size` has been looked for."""
-
-    @property
-    def whole(self) -> bool:
-        """The first piece has to be the plan's own, because the model looks at it as a whole."""
-
-    def watch(self, question: Question) -> AbstractContextManager[None]:
-        """While the piece is computed: the question is answered in its backward pass."""
+    shares: tuple[int, ...] | None = None
+    """None: not yet found."""
+    micro_batch_size: int | None = None
+    """The most samples that fit at a time; None: no limit was met."""
+    tried: bool = False
+    """Whether `micro_batch_size` has been looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutotuneRequest:
     """What one loader leaves open."""
 
-    found: Automatic
+    found: Autotuned
     shares: bool
     micro_batch_size: bool
+    profile: Callable[[ProfiledMicroBatch], AbstractContextManager[None]]
+    """To be entered while the micro-batch is computed."""
+    as_planned: Callable[[], bool]
+    """Whether the model needs to see micro-batches as they are planned."""
 
     @property
     def whole(self) -> bool:
-        """Whether the first piece is the plan's own: it is known to be no larger than wanted."""
-        return self.found.whole and not (self.micro_batch_size and not self.found.tried)
+        """The first micro-batch is the plan's own: it is known to be no larger than wanted."""
+        return self.as_planned() and not self.open_micro_batch_size
 
     @property
-    def open(self) -> bool:
-        """Whether something of it is not known yet."""
-        return (self.shares and self.found.shares is None) or (
-            self.micro_batch_size and not self.found.tried
-        )
+    def open_shares(self) -> bool:
+        """They are wanted and not known yet."""
+        return self.shares and self.found.shares is None
+
+    @property
+    def open_micro_batch_size(self) -> bool:
+        """It is wanted and not known yet."""
+        return self.micro_batch_size and not self.found.tried
 
 
 def first_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
@@ -118,7 +115,7 @@ def parse_micro_batch(value: Any) -> int | None:
     return value
 
 
-def opening(
+def first_micro_batch(
     count: int,
     shares: tuple[int, ...],
     planned: Indices,
@@ -126,7 +123,7 @@ def opening(
     *,
     whole: bool,
 ) -> Indices | None:
-    """The piece of a global batch that is handed out before everything is known.
+    """The part of a global batch that is handed out before everything is known.
 
     Args:
         count: samples of the global batch.
@@ -140,12 +137,12 @@ def opening(
         Shape `(1, ranks, 2)`. None: some rank that has a share would have no sample of it.
     """
     if whole:
-        piece = planned[:1]
+        first = planned[:1]
     else:
         ranks = tuple(int(share > 0) for share in shares)
-        piece = split_batch(min(count, min(_OPENING, most or _OPENING) * sum(ranks)), ranks)
-    sizes = piece[0, :, 1] - piece[0, :, 0]
-    return piece if all(n or not share for n, share in zip(sizes, shares, strict=True)) else None
+        first = split_batch(min(count, min(_FIRST, most or _FIRST) * sum(ranks)), ranks)
+    sizes = first[0, :, 1] - first[0, :, 0]
+    return first if all(n or not share for n, share in zip(sizes, shares, strict=True)) else None
 
 
 def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int:

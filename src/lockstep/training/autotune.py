@@ -1,8 +1,8 @@
 """Finds what is `"auto"`, once a run: how fast every rank is, and how many samples fit.
 
-It happens in the first global batch that is trained on, right after the backward pass of the piece
-with which that batch was opened (`data.division`), and before any optimizer step. Every rank takes
-the calls that it made of its modules and tries them at other sizes (`trial`). The ranks begin each
+It happens in the first global batch that is trained on, right after the backward pass of its first
+micro-batch (`data.shares.first_micro_batch`), and before any optimizer step. Every rank takes the
+calls that it made of its modules and tries them at other sizes (`profiling`). The ranks begin each
 measurement together, because devices that share a machine slow each other down; what they found
 they exchange as text, so all decide from the same numbers. Times are taken again and again, because
 a machine that others use as well is slow at times: what differs less than they vary is the same.
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from lockstep.data.shares import (
+    Autotuned,
     AutotuneRequest,
-    Question,
+    ProfiledMicroBatch,
     alike,
     confirmed,
     enough,
@@ -39,7 +40,7 @@ from lockstep.settings import AUTO
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
-from lockstep.training.profile_run import Calls, ProfilingRun
+from lockstep.training.profiling import Calls, ProfilingRun
 
 _DIVISIONS = 3
 """Times are taken again with the shares that the times before have led to, at most so often."""
@@ -47,7 +48,7 @@ _SHOWN = 8
 
 
 class Autotune:
-    """What is found, for all loaders of a run.
+    """Finds shares and micro-batch size for all loaders of a run.
 
     Args:
         run: whose settings say what is open.
@@ -68,59 +69,34 @@ class Autotune:
         optimizers: list[PreparedOptimizer],
         say: Callable[[str], None],
     ) -> None:
-        self.shares: tuple[int, ...] | None = None
-        self.micro_batch_size: int | None = None
-        self.tried = False
-        self.watching = False
-        """A piece is being computed in which something is to be found."""
+        self.found = Autotuned()
         self._run = run
         self._strategy = strategy
         self._modules = modules
         self._optimizers = optimizers
         self._say = say
-        self._question: Question | None = None
+        self._profiled: ProfiledMicroBatch | None = None
         self._calls = Calls([])
-        self.wish(None, None)
+        self.request(None, None)
 
-    @property
-    def whole(self) -> bool:
-        """The first piece has to be a whole micro-batch as it is planned.
-
-        BatchNorm looks at it as a whole. Several optimizers, those that want a closure, and a
-        static graph under DDP take no batch in pieces.
-        """
-        return (
-            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
-            or len(self._optimizers) > 1
-            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
-            or getattr(self._strategy, "static_graph", False)
-        )
-
-    @property
-    def _own_devices(self) -> int:
-        """Devices of this process that divide its part of a batch."""
-        return self._strategy.devices(self._run) // self._run.collectives.data_parallel.size
-
-    def wish(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
+    def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
         """What a loader leaves open, which was told this itself (None: as the run was told).
 
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        settings, own = self._run.settings, shares is not None
-        shares = settings.shares if shares is None else shares
-        micro_batch_size = (
-            settings.micro_batch_size if micro_batch_size is None else micro_batch_size
-        )
-        open_shares = isinstance(shares, str) and shares == AUTO
-        if not open_shares and own and self._own_devices > 1:
+        settings, own_devices = self._run.settings, _devices_of_process(self._run, self._strategy)
+        if shares is not None and not _is_auto(shares) and own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self._strategy.name!r} divides a batch over the devices of this "
                 "process where the model is called, whatever loader it came from",
-                "give the shares to lockstep.init, or --shares; strategies.data_parallel."
-                "set_shares(model, ...) changes them later",
+                "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
+                "later",
             )
+        if micro_batch_size is None:
+            micro_batch_size = settings.micro_batch_size
+        open_shares = _is_auto(settings.shares if shares is None else shares)
         if not (open_shares or micro_batch_size == AUTO):
             return None
         if not self._strategy.settles:
@@ -133,19 +109,55 @@ class Autotune:
         if micro_batch_size != AUTO and not several:
             return None
         return AutotuneRequest(
-            found=self, shares=open_shares and several, micro_batch_size=micro_batch_size == AUTO
+            found=self.found,
+            shares=open_shares and several,
+            micro_batch_size=micro_batch_size == AUTO,
+            profile=self._profile,
+            as_planned=self._as_planned,
         )
 
-    @contextmanager
-    def watch(self, question: Question) -> Iterator[None]:
-        """While the piece is computed that the question came with.
+    def after_backward(self) -> None:
+        """Finds what is open in the present micro-batch, if anything; all ranks call it.
 
         Raises:
-            UsageError: an optimizer has stepped, and `settle` was not called.
+            UsageError: on all ranks, where one could not try its calls.
+            SettingError: the memory of all ranks together does not hold the batch.
         """
-        self._question = question
+        profiled, calls = self._profiled, self._calls.seen
+        if profiled is None:
+            return
+        self._stop()
+        profiling = ProfilingRun(self._run, calls, profiled.local)
+        search = _Search(self._run, self._strategy, profiled, profiling)
+        shares = profiled.shares
+        if profiled.find_shares:
+            before, after, times = search.shares()
+            kind = "rank"
+            if _devices_of_process(self._run, self._strategy) == 1:
+                shares = after
+            else:  # its modules divide what the loader gives to the process as a whole
+                kind = "device"
+                for module in self._modules:
+                    if isinstance(module, DataParallel):
+                        module.set_shares(after)
+            self._say(_shares_in_words(before, after, times, kind))
+        if profiled.find_micro_batch_size:
+            self.found.micro_batch_size = search.micro_batch_size(shares)
+            most = max(parts(profiled.batch_size, shares))
+            self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
+            self.found.tried = True
+        if profiled.find_shares:
+            self.found.shares = shares
+
+    @contextmanager
+    def _profile(self, micro_batch: ProfiledMicroBatch) -> Iterator[None]:
+        """While the micro-batch is computed.
+
+        Raises:
+            UsageError: an optimizer has stepped, and nothing was found.
+        """
+        self._profiled = micro_batch
         self._calls = calls = Calls(self._modules)
-        self.watching = True
         try:
             yield
             if self._calls is calls and self._run.step.running.stepped:
@@ -159,65 +171,58 @@ class Autotune:
             if self._calls is calls:
                 self._stop()
 
-    def settle(self) -> None:
-        """Answers the question; to be called on all ranks after a backward pass of its piece.
-
-        Raises:
-            UsageError: on all ranks, where one could not try its calls.
-            SettingError: the memory of all ranks together does not hold the batch.
-        """
-        question, calls = self._question, self._calls.seen
-        self._stop()
-        if question is None:
-            return
-        trial = ProfilingRun(self._run, calls, question.local)
-        search = _Search(self._run, self._strategy, question, trial)
-        shares = question.shares
-        if question.find_shares:
-            before, after, times = search.shares()
-            kind = "rank" if self._own_devices == 1 else "device"
-            shares = after if self._own_devices == 1 else question.shares
-            for module in self._modules:
-                if self._own_devices > 1 and isinstance(module, DataParallel):
-                    module.set_shares(after)
-            self._say(_shares_in_words(before, after, times, kind))
-        if question.find_micro_batch:
-            self.micro_batch_size = search.micro_batch_size(shares)
-            most = max(parts(question.batch_size, shares))
-            self._say(_micro_batch_in_words(self.micro_batch_size, most))
-            self.tried = True
-        if question.find_shares:
-            self.shares = shares
-
     def _stop(self) -> None:
         self._calls.close()
-        self._calls, self._question, self.watching = Calls([]), None, False
+        self._calls, self._profiled = Calls([]), None
+
+    def _as_planned(self) -> bool:
+        """The first micro-batch has to be one that is planned.
+
+        BatchNorm looks at it as a whole. Several optimizers, those that want a closure, and a
+        static graph under DDP take no batch in parts.
+        """
+        return (
+            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
+            or len(self._optimizers) > 1
+            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
+            or getattr(self._strategy, "static_graph", False)
+        )
+
+
+def _is_auto(shares: Any) -> bool:
+    return isinstance(shares, str) and shares == AUTO
+
+
+def _devices_of_process(run: Run, strategy: Strategy) -> int:
+    """How many devices divide this process's part of a batch."""
+    return strategy.devices(run) // run.collectives.data_parallel.size
 
 
 class _Search:
     """The search of one rank, in step with the others; it may compute on several devices."""
 
     def __init__(
-        self, run: Run, strategy: Strategy, question: Question, trial: ProfilingRun
+        self, run: Run, strategy: Strategy, profiled: ProfiledMicroBatch, profiling: ProfilingRun
     ) -> None:
         self._exchange = run.collectives.exchange
-        self._part = run.collectives.data_parallel.rank
+        self._rank = run.collectives.data_parallel.rank
         self._devices = strategy.devices(run)
-        own = self._devices // run.collectives.data_parallel.size
-        self._own = range(self._part * own, self._part * own + own)
-        self._question = question
-        self._trial = trial
+        own = _devices_of_process(run, strategy)
+        self._own = range(self._rank * own, self._rank * own + own)
+        self._profiled = profiled
+        self._profiling = profiling
         self._fitting: dict[int | None, int] = {}
         self._limits: dict[int | None, int] = {}
 
     def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
         """The devices' shares as they were and as they should be, and the times that say so."""
-        question = self._question
-        before = shares = question.shares
-        if len(shares) != self._devices:  # the loader knows of this process alone
-            before = shares = (1,) * self._devices
-        # Where the parts may be computed in pieces, memory does not bound them.
-        bound = question.micro_batch_size is None and not question.find_micro_batch
+        batch_size, before = self._profiled.batch_size, self._profiled.shares
+        if len(before) != self._devices:  # the loader knows of this process alone
+            before = (1,) * self._devices
+        # Where the parts may be computed in micro-batches, memory does not bound them.
+        given = self._profiled.micro_batch_size
+        bound = given is None and not self._profiled.find_micro_batch_size
+        shares = before
         tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
         while shares not in tried and len(tried) < _DIVISIONS:
@@ -225,9 +230,22 @@ class _Search:
             times = self._times(shares)
             telling = times if alike(times) or not telling else telling
             room = limits if bound else [None] * self._devices
-            tried[shares] = step_seconds(times, shares, question.batch_size, room)
-            shares = shares_by_times(times, shares, question.batch_size, room)
+            tried[shares] = step_seconds(times, shares, batch_size, room)
+            shares = shares_by_times(times, shares, batch_size, room)
         return before, confirmed(tried, shares), telling
+
+    def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
+        """The most samples a process computes at a time, by the least memory of all; None: all.
+
+        Args:
+            shares: of the processes.
+        """
+        of_rank = parts(self._profiled.batch_size, shares)
+        # Several devices of one process are tried together: one of them holds more than the others.
+        together = self._own if len(self._own) == 1 else (None,)
+        limits = self._everywhere(self._limit, together, shares)
+        met = [n for n, part in zip(limits, of_rank, strict=True) if n is not None and n < part]
+        return min(met, default=None)
 
     def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
         """What a sample takes on each device, at its share, again and again."""
@@ -236,31 +254,18 @@ class _Search:
             rounds.append(self._everywhere(self._seconds, self._own, shares))
         return list(zip(*rounds, strict=True))
 
-    def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
-        """The most samples a process computes at a time, by the least memory of all; None: all.
-
-        Args:
-            shares: of the processes.
-        """
-        of_rank = parts(self._question.batch_size, shares)
-        # Several devices of one process are tried together: one of them holds more than the others.
-        together = self._own if len(self._own) == 1 else (None,)
-        limits = self._everywhere(self._limit, together, shares)
-        met = [n for n, part in zip(limits, of_rank, strict=True) if n is not None and n < part]
-        return min(met, default=None)
-
     def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
         """Samples that the device, or the process, would compute at a time."""
-        of_all = parts(self._question.batch_size, shares)
-        part = of_all[self._part if device is None else device]
-        return min(part, self._question.micro_batch_size or part)
+        of_all = parts(self._profiled.batch_size, shares)
+        part = of_all[self._rank if device is None else device]
+        return min(part, self._profiled.micro_batch_size or part)
 
     def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """The most samples that fit; None: all that were tried, up to its part, do."""
-        most = self._most(device, shares)
-        known = self._fitting.get(device, self._question.local)
-        if self._question.local and device not in self._limits and most > known:
-            known = largest_that_fits(lambda n: self._trial.fits(n, device), known, most)
+        most, local = self._most(device, shares), self._profiled.local
+        known = self._fitting.get(device, local)
+        if local and device not in self._limits and most > known:
+            known = largest_that_fits(lambda n: self._profiling.fits(n, device), known, most)
             self._fitting[device] = known
             if known < most:
                 self._limits[device] = known
@@ -269,7 +274,7 @@ class _Search:
     def _seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
         most = self._most(device, shares)
         size = min(most, self._limits.get(device, most))
-        return self._trial.seconds(max(2, size), device)  # BatchNorm alone needs two
+        return self._profiling.seconds(max(2, size), device)  # BatchNorm alone needs two
 
     def _everywhere(
         self,
@@ -294,7 +299,7 @@ class _Search:
         problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
         if problems:
             raise UsageError(
-                "shares='auto'" if self._question.find_shares else "micro_batch_size='auto'",
+                "shares='auto'" if self._profiled.find_shares else "micro_batch_size='auto'",
                 f"the model could not be tried at other sizes; {problems[0]}",
                 "give numbers instead, such as shares='2:3' and micro_batch_size=16",
             ) from cause

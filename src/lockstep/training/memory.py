@@ -1,4 +1,4 @@
-"""Memory and time of each device: counted from what is held, and measured in steps on trial.
+"""Memory and time of each device: counted from what is held, and measured in training steps.
 
 Counted are bytes that this strategy leaves on this device: a shard counts as a shard, a view not at
 all. Measured is the most that was alive at one time in a training step. Communication: the rows are
@@ -8,10 +8,11 @@ exchanged once; the steps communicate as those of a training do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,15 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.training.allocations import bytes_by_device, local, storages
 from lockstep.training.optimizer import PreparedOptimizer
-from lockstep.training.trial_steps import Found, Subject, state_of, try_out
+from lockstep.training.profiling import (
+    StepProfile,
+    TrainingSteps,
+    bytes_by_device,
+    local,
+    state_of,
+    storages,
+)
 
 _COLUMNS = 8
 """Devices beside each other; more are shown below."""
@@ -41,6 +48,7 @@ _ROWS = (
     ("all of these", "counted"),
     ("measured peak", "peak"),
 )
+_OF_STEPS = ("copies", "activations", "loss", "peak")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _ON_CPU = "tensors alive at one time in a step; what kernels take for themselves is not seen"
 _REPLICA = "replica "
@@ -92,6 +100,8 @@ class Memory:
 
     strategy: str
     devices: tuple[DeviceMemory, ...]
+    stages: bool = False
+    """Ranks hold stages of the model, which compute several micro-batches at a time."""
 
     def __str__(self) -> str:
         size, unit = _unit(self.devices)
@@ -103,8 +113,7 @@ class Memory:
             lines.append(f"  measured: {_ON_CUDA if cuda else _ON_CPU}")
         if any(device.device.startswith(_REPLICA) for device in self.devices):
             lines.append(f"  counted: {_REPLICAS}")
-        staged = self.strategy == "pipeline" and self.devices[-1].rank > 0
-        if staged and any(device.activations for device in self.devices):
+        if self.stages and any(device.activations for device in self.devices):
             lines.append(f"  counted: {_STAGES}")
         return "\n".join(lines)
 
@@ -127,22 +136,12 @@ class Memory:
         return lines
 
 
-class World(Protocol):
-    """What is needed of `lockstep.World`."""
-
-    _run: Run
-    precision: Precision
-    strategy: str
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass, weighted for the global batch."""
-
-    def _check_open(self, what: str) -> None:
-        """Raises UsageError where the run was left."""
-
-
 def measure(
-    world: World,
+    run: Run,
+    strategy: str,
+    precision: Precision,
+    backward: Callable[[Tensor], None],
+    *,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     loader: Loader | None = None,
@@ -150,13 +149,16 @@ def measure(
 ) -> Memory:
     """What each device holds for a model; with `loader` and `loss` also what a step takes.
 
-    With these a few training steps are taken on trial, on the loader's next batches. Then weights,
+    With these a few training steps are taken, on the loader's next batches. Then weights,
     optimizer, loader, loss scaler, counters and random streams are what they were; what else `loss`
     changes is not, and gradients are cleared. `print(world.memory(...))` shows a table. All ranks
     call it.
 
     Args:
-        world: the present run; this is `world.memory(model, ...)`.
+        run: the present one.
+        strategy: its name.
+        precision: of its passes.
+        backward: as `world.backward`.
         model: prepared.
         optimizer: likewise; None leaves its state out.
         loader: likewise; together with `loss`.
@@ -170,45 +172,56 @@ def measure(
     """
     from torch.distributed.fsdp import FSDPModule  # takes long, and not all scripts ask
 
-    world._check_open("memory")
-    run = world._run
     units = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.reshard()  # an evaluation may have left it whole
-    held = _Held(run)
-    held.add("gathered", {run.device: _gathered(units)})
-    held.add("parameters", bytes_by_device(storages(model.parameters()).values()))
-    held.add("buffers", bytes_by_device(storages(model.buffers()).values()))
-    for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.is_meta:
-            held.add("gradients", {parameter.device: _size(local(parameter))})
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    gradients: Counter[torch.device] = Counter()
+    for parameter in trained:
+        gradients[parameter.device] += _size(local(parameter))
+    columns = {
+        "gathered": {run.device: _gathered(units)},
+        "parameters": bytes_by_device(storages(model.parameters()).values()),
+        "buffers": bytes_by_device(storages(model.buffers()).values()),
+        "gradients": gradients,
+    }
+    profile = None
     state = {} if optimizer is None else state_bytes(optimizer)
-    found = None
     if loader is not None or loss is not None:
-        found = try_out(_subject(world, model, optimizer, loader, loss))
-        state = found.state
-        held.add("copies", found.copies)
-        held.add("activations", found.activations)
-        held.add("loss", found.loss)
-        held.add("peak", found.peak)
-    held.add("state", state or {})
-    own = held.rows(known_state=state is not None, found=found)
+        profile = _steps(run, precision, backward, model, optimizer, loader, loss).profile()
+        state = profile.state
+        columns |= {name: getattr(profile, name) for name in _OF_STEPS}
+    columns["state"] = state or {}
+    devices = dict.fromkeys([run.device, *(d for sizes in columns.values() for d in sizes)])
+    own = [
+        DeviceMemory(
+            rank=run.topology.rank,
+            device=str(device),
+            samples=None if profile is None else profile.samples,
+            step_s=None if profile is None else profile.step_s,
+            **{name: sizes[device] for name, sizes in columns.items() if device in sizes},
+        )
+        for device in devices
+    ]
+    if state is None:
+        own = [replace(row, state=None) for row in own]
     if isinstance(model, DataParallel):
-        own = _replicas(own, model, found)
+        own = _replicas(own, model, profile)
     every = run.collectives.exchange(json.dumps([asdict(row) for row in own]))
-    devices = tuple(DeviceMemory(**row) for text in every for row in json.loads(text))
-    return Memory(strategy=world.strategy, devices=devices)
+    rows = tuple(DeviceMemory(**row) for text in every for row in json.loads(text))
+    stages = run.collectives.data_parallel.size < run.topology.size
+    return Memory(strategy=strategy, devices=rows, stages=stages)
 
 
 def _replicas(
-    rows: list[DeviceMemory], model: DataParallel, found: Found | None
+    rows: list[DeviceMemory], model: DataParallel, profile: StepProfile | None
 ) -> list[DeviceMemory]:
     """The rows of a process with several devices; where replicas share one, as if they did not.
 
     Each but the first holds a copy of the parameters, and of their gradients when they go back.
     """
     home = rows[0]
-    sizes: list[Any] = [None] * model.count if found is None else model.sizes(found.samples)
+    sizes: list[Any] = [None] * model.count if profile is None else model.sizes(profile.samples)
     if len(set(model.devices)) == model.count:
         of = {str(device): size for device, size in zip(model.devices, sizes, strict=True)}
         rows = [replace(row, samples=of.get(row.device)) for row in rows]
@@ -218,7 +231,7 @@ def _replicas(
             for row, other in zip(rows, others, strict=True)
         ]
     activations: list[Any] = sizes
-    if found is not None:
+    if profile is not None:
         # By samples: layers that the replicas compute together keep for all of them.
         activations = [(home.activations or 0) * size // max(1, sum(sizes)) for size in sizes]
     made = [replace(home, device=f"{_REPLICA}0", samples=sizes[0], activations=activations[0])]
@@ -232,7 +245,7 @@ def _replicas(
                 copies=home.parameters,
                 state=0,
                 activations=activations[n],
-                loss=None if found is None else 0,
+                loss=None if profile is None else 0,
                 peak=None,
             )
         )
@@ -292,17 +305,19 @@ def _without_data(parameter: Tensor) -> nn.Parameter:
     return made
 
 
-def _subject(
-    world: World,
+def _steps(
+    run: Run,
+    precision: Precision,
+    backward: Callable[[Tensor], None],
     model: nn.Module,
     optimizer: Optimizer | None,
     loader: Loader | None,
     loss: Callable[[nn.Module, Any], Tensor] | None,
-) -> Subject:
+) -> TrainingSteps:
     if loss is None or not isinstance(optimizer, PreparedOptimizer):
         raise UsageError(
             "world.memory with a loader or a loss alone",
-            "to take steps on trial it needs the model, the optimizer, the loader and the loss",
+            "to take training steps it needs the model, the optimizer, the loader and the loss",
             "call world.memory(model, optimizer, loader, loss) with what world.prepare returned, "
             "or world.memory(model, optimizer) to count without a step",
         )
@@ -318,45 +333,15 @@ def _subject(
             "it is empty" if loader.steps == 0 else "a loop over it is running",
             "call it before the loop, with data for one global batch at least",
         )
-    return Subject(
-        run=world._run,
-        precision=world.precision,
-        backward=world.backward,
+    return TrainingSteps(
+        run=run,
+        precision=precision,
+        backward=backward,
         model=model,
         optimizer=optimizer,
         loader=loader,
         loss=loss,
     )
-
-
-class _Held:
-    """What is counted on this rank, by device."""
-
-    def __init__(self, run: Run) -> None:
-        self._rank = run.topology.rank
-        self._rows = {run.device: self._row(run.device)}
-
-    def add(self, name: str, sizes: Mapping[torch.device, int]) -> None:
-        """Adds bytes to a column of each device."""
-        for device, size in sizes.items():
-            row = self._rows.get(device, self._row(device))
-            more: dict[str, Any] = {name: (getattr(row, name) or 0) + size}
-            self._rows[device] = replace(row, **more)
-
-    def rows(self, *, known_state: bool, found: Found | None) -> list[DeviceMemory]:
-        """One a device, the run's own first."""
-        return [
-            replace(
-                row,
-                samples=None if found is None else found.samples,
-                state=row.state if known_state else None,
-                step_s=None if found is None else found.step_s,
-            )
-            for row in self._rows.values()
-        ]
-
-    def _row(self, device: torch.device) -> DeviceMemory:
-        return DeviceMemory(rank=self._rank, device=str(device))
 
 
 def _size(tensor: Tensor) -> int:

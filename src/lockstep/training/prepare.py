@@ -66,7 +66,7 @@ class Preparer:
         """What an optimizer holds in the place of a parameter that is gone, by its id."""
         self._optimizers: list[PreparedOptimizer] = []
         self._left = GradientVersionGuard()
-        self.settling = Autotune(run, strategy, self._modules, self._optimizers, say)
+        self.autotune = Autotune(run, strategy, self._modules, self._optimizers, say)
         self._end_advice = add_memory_advice_at_end(run.step)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -135,8 +135,7 @@ class Preparer:
         waits = not present.last or self._precision.scaler is not None
         if waits and self._strategy.writes_at_backward:
             self._left.remember(self._parameters())
-        if self.settling.watching:
-            self.settling.settle()
+        self.autotune.after_backward()
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
         """Clips the gradients of a module by the norm of all of them; returns that norm."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.training.profile_run import Call, Calls, ProfilingRun
+from lockstep.training.profiling import Call, Calls, ProfilingRun
 
 
 @dataclass
