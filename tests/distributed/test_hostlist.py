@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.environment import expand_hostlist, expand_tasks
+from lockstep.distributed.topology import expand_hostlist, expand_tasks
 from lockstep.errors import SettingError
 
 

@@ -77,7 +77,7 @@ NODES = ("lockstep-a", "lockstep-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 WORKER = """
 import json, os, socket, torch, torch.distributed as dist
-from lockstep.distributed.environment import detect
+from lockstep.distributed.topology import detect
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.process_group import close_group, open_group
 from lockstep.distributed.rendezvous import join

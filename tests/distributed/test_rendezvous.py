@@ -17,12 +17,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.environment import detect
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import Endpoint, local_addresses, wait_until
 from lockstep.distributed.process_group import choose_backend, close_group, open_group
 from lockstep.distributed.rendezvous import join, parse_init_method
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import Topology, detect
 from lockstep.errors import (
     DuplicateRankError,
     LockstepError,

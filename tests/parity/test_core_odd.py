@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 import lockstep
-from lockstep.distributed.environment import detect, expand_hostlist
+from lockstep.distributed.topology import detect, expand_hostlist
 from lockstep.errors import LockstepError, LockstepWarning, SettingError, UsageError
 
 Found = dict[str, Tensor]

@@ -17,13 +17,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.distributed.topology import Topology
 from lockstep.errors import MasterUnreachableError, PortTakenError, SettingError
 
 if TYPE_CHECKING:
@@ -322,17 +321,6 @@ def wait_until(attempt: Callable[[], T], deadline: float) -> T:
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def find_interface(environ: Mapping[str, str], topology: Topology) -> tuple[str | None, str]:
-    """`choose_interface` for this machine."""
-    return choose_interface(
-        environ,
-        local_addresses(),
-        topology.one_node,
-        address_reaching(topology.master_addr),
-        hostname_address(),
-    )
-
-
 def choose_interface(
     environ: Mapping[str, str],
     addresses: Addresses,
@@ -411,15 +399,6 @@ def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[
         return {}
     wanted = {_GLOO: interface, _NCCL: f"={interface}"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
-
-
-def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:
-    """Makes groups created inside the block talk over the interface of the run's first one.
-
-    Gloo itself would take the address of the host name.
-    """
-    name = None if backend == "mpi" else find_interface(os.environ, topology)[0]
-    return gloo_interface(name)
 
 
 def hostname_address() -> str | None:

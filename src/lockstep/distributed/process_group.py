@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -27,15 +27,17 @@ from torch.distributed.constants import default_pg_timeout
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
-from lockstep.distributed.environment import detect, port
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import (
-    find_interface,
+    address_reaching,
+    choose_interface,
     gloo_interface,
+    hostname_address,
+    local_addresses,
     means_loopback,
     wait_until,
 )
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import Topology, detect, port
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.settings import Choice, Settings
 from lockstep.step import Step
@@ -463,6 +465,26 @@ def open_group(
             device_id=device if "nccl" in backend else None,
         )
     return interface or "by host name", reason
+
+
+def find_interface(environ: Mapping[str, str], topology: Topology) -> tuple[str | None, str]:
+    """`network.choose_interface` for this machine."""
+    return choose_interface(
+        environ,
+        local_addresses(),
+        topology.one_node,
+        address_reaching(topology.master_addr),
+        hostname_address(),
+    )
+
+
+def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:
+    """Makes groups created inside the block talk over the interface of the run's first one.
+
+    Gloo itself would take the address of the host name.
+    """
+    name = None if backend == "mpi" else find_interface(os.environ, topology)[0]
+    return gloo_interface(name)
 
 
 def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

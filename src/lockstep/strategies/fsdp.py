@@ -47,8 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
-from lockstep.distributed.network import further_groups
-from lockstep.distributed.process_group import Run
+from lockstep.distributed.process_group import Run, further_groups
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.guards.unit_order import UnitOrderGuard

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.network import further_groups
-from lockstep.distributed.process_group import Run, carrier_device
+from lockstep.distributed.process_group import Run, carrier_device, further_groups
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import RanksDifferError, SettingError, UsageError

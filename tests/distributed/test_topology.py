@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.environment import detect, port_of
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import Topology, detect, port_of
 from lockstep.errors import SettingError
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
