@@ -18,7 +18,6 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.strategies.data_parallel.strategy import set_shares
 
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {
@@ -180,13 +179,11 @@ def test_shares_are_set_between_batches():
         model[0].register_forward_hook(lambda m, args, out: seen.append(len(out)))
         model = world.prepare(model)
         model(tensors()[:6][0])
-        set_shares(model, "1:2")
+        model.set_shares("1:2")
         model(tensors()[:6][0])
         assert seen == [3, 3, 2, 4]
-        with pytest.raises(UsageError, match="set_shares of a Linear"):
-            set_shares(nn.Linear(1, 1), None)
         with pytest.raises(SettingError, match="3 shares for 2 devices"):
-            set_shares(model, (1, 1, 1))
+            model.set_shares((1, 1, 1))
 
 
 def continued(folder: str, replicas: int, steps: int) -> dict[str, torch.Tensor]:

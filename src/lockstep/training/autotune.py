@@ -209,6 +209,7 @@ class _Search:
         self._devices = strategy.devices(run)
         own = _devices_of_process(run, strategy)
         self._own = range(self._rank * own, self._rank * own + own)
+        """The devices of this process, among all that divide a batch."""
         self._profiled = profiled
         self._profiling = profiling
         self._fitting: dict[int | None, int] = {}
@@ -265,7 +266,9 @@ class _Search:
         most, local = self._most(device, shares), self._profiled.local
         known = self._fitting.get(device, local)
         if local and device not in self._limits and most > known:
-            known = largest_that_fits(lambda n: self._profiling.fits(n, device), known, most)
+            known = largest_that_fits(
+                lambda n: self._profiling.fits(n, self._within(device)), known, most
+            )
             self._fitting[device] = known
             if known < most:
                 self._limits[device] = known
@@ -274,7 +277,11 @@ class _Search:
     def _seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
         most = self._most(device, shares)
         size = min(most, self._limits.get(device, most))
-        return self._profiling.seconds(max(2, size), device)  # BatchNorm alone needs two
+        return self._profiling.seconds(max(2, size), self._within(device))  # BatchNorm needs two
+
+    def _within(self, device: int | None) -> int | None:
+        """Its number in this process; None: the process has one, or all are tried together."""
+        return None if device is None or len(self._own) == 1 else device - self._own[0]
 
     def _everywhere(
         self,

@@ -172,11 +172,19 @@ class DataParallel(nn.DataParallel[nn.Module]):
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
             told = where if count and self.count > 1 else ""
             calls.append(partial(_call, module, args, named, devices[n], told))
+        several = len(modules) > 1
+        if several and not self._looked_at_inputs:
+            self._looked_at_inputs = True
+            _warn_of_lists(len(modules), batch, count)
+        looks = several and torch.is_grad_enabled() and not self._looked_at_state
+        containers = _containers(modules[0]) if looks else {}
         before = attributes(modules[0]) if running[0] else {}
-        with self._differences_said(modules, batch, count):
-            outputs = self._run(calls, [devices[n] for n in running])
+        outputs = self._run(calls, [devices[n] for n in running])
         if running[0]:
             take_back(self.module, modules[0], before, devices[0])
+        if looks:
+            self._looked_at_state = True
+            _warn_of_state(modules, containers)
         self.averaged = False
         to = devices[0] if self._output is None else self._output
         if len(outputs) == 1:
@@ -196,24 +204,6 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(calls) > 1 and (meet or len(set(devices)) > 1):
             return run_together(calls, devices)
         return [call() for call in calls]
-
-    @contextmanager
-    def _differences_said(
-        self, modules: Sequence[nn.Module], batch: Any, count: int
-    ) -> Iterator[None]:
-        """Warns of what the first pass of several replicas, and the first with gradients, shows."""
-        trains = torch.is_grad_enabled() and not self._looked_at_state
-        if len(modules) < 2 or (self._looked_at_inputs and not trains):
-            yield
-            return
-        if not self._looked_at_inputs:
-            self._looked_at_inputs = True
-            _warn_of_lists(len(modules), batch, count)
-        before = _containers(modules[0]) if trains else {}
-        yield
-        if trains:
-            self._looked_at_state = True
-            _warn_of_state(modules, before)
 
     def _check_home(self, held: Sequence[Tensor], home: torch.device) -> None:
         for tensor in held:

@@ -191,26 +191,6 @@ class _WeightedMeans:
         pass
 
 
-def set_shares(module: nn.Module, shares: str | Sequence[int] | None) -> None:
-    """Divides the batches of a prepared module otherwise from its next forward pass on.
-
-    Args:
-        module: what `world.prepare` returned under strategy `dp`, or any `DataParallel`.
-        shares: one whole number a device, `"2:3:3"` or `(2, 3, 3)`; None: equal ones.
-
-    Raises:
-        SettingError: the wrong number of shares, none above zero, or not whole numbers.
-        UsageError: a module of another kind.
-    """
-    if not isinstance(module, DataParallel):
-        raise UsageError(
-            f"set_shares of a {type(module).__name__}",
-            "it is not divided over several devices of this process",
-            "give what world.prepare returned under strategy='dp'",
-        )
-    module.set_shares(shares)
-
-
 def _measured(run: Run) -> bool:
     shares = run.settings.shares
     return isinstance(shares, str) and shares == AUTO
