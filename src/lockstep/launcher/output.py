@@ -21,7 +21,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import IO
@@ -159,13 +160,12 @@ class Console:
             second = first  # one row under the lines of both
         self._sinks = {"stdout": first, "stderr": second}
         self._streams: list[_Stream] = []
-        self._new: deque[_Stream] = deque()
         self._lines: deque[str] = deque()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
-        self._drains: list[threading.Event] = []
-        self._streams_until = 0.0
+        self._drained = threading.Event()
+        self._drain_until: float | None = None
         self._stop_at: float | None = None
         self._draw_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
@@ -218,7 +218,7 @@ class Console:
             ours, end = os.pipe()
             os.set_blocking(ours, False)
             theirs.append(end)
-            self._new.append(
+            self._streams.append(
                 _Stream(
                     rank,
                     "" if alone else prefix,
@@ -246,22 +246,21 @@ class Console:
             timeout: seconds after which streams that are still held open, by a process which a
                 rank has left behind, are read one last time and closed.
         """
-        done = threading.Event()
-        self._streams_until = time.monotonic() + timeout
-        self._drains.append(done)
         if self._thread.is_alive():
+            self._drained.clear()
+            self._drain_until = time.monotonic() + timeout
             self._wake_up()
-            done.wait()
+            self._drained.wait()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is about to wake up
             os.write(self._waker, b".")
 
     def _run(self) -> None:
+        sinks = set(self._sinks.values())
         while not self._over():
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
-            sinks = set(self._sinks.values())
             full = any(len(sink.waiting) > _MAX_WAITING for sink in sinks)
             readable = {s.descriptor: s for s in self._streams if not (full and s.sink)}
             for descriptor in readable:
@@ -269,29 +268,19 @@ class Console:
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            for descriptor, _ in poll.poll(self._patience_ms()):
+            soon = {self._draw_at, self._drain_until, self._stop_at} != {None}
+            for descriptor, _ in poll.poll(_TICK_S * 1000 if soon else None):
                 if descriptor == self._wake:
-                    self._take_orders()
+                    os.read(self._wake, 4096)
                 elif descriptor in readable:
                     self._read(readable[descriptor])
-            self._tick()
+            self._tick(sinks)
 
     def _over(self) -> bool:
         if self._stop_at is None:
             return False
         waiting = any(sink.waiting for sink in self._sinks.values())
         return not waiting or time.monotonic() >= self._stop_at
-
-    def _patience_ms(self) -> float | None:
-        soon = self._draw_at is not None or self._drains or self._stop_at is not None
-        return _TICK_S * 1000 if soon else None
-
-    def _take_orders(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake, 4096)
-        while self._new:
-            self._streams.append(self._new.popleft())
-        self._announce_all()
 
     def _announce_all(self) -> None:
         sink = self._sinks["stderr"]
@@ -306,16 +295,20 @@ class Console:
         if data is None:
             self._end(stream)
             return
-        stream.keep(data, lambda text: self._lines.append(f"lockstep: {text}"))
-        sink = stream.sink
-        if sink is None or not data:
+        lines = stream.lines_of(data)
+        try:
+            stream.keep(data, lines)
+        except OSError as error:
+            name = stream.close_files()
+            self._lines.append(f"lockstep: rank {stream.rank}: {name} ends here: {error.strerror}")
+        if stream.sink is None:
             return
-        if not stream.prefix:
-            sink.write(data)
-            sink.mid_line = not data.endswith(b"\n")
-            return
-        self._show(stream, sink, stream.feed(data))
-        if sink.terminal and self._draw_at is None:
+        if stream.prefix:
+            self._show(stream, stream.sink, lines)
+        else:
+            stream.sink.write(data)
+            stream.sink.mid_line = not data.endswith(b"\n")
+        if stream.sink.terminal and self._draw_at is None:
             self._draw_at = time.monotonic() + _TICK_S
 
     def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
@@ -329,48 +322,39 @@ class Console:
         """What is unfinished, of the lowest rank, as one row of the terminal."""
         if not sink.terminal:
             return b""
-        open_ = [s for s in self._streams if s.sink is sink and last_state(s.unfinished).strip()]
-        if not open_:
-            return b""
-        stream = min(open_, key=lambda stream: stream.rank)
-        return sink.cut(sink.mark(stream) + last_state(stream.unfinished))
-
-    def _read_last(self, stream: _Stream) -> None:
-        """Takes what is left in a stream that somebody still holds open."""
-        limit = time.monotonic() + _TICK_S
-        while stream in self._streams and time.monotonic() < limit:
-            poll = select.poll()
-            poll.register(stream.descriptor, select.POLLIN)
-            if not poll.poll(0):
-                break
-            self._read(stream)
-        if stream in self._streams:
-            self._end(stream)
+        streams = (s for s in self._streams if s.sink is sink and s.prefix and s.state.strip())
+        first = min(streams, key=lambda stream: stream.rank, default=None)
+        return sink.cut(sink.mark(first) + first.state) if first else b""
 
     def _end(self, stream: _Stream) -> None:
         self._streams.remove(stream)
-        rest = last_state(stream.unfinished)
         if stream.sink is not None:
-            self._show(stream, stream.sink, [rest] if rest.strip() else [])
+            rest = [stream.state] if stream.prefix and stream.state.strip() else []
+            self._show(stream, stream.sink, rest)
             stream.sink.draw(self._row(stream.sink))
-        stream.close()
+        stream.close_files()
+        os.close(stream.descriptor)
 
-    def _tick(self) -> None:
+    def _tick(self, sinks: Collection[Sink]) -> None:
         now = time.monotonic()
-        if self._draw_at is not None and now >= self._draw_at:
+        draw = self._draw_at is not None and now >= self._draw_at
+        if draw:
             self._draw_at = None
-            for sink in set(self._sinks.values()):
+        for sink in sinks:
+            if draw:
                 sink.draw(self._row(sink))
-        for sink in set(self._sinks.values()):
             sink.flush()
         self._announce_all()
-        if self._drains and now >= self._streams_until:
+        if self._drain_until is None:
+            return
+        if now >= self._drain_until:  # what is left in streams that somebody still holds open
             for stream in list(self._streams):
-                self._read_last(stream)
-        if self._drains and not (self._streams or self._new):
-            for done in self._drains:
-                done.set()
-            self._drains.clear()
+                self._read(stream)
+                if stream in self._streams:
+                    self._end(stream)
+        if not self._streams:
+            self._drain_until = None
+            self._drained.set()
 
 
 def _standard_input() -> int:
@@ -470,38 +454,34 @@ class Sink:
                 self.waiting.clear()
 
 
+@dataclass(eq=False)
 class _Stream:
-    """One stream of one rank.
+    """One stream of one rank."""
 
-    Args:
-        rank: in the whole run.
-        prefix: before each of its lines; empty: it is passed on as it is.
-        descriptor: our end of it.
-        sink: where it is shown; None: nowhere.
-        log: the file that gets all of it.
-        filters: lines that are shown and hold one of them go to a file beside the rank's folder.
-    """
+    rank: int
+    prefix: str
+    """Before each of its lines; empty: it is passed on as it is."""
+    descriptor: int
+    """Our end of it."""
+    sink: Sink | None
+    """Where it is shown; None: nowhere."""
+    log: Path
+    """The file that gets all of it."""
+    filters: list[bytes]
+    """Lines that are shown and hold one of them go to a file beside the rank's folder."""
+    unfinished: bytes = b""
+    """The last line so far; of one that is drawn again and again not much more than its state."""
 
-    def __init__(
-        self,
-        rank: int,
-        prefix: str,
-        descriptor: int,
-        sink: Sink | None,
-        log: Path,
-        filters: list[bytes],
-    ) -> None:
-        self.rank, self.prefix, self.descriptor, self.sink = rank, prefix, descriptor, sink
-        self.unfinished = b""
-        """The last line so far; of one that is drawn again and again the last state."""
-        self._torchs_prefix = f"[rank{rank}]: ".encode()
-        self._name = log.name
-        self._log: IO[bytes] | None = open(log, "ab", buffering=0)  # noqa: SIM115
-        self._filters = filters if sink else []
-        self._unfiltered = b""
-        self._filtered = log.parent.with_name(f"filtered_{log.name}")
-        if filters:
+    def __post_init__(self) -> None:
+        self._file: IO[bytes] | None = open(self.log, "ab", buffering=0)  # noqa: SIM115
+        self._filtered = self.log.parent.with_name(f"filtered_{self.log.name}")
+        if self.filters:
             self._filtered.touch()
+
+    @property
+    def state(self) -> bytes:
+        """What a terminal would show of the unfinished line."""
+        return last_state(self.unfinished)
 
     def read(self) -> bytes | None:
         """What there is; None at the end of the stream."""
@@ -510,7 +490,7 @@ class _Stream:
         except BlockingIOError:
             return b""
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def lines_of(self, data: bytes) -> list[bytes]:
         """The lines that are finished by what the stream brings, without newlines."""
         *lines, rest = (self.unfinished + data).split(b"\n")
         rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
@@ -520,37 +500,29 @@ class _Stream:
         self.unfinished = rest
         # Where several bars are drawn, the cursor goes up again after the lower one. And torch's
         # hook for exceptions puts the rank before each line as well.
+        torchs_prefix = f"[rank{self.rank}]: ".encode()
         return [
-            last_state(line).removeprefix(self._torchs_prefix)
-            for line in lines
-            if not line.endswith(_UP)
+            last_state(line).removeprefix(torchs_prefix) for line in lines if not line.endswith(_UP)
         ]
 
-    def keep(self, data: bytes, announce: Callable[[str], None]) -> None:
-        """Writes the files."""
-        try:
-            if self._log is not None:
-                self._log.write(data)
-            if self._filters:
-                self._filter(data)
-        except OSError as error:
-            announce(f"rank {self.rank}: {self._name} ends here: {error.strerror}")
-            self._close_files()
+    def keep(self, data: bytes, lines: list[bytes]) -> None:
+        """Writes the files.
 
-    def _filter(self, data: bytes) -> None:
-        *lines, self._unfiltered = (self._unfiltered + data).split(b"\n")
-        wanted = [line for line in lines if any(text in line for text in self._filters)]
-        if wanted:
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._file is None:
+            return
+        self._file.write(data)
+        wanted = [line for line in lines if any(text in line for text in self.filters)]
+        if wanted and self.sink is not None:
             prefix = self.prefix.encode()
             with open(self._filtered, "ab") as file:
                 file.write(b"".join(prefix + line + b"\n" for line in wanted))
 
-    def _close_files(self) -> None:
-        if self._log is not None:
-            self._log.close()
-        self._log, self._filters = None, []
-
-    def close(self) -> None:
-        """Closes the files and the stream."""
-        self._close_files()
-        os.close(self.descriptor)
+    def close_files(self) -> str:
+        """Writes no more files; the log's name."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        return self.log.name
