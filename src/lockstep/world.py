@@ -35,9 +35,9 @@ from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError
 from lockstep.guards.loss import LossGuard
 from lockstep.optim.precision import Precision
-from lockstep.report.console import print_choices, say, say_closing, title_of
+from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
-from lockstep.report.progress import check_loader, check_shown, progress
+from lockstep.report.progress import check_loader, check_shown, print_closing, progress
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.registry import strategy as find_strategy
@@ -288,7 +288,7 @@ class World:
     def print(self, *values: object, sep: str = " ") -> None:
         """Prints on rank 0 alone, above a running progress bar."""
         if self.is_main:
-            say(sep.join(str(value) for value in values))
+            print_line(sep.join(str(value) for value in values))
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the running means that `progress` shows: means over all ranks' samples.
@@ -392,7 +392,7 @@ class World:
         if not failed:
             self._check_loss.settle()
         if self.is_main and not failed:
-            say_closing(self._run.step, self._folders)
+            print_closing(self._run.step, self._folders)
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
         shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)

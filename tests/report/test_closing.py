@@ -1,23 +1,27 @@
 from __future__ import annotations
 
-from lockstep.report.console import closing_lines
+import pytest
+
+from lockstep.report.progress import print_closing
+from lockstep.step import Step
 
 
-def test_everything() -> None:
-    lines = closing_lines(
-        checkpoint="runs/digits",
-        samples=36000,
-        seconds=12.4,
-        try_next=[("on 4 processes", "lockstep run --nproc 4 train.py"), ("see it", "ls runs")],
+def test_the_last_lines_of_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Step, "seconds", 12.4)
+    step = Step()
+    step.number, step.samples = 3, 36000
+    print_closing(step, ["runs/first", "runs/digits"])
+    assert capsys.readouterr().out == (
+        "  trained     36 000 samples in 12.4 s, 2 903 samples/s\n  checkpoint  runs/digits\n"
     )
-    assert "\n".join(lines) == (
-        "  trained     36 000 samples in 12.4 s, 2 903 samples/s\n"
-        "  checkpoint  runs/digits\n"
-        "  try next    on 4 processes  lockstep run --nproc 4 train.py\n"
-        "              see it          ls runs"
-    )
 
 
-def test_what_is_not_given_is_left_out() -> None:
-    assert closing_lines() == []
-    assert closing_lines(checkpoint="runs") == ["  checkpoint  runs"]
+def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Step()
+    print_closing(step, ["runs"])
+    assert capsys.readouterr().out == ""
+    step.number = 1
+    print_closing(step, ["runs"])
+    assert capsys.readouterr().out == "  checkpoint  runs\n"

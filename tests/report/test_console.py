@@ -7,7 +7,7 @@ import sys
 import pytest
 from pseudo_terminal import stdout_is_a_terminal
 
-from lockstep.report.console import Choice, choice_rows, print_choices, say
+from lockstep.report.console import Choice, choice_rows, print_choices, print_line
 
 TITLE = "lockstep 0.1.0 · 2 processes on 1 host"
 CHOICES = [
@@ -112,11 +112,11 @@ def test_stream_that_cannot_print_a_dot_gets_a_question_mark(
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     print_choices(TITLE, CHOICES)
-    say("97 % · done")
+    print_line("97 % · done")
     assert raw.getvalue().decode() == BLOCK.replace("·", "?") + "97 % ? done\n"
 
 
 def test_say_leaves_markup_tabs_and_blanks_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a\t[red]b[/red]  :smile: ")
-    say()
+    print_line("a\t[red]b[/red]  :smile: ")
+    print_line()
     assert capsys.readouterr().out == "a\t[red]b[/red]  :smile: \n\n"

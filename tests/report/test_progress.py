@@ -22,7 +22,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.report import progress as bar_module
 from lockstep.report import progress as progress_module
-from lockstep.report.console import Choice, print_choices, say
+from lockstep.report.console import Choice, print_choices, print_line
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import progress, reduce_every
 from lockstep.step import MicroBatch
@@ -71,7 +71,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def draw_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bar_module.Bar, "interval", 0.0)
-    monkeypatch.setattr(progress_module.Lines, "interval", 0.0)
+    monkeypatch.setattr(progress_module.LogLines, "interval", 0.0)
 
 
 def untimed(text: str) -> str:
@@ -127,7 +127,7 @@ def test_bar_on_a_terminal_and_what_is_left_of_it() -> None:
             if item == 1:
                 assert threading.active_count() == threads + 1  # the terminal's own reader
                 sys.stdout.write("from the script [red]\n")
-                say("from lockstep · [red]")
+                print_line("from lockstep · [red]")
                 print_choices("chosen", [Choice("batch", "8", "in the middle of a bar")])
         assert sys.stdout is plain
     # Shown again at once: a run that is killed leaves a terminal with a cursor.

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from lockstep.report.console import (
-    Snapshot,
+from lockstep.report.progress import (
+    PassState,
     bar_parts,
     clock,
     duration,
@@ -15,7 +15,7 @@ from lockstep.report.console import (
     summary_line,
 )
 
-HALF = Snapshot(
+HALF = PassState(
     description="epoch 3",
     done=50,
     total=100,
@@ -62,16 +62,16 @@ def test_lines() -> None:
 
 
 def test_a_pass_of_unknown_length() -> None:
-    at = Snapshot(done=7, samples=70, seconds=1.0)
+    at = PassState(done=7, samples=70, seconds=1.0)
     assert plain_line(at) == "7 global batches  70 samples/s"
     assert summary_line(at, complete=False) == "stopped after 7 global batches  70 samples/s  1.0 s"
     assert bar_parts(at, 80) == ("", None, 0, "7  70 samples/s")
 
 
 def test_time_left_counts_only_what_this_pass_did() -> None:
-    resumed = Snapshot(begun=80, done=90, total=100, seconds=5.0)
+    resumed = PassState(begun=80, done=90, total=100, seconds=5.0)
     assert resumed.seconds_left == 5.0
-    assert Snapshot(begun=80, done=80, total=100, seconds=5.0).seconds_left is None
+    assert PassState(begun=80, done=80, total=100, seconds=5.0).seconds_left is None
 
 
 @pytest.mark.parametrize("width", range(20, 120))
@@ -85,4 +85,4 @@ def test_a_row_fits_any_width(width: int) -> None:
 
 
 def test_an_empty_epoch_has_no_bar() -> None:
-    assert bar_parts(Snapshot(description="x", total=0), 80)[1:3] == (None, 0)
+    assert bar_parts(PassState(description="x", total=0), 80)[1:3] == (None, 0)

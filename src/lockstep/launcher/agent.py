@@ -126,11 +126,11 @@ class Agent(SimpleElasticAgent):
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
         alone = self._keyboard and attempt.world_size == 1 and in_foreground()
         self._alone = attempt.processes[0] if alone else None
-        for number, worker in enumerate(workers):
+        for worker in workers:
             try:
-                self._start(worker_group, worker, attempt, attempt.processes[number])
+                self._start(worker_group, worker, attempt)
             except BaseException:  # such as a full disk; what was never started has no end
-                del attempt.processes[number:]
+                del attempt.processes[worker.local_rank :]
                 raise
         while any(process.pid is None for process in attempt.processes):
             self._read_events(timeout=1.0)
@@ -139,12 +139,20 @@ class Agent(SimpleElasticAgent):
         self._watch.started(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
-    def _start(
-        self, group: WorkerGroup, worker: Worker, attempt: Attempt, process: Process
-    ) -> None:
+    def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
+        process = attempt.processes[worker.local_rank]
         process.folder.mkdir(parents=True)
         command = self._command and self._command.for_rank(process.local_rank)
-        variables = self._variables(group, worker, attempt, process, command)
+        # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
+        counted = getattr(group.spec.rdzv_handler, "attempt", None)
+        restarts = attempt.restarts if counted is None else counted
+        variables = {
+            **({} if self._plain else rank_environment(group, worker, restarts, os.environ)),
+            FOLDER: str(process.folder),
+            ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
+            **(command.environment if command else {}),
+            **self._environment,
+        }
         streams = self._watch.streams(process, attempt.world_size == 1)
         try:
             self._zygote.start(
@@ -158,31 +166,12 @@ class Agent(SimpleElasticAgent):
             for stream in streams:
                 os.close(stream)
 
-    def _variables(
-        self,
-        group: WorkerGroup,
-        worker: Worker,
-        attempt: Attempt,
-        process: Process,
-        command: Command | None,
-    ) -> dict[str, str]:
-        # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
-        counted = getattr(group.spec.rdzv_handler, "attempt", None)
-        restarts = attempt.restarts if counted is None else counted
-        return {
-            **({} if self._plain else rank_environment(group, worker, restarts, os.environ)),
-            FOLDER: str(process.folder),
-            ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
-            **(command.environment if command else {}),
-            **self._environment,
-        }
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempts[-1]
         self._read_events()
         if self._alone and self._alone.pid and self._alone.code is None:
             follow_keys(self._alone.pid, self.pass_on)
-        if self._watch.look(attempt) or self._failed(attempt):
+        if self._watch.look(attempt) or _failures(attempt):
             settled = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
@@ -273,9 +262,6 @@ class Agent(SimpleElasticAgent):
             else:
                 process.pid = event.pid
 
-    def _failed(self, attempt: Attempt) -> bool:
-        return any(process.code not in (None, 0) for process in attempt.processes)
-
 
 def rank_environment(
     group: WorkerGroup, worker: Worker, restarts: int, environ: Mapping[str, str]
@@ -336,11 +322,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        console: Console,
-        rendezvous: Rendezvous,
-        rules: HangRules,
-        timeout: float | None = None,
+        self, console: Console, rendezvous: Rendezvous, rules: HangRules, timeout: float | None
     ) -> None:
         self._console, self._rendezvous, self._rules = console, rendezvous, rules
         self._announce = console.announce
@@ -374,18 +356,15 @@ class Watch:
         if self._timeout is not None:
             self._stop_at = time.monotonic() + self._timeout
         self._rendezvous.publish(_RANKS, [process.rank for process in attempt.processes])
-        self._exchange = SnapshotExchange(
+        processes = attempt.processes
+        self._exchange = exchange = SnapshotExchange(
             self._rendezvous,
             attempt.node,
             attempt.nodes,
-            lambda lines: take_snapshot(attempt.processes, lines=lines),
+            lambda lines: take_snapshot(processes, lines=lines),
         )
         self._supervisor = Supervisor(
-            attempt.processes,
-            self._rules,
-            attempt.folder,
-            self._announce,
-            self._exchange.of_all_ranks,
+            processes, self._rules, attempt.folder, self._announce, exchange.of_all_ranks
         )
 
     def look(self, attempt: Attempt) -> bool:
@@ -394,7 +373,8 @@ class Watch:
         if now >= self._stop_at and attempt.running:
             self.late = tuple(process.rank for process in attempt.running)
             return True
-        if self._rendezvous.lost_nodes() or self._failed_elsewhere(attempt):
+        others = self._others(attempt).values()
+        if self._rendezvous.lost_nodes() or any(report.failed for report in others):
             return True
         if now >= self._next_look:
             self._next_look = now + _PEAKS_EVERY_S
@@ -434,10 +414,7 @@ class Watch:
     def ending(self, attempt: Attempt) -> None:
         """Lets the other machines know why, before the ranks of this one are asked to end."""
         if attempt not in self._seen and attempt.nodes > 1:
-            self._tell(self._report(attempt))
-
-    def _tell(self, report: ExitReport) -> None:
-        self._rendezvous.publish(_REPORT, report.to_values())
+            self._rendezvous.publish(_REPORT, self._report(attempt).to_values())
 
     def _report(self, attempt: Attempt) -> ExitReport:
         supervisor = self._supervisor
@@ -464,9 +441,6 @@ class Watch:
             node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
         }
 
-    def _failed_elsewhere(self, attempt: Attempt) -> bool:
-        return any(report.failed for report in self._others(attempt).values())
-
     def _failure(self, attempt: Attempt) -> FirstFailure | None:
         own = self._report(attempt)
         reports = [own, *self._wait_for_reports(attempt, own)]
@@ -492,7 +466,7 @@ class Watch:
         """Those of the other machines that can be had in a few seconds."""
         if attempt.nodes == 1:
             return ()
-        self._tell(own)
+        self._rendezvous.publish(_REPORT, own.to_values())
         limit = time.monotonic() + (_OTHERS_S if self._rendezvous.can_publish else 0.0)
         while time.monotonic() < limit:
             others = self._others(attempt)

@@ -4,40 +4,37 @@ The pass is the loop's own: `progress` hands the loader's items through and look
 after each global batch. Every rank must run it, because the means that it shows are those over all
 ranks (`metrics`); only rank 0 prints.
 
-The bar on a terminal: one row for each pass that runs, the inner ones below the outer.
-
-Drawn by whoever calls `draw`: no thread, so nothing can be left behind or fall between two
-collectives. While it is shown, rich passes what the script prints through the same console, so
-that the lines appear above the bar.
+The bar has one row for each pass that runs, the inner ones below the outer. It is drawn by the
+loop's own thread, so nothing can be left behind or fall between two collectives. While it is shown,
+rich passes what the script prints through the same console, so that the lines appear above it.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lockstep.data.loader import Loader as Prepared
+from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
 from lockstep.report.console import (
-    Snapshot,
-    bar_parts,
     encodable,
     launcher_columns,
-    occupy,
     on_terminal,
     open_console,
-    plain_line,
-    say,
-    summary_line,
+    print_line,
+    set_bar_console,
 )
 from lockstep.report.metrics import RunningMeans
+from lockstep.step import Step
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -45,41 +42,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
-
 _REDUCTIONS = 50
-
-
-class MicroBatch(Protocol):
-    """What the loader says of the micro-batch it has handed out last."""
-
-    @property
-    def count(self) -> int:
-        """Samples of the whole global batch."""
-
-    @property
-    def local(self) -> int:
-        """This rank's samples of this micro-batch."""
-
-    @property
-    def last(self) -> bool:
-        """Whether it closes the global batch."""
-
-
-class Loader(Protocol[Item_co]):
-    """What is needed of a loader."""
-
-    def __iter__(self) -> Iterator[Item_co]:
-        """One pass."""
-
-    @property
-    def steps(self) -> int | None:
-        """Global batches of a whole epoch, where that is known."""
-
-    @property
-    def current(self) -> MicroBatch:
-        """The micro-batch that was handed out last."""
+_MAX_BAR = 30
+_MIN_BAR = 8
+_GAP = "  "
 
 
 class World(Protocol):
@@ -101,18 +67,18 @@ class World(Protocol):
         """Tells whether this rank's values count."""
 
 
-class Lines:
+class LogLines:
     """Stands in for the bar where there is no terminal: now and then a plain line."""
 
     interval = 10.0
     """Seconds between two lines, at least."""
 
-    def draw(self, at: Snapshot) -> None:
+    def draw(self, at: PassState) -> None:
         """Prints the state."""
-        say(plain_line(at))
+        print_line(plain_line(at))
 
     def close(self) -> None:
-        """Nothing stays on the screen."""
+        """Nothing stays on the display."""
 
 
 class LauncherBar:
@@ -124,7 +90,7 @@ class LauncherBar:
     interval = 0.1
     """Seconds between two drawings, at least."""
 
-    def draw(self, at: Snapshot) -> None:
+    def draw(self, at: PassState) -> None:
         """Shows the state."""
         console = open_console()
         console.print(_row(at, console), end="\r", soft_wrap=True)
@@ -137,7 +103,7 @@ class LauncherBar:
 
 def check_loader(loader: object) -> None:
     """Raises UsageError where it is no prepared loader."""
-    if not isinstance(loader, Prepared):
+    if not isinstance(loader, Loader):
         raise UsageError(
             f"world.progress of a {type(loader).__name__}",
             "it is not a prepared loader",
@@ -161,14 +127,14 @@ def check_shown(shown: bool, values: Iterable[str]) -> None:
 
 
 def progress(
-    loader: Loader[Item],
+    loader: Loader,
     world: World,
     description: str = "",
     *,
     done: int = 0,
     every: int | None = None,
     alone: bool = False,
-) -> Generator[Item, None, None]:
+) -> Generator[Any, None, None]:
     """Hands out the loader's items and shows how the pass goes.
 
     With gradients enabled the means over ranks are brought up to date as the pass runs. Without
@@ -196,7 +162,7 @@ def progress(
         every if torch.is_grad_enabled() else 0,
         counts=alone or world.collectives.contributes,
     )
-    screen = _Screen(description, done, loader.steps, means) if world.topology.is_main else None
+    display = _Display(description, done, loader.steps, means) if world.topology.is_main else None
     outer, world.means = world.means, means
     try:
         for item in loader:
@@ -205,16 +171,16 @@ def progress(
             means.samples += current.local
             if current.last:
                 means.step()
-                if screen is not None:
-                    screen.step(current.count)
+                if display is not None:
+                    display.step(current.count)
         means.finish()
-        if screen is not None:
-            screen.complete()
+        if display is not None:
+            display.complete()
     finally:
         if world.means is means:
             world.means = outer
-        if screen is not None:
-            screen.close()
+        if display is not None:
+            display.close()
 
 
 def reduce_every(steps: int | None) -> int:
@@ -222,7 +188,7 @@ def reduce_every(steps: int | None) -> int:
     return 10 if steps is None else max(1, min(50, steps // _REDUCTIONS))
 
 
-class _Screen:
+class _Display:
     """What rank 0 shows of a pass, and when."""
 
     def __init__(
@@ -233,11 +199,11 @@ class _Screen:
         self._total = total
         self._means = means
         self._samples = 0
-        self._view: Bar | LauncherBar | Lines
+        self._view: Bar | LauncherBar | LogLines
         if launcher_columns() is not None:
             self._view = LauncherBar()
         else:
-            self._view = Bar() if on_terminal() else Lines()
+            self._view = Bar() if on_terminal() else LogLines()
         self._start = time.perf_counter()
         self._due = self._start + self._view.interval
         self._complete = False
@@ -267,10 +233,10 @@ class _Screen:
         self._view.close()
         # A pass kept in a variable is closed last of all, and a traceback must stay the end.
         if not sys.is_finalizing():
-            say(summary_line(at, complete=self._complete))
+            print_line(summary_line(at, complete=self._complete))
 
-    def _at(self, now: float) -> Snapshot:
-        return Snapshot(
+    def _at(self, now: float) -> PassState:
+        return PassState(
             description=self._description,
             begun=self._begun,
             done=self._done,
@@ -292,9 +258,9 @@ class Bar:
     """Seconds between two drawings, at least."""
 
     def __init__(self) -> None:
-        self.at = Snapshot()
+        self.at = PassState()
 
-    def draw(self, at: Snapshot) -> None:
+    def draw(self, at: PassState) -> None:
         """Shows the state."""
         self.at = at
         if self not in _rows:
@@ -327,7 +293,7 @@ def _open() -> Live:
     )
     _live.start()
     console.show_cursor(True)  # a run that is killed must not leave the terminal without one
-    occupy(console)
+    set_bar_console(console)
     # A script that keeps the pass in a variable keeps it alive to the end, also when it raises.
     atexit.register(_close)
     return _live
@@ -339,7 +305,7 @@ def _close() -> None:
         live, _live = _live, None
         _rows.clear()
         atexit.unregister(_close)
-        occupy(None)
+        set_bar_console(None)
         live.stop()
 
 
@@ -350,7 +316,7 @@ def _render() -> Group:
     return Group(*(_row(bar.at, console) for bar in _rows))
 
 
-def _row(at: Snapshot, console: Console) -> Text:
+def _row(at: PassState, console: Console) -> Text:
     from rich.text import Text
 
     # One column is left free: some terminals wrap when the last one is written.
@@ -364,3 +330,124 @@ def _row(at: Snapshot, console: Console) -> Text:
         done = int(part * width)
         row.append(full * done, "cyan").append(rest * (width - done), "dim").append("  ")
     return row.append(encodable(after, console.encoding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassState:
+    """Where a pass stands."""
+
+    description: str = ""
+    begun: int = 0
+    """Global batches that were done before the pass, when an epoch is resumed in its middle."""
+    done: int = 0
+    """Global batches done, those of `begun` among them."""
+    total: int | None = None
+    """Global batches of the epoch, where that is known."""
+    samples: int = 0
+    """Samples computed by all ranks since the pass began."""
+    seconds: float = 0.0
+    means: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """An estimate from the average so far, or None where there is nothing to go by."""
+        if self.total is None or self.done <= self.begun:
+            return None
+        return self.seconds / (self.done - self.begun) * max(0, self.total - self.done)
+
+
+def thousands(number: float) -> str:
+    """`5 432`; two significant digits below ten."""
+    return f"{number:.2g}" if 0 < number < 9.95 else f"{number:,.0f}".replace(",", " ")
+
+
+def rate(samples: int, seconds: float) -> str:
+    """`5 432 samples/s`."""
+    return f"{thousands(samples / seconds if seconds > 0 else 0.0)} samples/s"
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `2:05`, `1:02:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """`1.9 s` below a minute, else as `clock`."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
+
+
+def number(value: float) -> str:
+    """Four significant digits: `0.04120`, `12.35`, `1.200e-05`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        before = math.floor(math.log10(abs(value))) + 1 if value else 1
+        return f"{value:.{max(0, 4 - before)}f}"
+    return f"{value:.3e}"
+
+
+def mean_words(means: Mapping[str, float]) -> list[str]:
+    """`loss 0.0412`, one text for each name; `loss` first, the others in alphabetical order."""
+    names = sorted(means, key=lambda name: (name != "loss", name))
+    return [f"{name} {number(means[name])}" for name in names]
+
+
+def bar_parts(at: PassState, width: int) -> tuple[str, float | None, int, str]:
+    """One row of at most `width` columns: description, part done, bar's width, what follows it.
+
+    On a narrow terminal the bar becomes shorter and then what stands last is left out. A bar's
+    width of 0 means no bar.
+    """
+    count = str(at.done) if at.total is None else f"{at.done}/{at.total}"
+    left = at.seconds_left
+    words = [count, *mean_words(at.means), rate(at.samples, at.seconds)]
+    if left is not None:
+        words.append(f"{clock(left)} left")
+    room = width - len(at.description) - (len(_GAP) if at.description else 0)
+    needed = _MIN_BAR + len(_GAP) if at.total else 0
+    while len(words) > 1 and needed + len(_GAP.join(words)) > room:
+        words.pop()
+    after = _GAP.join(words)
+    if not at.total:
+        return at.description, None, 0, after
+    bar = min(_MAX_BAR, room - len(after) - len(_GAP))
+    return at.description, min(1.0, at.done / at.total), bar if bar >= _MIN_BAR else 0, after
+
+
+def plain_line(at: PassState) -> str:
+    """The state of a pass in one line, for a log."""
+    count = f"{at.done} global batches" if at.total is None else f"{at.done}/{at.total}"
+    left = at.seconds_left
+    words = [at.description, count, *mean_words(at.means), rate(at.samples, at.seconds)]
+    return _GAP.join(word for word in [*words, f"{clock(left)} left" if left else ""] if word)
+
+
+def summary_line(at: PassState, *, complete: bool) -> str:
+    """What is left of a pass when it is over; says so when it was broken off."""
+    words = [at.description]
+    if not complete:
+        of = "" if at.total is None else f" of {at.total}"
+        words.append(f"stopped after {at.done}{of} global batches")
+    words += mean_words(at.means)
+    if at.samples:
+        words += [rate(at.samples, at.seconds), duration(at.seconds)]
+    return _GAP.join(word for word in words if word)
+
+
+def print_closing(step: Step, folders: Sequence[str]) -> None:
+    """Prints the last lines of a training; for rank 0 alone.
+
+    Args:
+        step: of the run.
+        folders: of its checkpoints.
+    """
+    samples, seconds = step.samples, step.seconds
+    if not step.number:
+        return
+    if samples:
+        speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
+        print_line(f"  trained     {speed}")
+    if folders:
+        print_line(f"  checkpoint  {folders[-1]}")
