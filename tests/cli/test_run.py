@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from lockstep.cli.main import main
 from lockstep.launcher import script
-from lockstep.launcher.plan import LaunchSpec, Settings, torchrun_flags
+from lockstep.launcher.plan import LaunchSpec, torchrun_flags
 
 
 def run(*arguments: str) -> Result:
@@ -43,7 +43,7 @@ def test_our_flags_and_torchruns_in_any_order(
             script="t.py",
             arguments=("--seed", "4", "--", "-x"),
             nproc="2",
-            settings=Settings(seed=3, shares="1:2", join_timeout=5.0),
+            settings={"join_timeout": 5.0, "shares": "1:2", "seed": 3},
             torchrun=("--max-restarts", "1", "--standalone", "--rdzv_conf", "a=1"),
         )
     ]

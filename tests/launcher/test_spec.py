@@ -1,15 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from lockstep.errors import SettingError
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.plan import (
     LaunchSpec,
-    Settings,
     choose_nproc,
     plan,
-    settings_environment,
     split_arguments,
     threads_per_process,
 )
@@ -40,20 +40,25 @@ def test_threads_fill_the_cores(cores: int, nproc: int, threads: int) -> None:
 
 
 def test_only_given_settings_reach_the_environment() -> None:
-    assert settings_environment(Settings()) == {}
-    assert settings_environment(Settings(seed=0, join_timeout=2.5)) == {
+    def variables(**settings: object) -> Mapping[str, str]:
+        spec = LaunchSpec(script="t.py", settings=settings)
+        environ = {"OMP_NUM_THREADS": "1"}
+        return plan(spec, MACHINE, environ, nproc=1, one_node=False).environment
+
+    assert variables() == {}
+    assert variables(seed=0, join_timeout=2.5) == {
         "LOCKSTEP_SEED": "0",
         "LOCKSTEP_JOIN_TIMEOUT": "2.5",
     }
-    given = Settings(
-        strategy="ddp",
-        precision="bf16",
-        shares="1:2",
-        micro_batch_size=8,
-        backend="gloo",
-        device="cpu",
-    )
-    assert settings_environment(given) == {
+    given = {
+        "strategy": "ddp",
+        "precision": "bf16",
+        "shares": "1:2",
+        "micro_batch_size": 8,
+        "backend": "gloo",
+        "device": "cpu",
+    }
+    assert variables(**given) == {
         "LOCKSTEP_STRATEGY": "ddp",
         "LOCKSTEP_PRECISION": "bf16",
         "LOCKSTEP_SHARES": "1:2",
@@ -105,7 +110,7 @@ def test_flags_that_cannot_be_read(line: str, text: str) -> None:
 
 def test_plan_on_one_machine() -> None:
     spec = LaunchSpec(
-        script="t.py", arguments=("--lr", "1"), nproc="2", settings=Settings(strategy="ddp")
+        script="t.py", arguments=("--lr", "1"), nproc="2", settings={"strategy": "ddp"}
     )
     made = plan(spec, MACHINE, {}, nproc=2, one_node=True)
     assert made.environment == {

@@ -7,7 +7,7 @@ import signal
 import click
 
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import HangRules, LaunchSpec, Settings, split_arguments
+from lockstep.launcher.plan import HangRules, LaunchSpec, split_arguments
 
 _TORCHRUN = "lockstep.torchrun"
 
@@ -116,12 +116,11 @@ def command(
     nproc: str | None,
     module: bool,
     dry_run: bool,
-    join_timeout: float | None,
     warm: bool,
     on_hang: str,
     hang_after: float,
     local_rank_argument: str | None,
-    **settings: str | int | None,
+    **settings: str | float | None,
 ) -> None:
     """Starts SCRIPT on several processes of this machine, and ends them all when one fails.
 
@@ -133,7 +132,7 @@ def command(
         arguments=args,
         nproc=nproc,
         module=module,
-        settings=Settings(join_timeout=join_timeout, **settings),  # type: ignore[arg-type]
+        settings={name: value for name, value in settings.items() if value is not None},
         torchrun=ctx.meta[_TORCHRUN],
         warm=warm,
         hang=HangRules(on_hang, hang_after),

@@ -13,7 +13,7 @@ import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -26,24 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 _RENDEZVOUS = {"standalone", "node_rank", "master_addr", "master_port"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Arguments of `lockstep.init` given on the command line; None: left to the script."""
-
-    strategy: str | None = None
-    precision: str | None = None
-    shares: str | None = None
-    micro_batch_size: int | str | None = None
-    """Samples per device and micro-batch, or `auto`."""
-    backend: str | None = None
-    device: str | None = None
-    join_timeout: float | None = None
-    """Seconds to wait for all ranks to join."""
-    seed: int | None = None
-    ledger: str | None = None
-    """Folder for the sample ledger."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +49,8 @@ class LaunchSpec:
     nproc: str | None = None
     """Processes on this machine: a number, `auto`, `gpu`, `cpu`; None: torchrun's default."""
     module: bool = False
-    settings: Settings = Settings()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of `lockstep.init`, by name; the others are left to the script."""
     torchrun: tuple[str, ...] = ()
     """Other flags of torchrun and their values, as given."""
     warm: bool = True
@@ -122,12 +105,6 @@ class Plan:
         if self.local_rank_flag:
             arguments.insert(0, f"{self.local_rank_flag}=${{local_rank}}")  # torchrun fills it in
         return shlex.join(["torchrun", *self.flags, name, *arguments])
-
-
-def settings_environment(settings: Settings) -> dict[str, str]:
-    """The variables that carry the given settings to `lockstep.init` in every process."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {f"LOCKSTEP_{k.upper()}": str(v) for k, v in values.items() if v is not None}
 
 
 def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
@@ -242,7 +219,7 @@ def plan(
         one_node: whether the run is on this machine alone.
     """
     notes = []
-    environment = settings_environment(spec.settings)
+    environment = {f"LOCKSTEP_{name.upper()}": str(v) for name, v in spec.settings.items()}
     if "OMP_NUM_THREADS" not in environ:
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)

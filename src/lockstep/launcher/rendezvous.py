@@ -271,12 +271,15 @@ def _serves(config: LaunchConfig, endpoint: Endpoint) -> tuple[bool, bool]:
     """Whether this node serves, and whether that is what the user said or our guess."""
     if config.rdzv_backend == "static":
         return int(config.rdzv_configs["rank"]) == 0, True
-    said = config.rdzv_configs.get("is_host")
+    try:
+        said = _parameters(config, "c10d", config.run_id).get_as_bool("is_host")
+    except ValueError:
+        given = config.rdzv_configs["is_host"]
+        raise SettingError(
+            f"--rdzv-conf is_host={given}", "neither yes nor no", "write 1 or 0"
+        ) from None
     if said is not None:
-        text = str(said).lower()
-        if text not in {"1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"}:
-            raise SettingError(f"--rdzv-conf is_host={said}", "neither yes nor no", "write 1 or 0")
-        return text in {"1", "true", "t", "yes", "y"}, True
+        return said, True
     here = endpoint.host in ("localhost", socket.gethostname())
     return here or any(map(is_here, resolve(endpoint.host))), False
 
