@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.save import write_checkpoint
+from lockstep.checkpoint.save import Part, begin_checkpoint, write_checkpoint
 
 
 def checkpoint(
@@ -30,4 +30,22 @@ def checkpoint(
         "modules": trees,
         "training": tree,
     }
-    return write_checkpoint(folder, step, files, manifest, keep=keep)
+    return write(folder, step, files, manifest, keep)
+
+
+def write(
+    folder: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], keep: int
+) -> Path:
+    """Writes these files as the checkpoint of a run on one process."""
+    temporary = begin_checkpoint(folder, step)
+    path = write_checkpoint(temporary, Part(files), {**manifest, "step": step}, keep=keep)
+    assert path is not None
+    return path
+
+
+def full_state_dict(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with every DTensor in full; all ranks call it."""
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from ranks import HANG_S, run_ranks
+from saved import full_state_dict
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.distributed import process_group
 from lockstep.strategies import DP, HSDP, Pipeline
 

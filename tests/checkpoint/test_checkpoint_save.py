@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.formats.safetensors import write_tensors
-from lockstep.checkpoint.save import write_checkpoint
 from lockstep.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def write(folder: Path, step: int, value: float, keep: int = 2, **more: Any) -> 
         "training.safetensors": {"m": torch.tensor(value)},
     }
     manifest = {"epoch": 1, "modules": {"model": {}}, "training": {}, **more}
-    return write_checkpoint(folder, step, files, manifest, keep=keep)
+    return saved.write(folder, step, files, manifest, keep=keep)
 
 
 def value_in(path: Path) -> float:

@@ -335,6 +335,32 @@ def manifest_pickle(folder: Path) -> Path:
     return run
 
 
+def in_shards(places: Any, shape: tuple[int, ...] = (4, 3)) -> Callable[[Path], Path]:
+    """A checkpoint that has the model's first weight in shards, at these places."""
+    leaf = {"$sharded": "0.weight", "dtype": "float32", "shape": list(shape)}
+
+    def make(folder: Path) -> Path:
+        def change(manifest: dict[str, Any], step: Path) -> None:
+            next(i for i in manifest["modules"]["model"]["$ordered"] if i[0] == "0.weight")[1] = (
+                leaf
+            )
+            manifest["shards"] = places if places == 7 else {"model": {"0.weight": places}}
+
+        return edited(folder, change)
+
+    return make
+
+
+FULL = [0, [0, 0], [4, 3]]
+
+
+def test_a_tensor_may_be_in_one_shard(tmp_path: Path) -> None:
+    """What is spoiled below is sound."""
+    path = in_shards([FULL])(tmp_path)
+    load_weights(net(), path)
+    invoked(["inspect", str(path)])
+
+
 BYTES = {"$tensor": "0.bias", "dtype": "uint16", "shape": [HUGE]}
 CASES: dict[str, Callable[[Path], Path]] = {
     # Pickles that run something, in each place where a pickle could be.
@@ -373,6 +399,16 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "a list for a module": in_manifest(modules={"model": ["0.weight"]}),
     "no training": in_manifest(training=7),
     "packed without end": rezipped(bomb),
+    "shards that overlap": in_shards([FULL, FULL]),
+    "shards with a gap": in_shards([]),
+    "shards of a file that is not listed": in_shards([[3, *FULL[1:]]]),
+    "shards of a file that leads out": in_shards([["/../x", *FULL[1:]]]),
+    "a shard before the beginning": in_shards([[0, [-4, 0], [4, 3]]]),
+    "a shard of another size": in_shards([[0, [0, 0], [8, 3]]], (8, 3)),
+    "a shard of many axes": in_shards([[0, [0] * 99, [1] * 99]], (1,) * 99),
+    "a huge tensor in shards": in_shards([[0, [0, 0], [HUGE, HUGE]]], (HUGE, HUGE)),
+    "a shard without a place": in_shards([[0]]),
+    "shards that are none": in_shards(7),
     # Ways out of the folder, and what is no file.
     "an index that leads out": traversing_index,
     "metadata that leads out": in_metadata(

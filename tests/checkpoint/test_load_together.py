@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from saved import full_state_dict
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint import weights
 from lockstep.checkpoint.formats.reading import read_states
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
-from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.strategies import HSDP, Pipeline

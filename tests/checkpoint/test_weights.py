@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from torch import nn
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import match_names, plain_state_dict
-from lockstep.checkpoint.save import write_checkpoint
 from lockstep.checkpoint.weights import load_weights, save_weights, unwrap
 from lockstep.errors import CheckpointError
 
@@ -240,7 +240,7 @@ def checkpoint_of(folder: Path, **modules: nn.Module) -> Path:
     for name, module in modules.items():
         trees[name], files[f"{name}.safetensors"] = encode(plain_state_dict(module))
     manifest = {"modules": trees, "training": {}}
-    return write_checkpoint(folder, 5, files, manifest, keep=1)
+    return saved.write(folder, 5, files, manifest, keep=1)
 
 
 @pytest.mark.parametrize("which", ["step", "folder"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import torch_compat
@@ -67,6 +68,27 @@ def test_default_groups_are_told_of_when_they_are_opened():
     finally:
         end()
     assert dist.distributed_c10d._update_default_pg is original
+
+
+def test_a_state_dict_has_metadata_that_copies_lose():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    metadata = torch_compat.state_dict_metadata(state)
+    assert metadata[""]["version"] == 2
+    copied = state.copy()
+    assert torch_compat.state_dict_metadata(dict(state)) is None
+    torch_compat.set_state_dict_metadata(copied, metadata)
+    assert torch_compat.state_dict_metadata(copied) is metadata
+
+
+def test_a_shard_has_a_box(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)])
+        assert torch_compat.local_box(tensor) == ((0, 0), (3, 2))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hooks_on_gradients_are_counted():

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from on_devices import GPU, run_on, settings
 from problems import CLASSES, FEATURES, Augmented, difference, mean_loss
 from ranks import RankFailed, in_gloo_group
+from saved import full_state_dict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
-from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.strategies import DP, FSDP, HSDP, Pipeline
 
 BATCH, PIECES = 16, 2

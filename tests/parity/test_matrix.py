@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from saved import full_state_dict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.checkpoint.sharding import full_state_dict
 from lockstep.strategies import DP, HSDP, Pipeline
 
 BATCH, STEPS, RATE, WORDS, LENGTH, WIDTH = 18, 5, 0.1, 11, 4, 8

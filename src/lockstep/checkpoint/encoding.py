@@ -2,7 +2,8 @@
 
 JSON's own values stand for themselves; what JSON cannot say is an object with one key that begins
 with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so on.
-A dictionary whose keys are all text (and none begins with `$`) is a plain JSON object.
+A dictionary whose keys are all text (and none begins with `$`) is a plain JSON object. A tensor
+that is stored in shards is `{"$sharded": name, "dtype": ..., "shape": ...}`.
 
 Two tensors that are the same view of the same storage (tied weights) are stored once, under the
 name of the first, and are one tensor again after `decode`.
@@ -22,6 +23,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.formats.shards import Shape, ShardedEntry
+from lockstep.checkpoint.sharding import address, is_sharded, replica
+from lockstep.distributed.torch_compat import (
+    local_box,
+    set_state_dict_metadata,
+    state_dict_metadata,
+)
 from lockstep.errors import CheckpointError
 
 Tree = Any
@@ -41,6 +49,10 @@ BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
 """What a tree calls them."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """All of them, as values of their own."""
+
+Box = tuple[Shape, Shape]
+"""A shard's offsets in its tensor, and its extents."""
+FindShards = Callable[[str, torch.dtype, Shape], ShardedEntry]
 
 _RESERVED = "__metadata__"  # not a tensor's name in a safetensors file
 
@@ -68,14 +80,41 @@ def encode(
     return encoder.tree(state, ()), encoder.tensors
 
 
-def decode(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def encode_shards(
+    state: object, *, inside: str = "", to_host: Callable[[Tensor], Tensor], main: bool
+) -> tuple[Tree, dict[str, Tensor], dict[str, Box]]:
+    """Takes apart what one rank has of a state that is sharded over the ranks; see `encode`.
+
+    Args:
+        state: DTensors may be in it, and tensors on the meta device, which another rank has.
+        inside: see `encode`.
+        to_host: see `encode`.
+        main: this is rank 0, whose tree names all DTensors, and whose file holds all plain
+            tensors. On another rank plain tensors are those that rank 0 lacks: shards that are all.
+
+    Returns:
+        As `encode` does, and the boxes of those of the tensors that are shards.
+
+    Raises:
+        CheckpointError: see `encode`.
+    """
+    encoder = _Encoder(inside, to_host, sharded=True, main=main)
+    return encoder.tree(state, ()), encoder.tensors, encoder.boxes
+
+
+def decode(tree: Tree, tensors: Mapping[str, Tensor], shards: FindShards | None = None) -> Any:
     """Puts together again what `encode` took apart; the tensors are not copied.
+
+    Args:
+        tree: what `encode` or, on rank 0, `encode_shards` gave.
+        tensors: those that the tree names.
+        shards: gives a tensor that is stored in shards, of this name, dtype and shape.
 
     Raises:
         CheckpointError: the tree names a tensor that is not there, or holds a form unknown here.
     """
     try:
-        return _Decoder(tensors).value(tree)
+        return _Decoder(tensors, shards).value(tree)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -122,10 +161,19 @@ def separate(tensor: Tensor, memory: set[int]) -> Tensor:
 class _Encoder:
     """The tensors met so far in one call of `encode`."""
 
-    def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        inside: str,
+        to_host: Callable[[Tensor], Tensor],
+        *,
+        sharded: bool = False,
+        main: bool = True,
+    ) -> None:
         self.inside = inside
         self._to_host = to_host
+        self._sharded, self._main = sharded, main
         self.tensors: dict[str, Tensor] = {}
+        self.boxes: dict[str, Box] = {}
         self._trees: dict[object, Tree] = {}  # of each view of a storage
         self._memory: set[int] = set()
         self._open: set[int] = set()  # the containers around the present value
@@ -173,7 +221,7 @@ class _Encoder:
             return {"$counter": items}
         if isinstance(value, OrderedDict):
             # nn.Module.state_dict() keeps the versions of the modules in an attribute.
-            metadata = getattr(value, "_metadata", None)
+            metadata = state_dict_metadata(value)
             extra = {} if metadata is None else {"metadata": self.tree(metadata, path)}
             return {"$ordered": items, **extra}
         if all(type(key) is str and not key.startswith("$") for key in value):
@@ -181,12 +229,36 @@ class _Encoder:
         return {"$dict": items}
 
     def _tensor(self, value: Tensor, path: tuple[object, ...]) -> Tree:
+        if self._sharded and (is_sharded(value) or not self._main):
+            return self._shard(value, path)
         if problem := unstorable(value):
             raise self._refused(path, problem)
         view = _view(value)
         if value.numel() and view in self._trees:
             return self._trees[view]
         self._trees[view] = tree = self._add(self._to_host(value), path)
+        return tree
+
+    def _shard(self, value: Any, path: tuple[object, ...]) -> Tree:
+        """Takes this rank's shard, the only one of a tensor that is plain."""
+        view = "sharded", address(value), value.shape
+        if view[1] and view in self._trees:
+            return self._trees[view]
+        local, box = value.detach(), ((0,) * value.dim(), tuple(value.shape))
+        if is_sharded(value):
+            local, box = local.to_local(), local_box(value)
+        if problem := unstorable(local):
+            raise self._refused(path, problem)
+        if self._main and box[1] == value.shape and not replica(value):
+            tree = self._add(self._to_host(local), path)
+        else:
+            name = self._free_name(path)
+            if local.numel() and not replica(value):
+                self._store(name, self._to_host(local))
+                self.boxes[name] = box
+            dtype = str(value.dtype).removeprefix("torch.")
+            tree = {"$sharded": name, "dtype": dtype, "shape": list(value.shape)}
+        self._trees[view] = tree
         return tree
 
     def _array(self, value: Any, path: tuple[object, ...]) -> Tree:
@@ -199,18 +271,28 @@ class _Encoder:
         return self._add(tensor.contiguous(), path)
 
     def _add(self, tensor: Tensor, path: tuple[object, ...]) -> Tree:
+        name = self._free_name(path)
+        if self._store(name, tensor):
+            return {"$tensor": name}
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+
+    def _free_name(self, path: tuple[object, ...]) -> str:
         name = plain = ".".join(map(str, path)) or "value"
         number = 1
         while name in self.tensors or name == _RESERVED:
             number += 1
             name = f"{plain}#{number}"
+        return name
+
+    def _store(self, name: str, tensor: Tensor) -> bool:
+        """Keeps a tensor under a name; False where it is kept as bytes, flat."""
         self.tensors[name] = tensor = separate(tensor, self._memory)
         if tensor.dtype in NATIVE:
-            return {"$tensor": name}
+            return True
         flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
         self.tensors[name] = flat.view(torch.uint8)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+        return False
 
     def _refused(self, path: tuple[object, ...], problem: str) -> CheckpointError:
         place = self.inside
@@ -246,8 +328,9 @@ def _view(value: Tensor) -> object:
 class _Decoder:
     """The tensors of one call of `decode`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], shards: FindShards | None) -> None:
         self._tensors = tensors
+        self._shards = shards
         self._viewed: dict[str, Tensor] = {}  # those that are stored as bytes
 
     def value(self, tree: Tree) -> Any:
@@ -265,6 +348,16 @@ class _Decoder:
                 "read it with the version of Lockstep that saved it, or a newer one",
             )
         return _DECODERS[tag](self, tree)
+
+    def array(self, tree: Any) -> Any:
+        if "$sharded" in tree:
+            return self.sharded(tree).full().numpy()
+        return self.stored(tree).numpy().copy()  # not of a mapped file, which may go
+
+    def sharded(self, tree: Any) -> ShardedEntry:
+        if self._shards is None:
+            raise ValueError("a tensor in shards where none is expected")
+        return self._shards(tree["$sharded"], BY_NAME[tree["dtype"]], tuple(_sizes(tree["shape"])))
 
     def stored(self, tree: Any) -> Tensor:
         name = tree["$tensor"]
@@ -287,7 +380,7 @@ class _Decoder:
     def ordered(self, tree: Any) -> OrderedDict[Any, Any]:
         state = OrderedDict(self.pairs(tree["$ordered"]))
         if "metadata" in tree:
-            state._metadata = self.value(tree["metadata"])  # type: ignore[attr-defined]
+            set_state_dict_metadata(state, self.value(tree["metadata"]))
         return state
 
 
@@ -300,8 +393,9 @@ def _sizes(value: Any) -> list[int]:
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$float": lambda _, tree: float(tree["$float"]),
     "$tensor": lambda decoder, tree: decoder.stored(tree),
-    "$array": lambda decoder, tree: decoder.stored(tree["$array"]).numpy(),
-    "$scalar": lambda decoder, tree: decoder.stored(tree["$scalar"]).numpy()[()],
+    "$sharded": lambda decoder, tree: decoder.sharded(tree),
+    "$array": lambda decoder, tree: decoder.array(tree["$array"]),
+    "$scalar": lambda decoder, tree: decoder.array(tree["$scalar"])[()],
     "$dtype": lambda _, tree: _DTYPES[tree["$dtype"]],
     "$device": lambda _, tree: torch.device(tree["$device"]),
     "$size": lambda _, tree: torch.Size(_sizes(tree["$size"])),
@@ -320,7 +414,7 @@ def rng_state_to_text(state: dict[str, Any]) -> str:
 
 
 def rng_state_from_text(text: str) -> dict[str, Any]:
-    """The state that `to_text` was given."""
+    """The state that `rng_state_to_text` was given."""
     parts = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(parts["data"]))
     state: dict[str, Any] = decode(parts["tree"], tensors)

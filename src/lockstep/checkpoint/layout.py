@@ -4,8 +4,10 @@
       step-000000120/
         model.safetensors       one file for each module, its keys as the bare module has them
         training.safetensors    the tensors of everything else
-        manifest.json           step, epoch, versions, the state's tree, the files with their
-                                sizes and checksums, and a checksum of all that
+        model-rank-00001.safetensors, ...
+                                what the other ranks store of either: their shards
+        manifest.json           step, epoch, versions, the state's tree, where the shards belong,
+                                the files with their sizes and checksums, and a checksum of all that
       .step-000000110.tmp-...   being written or removed; never read, cleaned up by the next save
       .step-000000120.replaced  steps aside for a second save of the same step, then goes
       .lock                     who writes here, while a run does
@@ -17,10 +19,11 @@ left alone.
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import (
     EACCES,
@@ -50,7 +53,8 @@ from lockstep.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-TRAINING = "training.safetensors"
+TRAINING = "training"
+"""What is no module: the optimizer, and all else."""
 
 _MAX_MANIFEST = 1 << 28
 """Bytes; a model of a million tensors has less."""
@@ -73,9 +77,37 @@ def temporary_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:09d}.tmp-{secrets.token_hex(8)}"
 
 
-def weights_file(name: str) -> str:
-    """The file of the module that was given under this keyword."""
-    return f"{name}.safetensors"
+def tensor_file(name: str, rank: int = 0) -> str:
+    """The file of what one rank stores of the module of this name, or of the training."""
+    return f"{name}-rank-{rank:05d}.safetensors" if rank else f"{name}.safetensors"
+
+
+def shards_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, list[list[Any]]]]:
+    """By module (or `training`) and tensor: the rank, the offsets and the extents of each shard.
+
+    Raises:
+        ValueError: the manifest is damaged.
+    """
+    found: Any = manifest.get("shards", {})
+    sound = isinstance(found, dict) and all(
+        isinstance(tensors, dict)
+        and all(
+            isinstance(shards, list)
+            and all(isinstance(s, list) and len(s) == 3 and type(s[0]) is int for s in shards)
+            for shards in tensors.values()
+        )
+        for tensors in found.values()
+    )
+    if not sound:
+        raise ValueError("its list of shards is damaged")
+    result: dict[str, dict[str, list[list[Any]]]] = found
+    return result
+
+
+def holds_shards(file: Path) -> bool:
+    """Whether a file of a checkpoint is one of several that hold a module together."""
+    stem = file.stem.partition("-rank-")[0]
+    return any(file.parent.glob(f"{glob.escape(stem)}-rank-*.safetensors"))
 
 
 def step_of(path: Path) -> int:
@@ -255,6 +287,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _damaged(path, "its manifest lacks the state")
     if not all(is_plain(name) for name in manifest["modules"]):
         raise _damaged(path, "its manifest names files outside of its folder")
+    try:
+        shards_in(manifest)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
     return manifest
 
 

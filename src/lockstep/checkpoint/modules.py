@@ -22,8 +22,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep.checkpoint.formats.safetensors import Described, short
-from lockstep.checkpoint.sharding import spread
+from lockstep.checkpoint.formats.safetensors import short
+from lockstep.checkpoint.formats.shards import Described
+from lockstep.checkpoint.sharding import reshard
+from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import some
 
 
@@ -39,9 +41,9 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     state = module.state_dict()
     wrappers = _wrappers(module)
     plain = OrderedDict((_plain(name, wrappers), value) for name, value in state.items())
-    versions = getattr(state, "_metadata", {})
-    plain._metadata = OrderedDict(  # type: ignore[attr-defined]
-        (_plain(path, wrappers), value) for path, value in versions.items()
+    versions = state_dict_metadata(state) or {}
+    set_state_dict_metadata(
+        plain, OrderedDict((_plain(path, wrappers), value) for path, value in versions.items())
     )
     return plain
 
@@ -55,21 +57,22 @@ def plain_names(module: nn.Module) -> Callable[[str], str]:
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """The inverse of `plain_state_dict`: copies values in, where the module has its tensors.
 
-    The values are whole; a sharded module takes its part of them.
+    A sharded module takes its shards of the values, which may be stored in shards themselves.
     """
     wrappers = _wrappers(module)
     own = module.state_dict()
     named: OrderedDict[str, Any] = OrderedDict(
         (name, state[plain]) for name in own if (plain := _plain(name, wrappers)) in state
     )
-    named.update(spread(named, own))
-    versions = getattr(state, "_metadata", None)
+    named.update(reshard(named, own))
+    versions = state_dict_metadata(state)
     if versions is not None:
-        named._metadata = OrderedDict(  # type: ignore[attr-defined]
+        of_paths = OrderedDict(
             (path, versions[plain])
             for path, _ in module.named_modules(remove_duplicate=False)
             if (plain := _plain(path, wrappers)) in versions
         )
+        set_state_dict_metadata(named, of_paths)
     module.load_state_dict(named, strict=strict)
 
 

@@ -11,18 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.formats.reading import read_module
-from lockstep.checkpoint.formats.safetensors import read_header
+from lockstep.checkpoint.formats.reading import read_module, read_stored
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
-from lockstep.checkpoint.sharding import spread_optimizer
+from lockstep.checkpoint.sharding import in_memory, reshard_optimizer
 from lockstep.distributed import seeding
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import CheckpointError
@@ -96,11 +93,7 @@ def read_all(
     """
     manifest = _seen(path, identity)
     modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
-    read_header(path / layout.TRAINING)
-    with layout.plain_errors("reading the checkpoint", path):
-        mapped = safetensors.torch.load_file(path / layout.TRAINING)
-    # Copied out of the mapped file: an optimizer may keep these, and the file will go.
-    training = decode(manifest["training"], {k: v.clone() for k, v in mapped.items()})
+    training = read_stored(path, manifest, layout.TRAINING, manifest["training"])
     _check_facts(path, manifest, training)
     _check_names(path, set(state), {*modules, *training} - set(reserved))
     for name, own in state.items():
@@ -125,9 +118,9 @@ def apply_all(
             if isinstance(target, nn.Module):
                 load_plain(target, loaded[name])
             elif isinstance(target, Optimizer):
-                target.load_state_dict(spread_optimizer(loaded[name], target))
+                target.load_state_dict(reshard_optimizer(loaded[name], target))
             else:
-                target.load_state_dict(loaded[name])
+                target.load_state_dict(in_memory(loaded[name]))
         except Exception as error:
             raise CheckpointError(
                 f"resuming {name} from {path}",
@@ -145,7 +138,7 @@ def apply_all(
             f"{topology.size}, so model-side randomness (dropout) starts from the seed{notes}"
         )
     try:
-        seeding.set_rng_state(loaded["random"][topology.rank], collectives.device)
+        seeding.set_rng_state(in_memory(loaded["random"][topology.rank]), collectives.device)
     except Exception as error:
         raise CheckpointError(
             f"resuming the random streams from {path}",

@@ -1,22 +1,27 @@
 """Writes one checkpoint so that it is there in full or not at all.
 
-All is written into a hidden folder and flushed to disk; then one rename puts it in place. Older
-checkpoints go only after that. A process that is killed at any point leaves the last complete
-checkpoint readable, and a hidden folder that the next save removes.
+Each rank writes its own part, in a thread while the training goes on, into a hidden folder, and
+flushes it to disk. When all have done so, rank 0 writes the manifest, and one rename puts the
+checkpoint in place. Older checkpoints go only after that. A process that is killed at any point
+leaves the last complete checkpoint readable, and a hidden folder that the next save removes.
 
-Writes checkpoints while the training goes on: one thread of rank 0, one checkpoint at a time.
+Communication: one message of each rank that writes to rank 0, through the run's store; at the end
+of the run all tell each other how it went.
 
-Communication: none but at the end of the run, where rank 0 tells the others how it went.
-
-Copies of tensors in host memory, which stay as they are while the training goes on.
+Not torch's distributed checkpoint: its `HuggingFaceStorageWriter` holds a whole file as bytes
+beside the tensors, its thread needs collectives, and where a rank dies half a folder stays that
+looks like a checkpoint (read in torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,59 +29,149 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
-from lockstep.checkpoint.encoding import on_cpu
+from lockstep.checkpoint.encoding import Box, on_cpu
 from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.checkpoint.lock import Lock
 from lockstep.checkpoint.sharding import memory_of, run_on_all_ranks
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.rendezvous import Joined
 from lockstep.errors import CheckpointError, LockstepError
 
+_PAUSE_S = 0.05
+"""Between two looks whether the other ranks are done."""
+_PATIENCE_S = 10.0
+"""How long they are waited for once the run has failed."""
 
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    files: Mapping[str, Mapping[str, Tensor]],
-    manifest: Mapping[str, Any],
-    *,
-    keep: int,
-    best: Literal["min", "max"] | None = None,
-    passed_over: Collection[str] = (),
-) -> Path:
-    """Writes the checkpoint of one step. One process of the run calls it.
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank stores of a checkpoint."""
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    """The safetensors files by name, as `encode` gives their tensors."""
+    boxes: Mapping[str, Mapping[str, Box]] = field(default_factory=dict)
+    """Which of the tensors are shards, by the name of the module (or `training`)."""
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    """Trees of what rank 0 lacks of a state, by the state's name."""
+
+    def write(self, folder: Path) -> Report:
+        """Writes the files and flushes them to disk."""
+        written = {name: write_tensors(folder / name, self.files[name]) for name in self.files}
+        return {"files": written, "boxes": self.boxes, "entries": self.entries}
+
+
+Report = dict[str, Any]
+"""What rank 0 is to know of a part that is written; JSON."""
+
+
+class Others:
+    """Tells rank 0, through the run's store, that the other ranks have written their parts.
+
+    Not by a collective: the training goes on, with collectives of its own.
+
+    Args:
+        joined: the ranks that have met; None on one process.
+        name: of the checkpoint, as no other is called.
+        ranks: those that write besides rank 0.
+    """
+
+    def __init__(self, joined: Joined | None, name: str, ranks: Sequence[int]) -> None:
+        self._joined, self._name, self._ranks = joined, name, ranks
+
+    def tell(self, rank: int, report: Report | None) -> None:
+        """Says that this rank is done; None: it could not do its part."""
+        if self._joined is not None:
+            self._joined.store.set(self._key(rank), json.dumps(report))
+
+    def reports(self, abandoned: threading.Event) -> dict[int, Report | None]:
+        """What the other ranks have said, once all have.
+
+        Args:
+            abandoned: set where the run has failed, and not all may be there any more.
+
+        Raises:
+            CheckpointError: after that one of them has not said anything for a while.
+        """
+        if self._joined is None or not self._ranks:
+            return {}
+        store, keys = self._joined.store, list(map(self._key, self._ranks))
+        patience = _PATIENCE_S
+        while not store.check(keys):
+            if abandoned.wait(_PAUSE_S):
+                if patience <= 0:
+                    raise CheckpointError(
+                        f"saving the checkpoint {self._name}",
+                        "the run has failed, and not all ranks have written their shards",
+                        "resume from the checkpoint before it",
+                    )
+                patience -= _PAUSE_S
+                time.sleep(_PAUSE_S)
+        return {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
+
+    def _key(self, rank: int) -> str:
+        return f"lockstep/checkpoint/{self._name}/{rank}"
+
+
+def begin_checkpoint(folder: Path, step: int, passed_over: Collection[str] = ()) -> Path:
+    """Makes the hidden folder that the checkpoint of one step is written to; rank 0 calls it.
 
     Args:
         folder: holds the run's checkpoints; made where it is missing.
-        step: global batches done; a checkpoint of the same step is replaced.
-        files: the safetensors files by name, as `encode` gives their tensors.
-        manifest: what else `manifest.json` is to say; JSON.
-        keep: how many of the newest checkpoints remain, this one included.
-        best: which `metric` of their manifests lets one remain beside those.
+        step: global batches done.
         passed_over: names of checkpoints that are known to be damaged: they do not count.
 
-    Returns:
-        The folder of the new checkpoint.
-
     Raises:
-        CheckpointError: the folder is a file, is not writable, has no space left, or holds a
-            checkpoint of a later step, which a run that had resumed could not have left behind.
+        CheckpointError: the folder is a file, is not writable, or holds a checkpoint of a later
+            step, which a run that had resumed could not have left behind.
     """
-    final = layout.step_folder(folder, step)
-    with layout.plain_errors("saving the checkpoint", final):
+    with layout.plain_errors("saving the checkpoint", layout.step_folder(folder, step)):
         make_folders(folder)
         check_order(folder, step, passed_over)
         for path in layout.leftovers(folder):
             _remove_if_possible(path)
         temporary = layout.temporary_folder(folder, step)
+        storage.make_folder(temporary)
+    return temporary
+
+
+def write_checkpoint(
+    temporary: Path,
+    part: Part,
+    manifest: Mapping[str, Any],
+    *,
+    keep: int,
+    best: Literal["min", "max"] | None = None,
+    passed_over: Collection[str] = (),
+    others: Callable[[], Mapping[int, Report | None]] = dict,
+) -> Path | None:
+    """Writes the part of rank 0, waits for those of the others, and puts all in place.
+
+    Args:
+        temporary: what `begin_checkpoint` gave.
+        part: of rank 0.
+        manifest: what else `manifest.json` is to say, `step` among it; JSON.
+        keep: how many of the newest checkpoints remain, this one included.
+        best: which `metric` of their manifests lets one remain beside those.
+        passed_over: names of checkpoints that are known to be damaged: they do not count.
+        others: waits for the reports of the other ranks that write.
+
+    Returns:
+        The folder of the new checkpoint; a former one of the same step is replaced. None where
+        another rank could not write its part, which that rank tells.
+
+    Raises:
+        CheckpointError: no space is left, or a file of another rank is not to be seen.
+    """
+    folder, step = temporary.parent, int(manifest["step"])
+    final = layout.step_folder(folder, step)
+    with layout.plain_errors("saving the checkpoint", final):
         try:
-            storage.make_folder(temporary)
-            written = {name: write_tensors(temporary / name, files[name]) for name in files}
-            full = {
-                "format": layout.FORMAT,
-                "step": step,
-                **manifest,
-                "files": {name: file.size for name, file in written.items()},
-                "checksums": {name: file.checksum for name, file in written.items()},
-            }
+            reports = {0: part.write(temporary), **others()}
+            if None in reports.values():
+                _remove_if_possible(temporary)
+                return None
+            full = _full_manifest(manifest, reports)
+            _check_there(temporary, full["files"])
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, storage.sealed(full))
             storage.sync_folder(temporary)
@@ -86,6 +181,51 @@ def write_checkpoint(
             raise
         _remove_old(folder, step, keep, best, {*passed_over} - {final.name})
     return final
+
+
+def _full_manifest(manifest: Mapping[str, Any], reports: Mapping[int, Any]) -> dict[str, Any]:
+    files: dict[str, int] = {}
+    checksums: dict[str, str] = {}
+    shards: dict[str, dict[str, list[Any]]] = {}
+    for rank, report in reports.items():
+        for file, (size, checksum) in report["files"].items():
+            files[file], checksums[file] = size, checksum
+        for module, boxes in report["boxes"].items():
+            for name, (offsets, sizes) in boxes.items():
+                shards.setdefault(module, {}).setdefault(name, []).append([rank, offsets, sizes])
+        for state, entries in report["entries"].items():
+            _add_entries(manifest, state, entries)
+    more = {"shards": shards} if shards else {}
+    return {"format": layout.FORMAT, **manifest, **more, "files": files, "checksums": checksums}
+
+
+def _add_entries(manifest: Mapping[str, Any], state: str, entries: list[Any]) -> None:
+    """Puts what another rank has of a module or an optimizer into the tree of rank 0."""
+    if state in manifest["modules"]:
+        found = dict(map(tuple, entries))
+        pairs = manifest["modules"][state]["$ordered"]
+        pairs[:] = [[key, found.get(key, tree)] for key, tree in pairs]
+    else:
+        tree = manifest["training"][state]
+        tree["state"] = {"$dict": sorted([*tree["state"].get("$dict", ()), *entries])}
+
+
+def _check_there(temporary: Path, files: Mapping[str, int]) -> None:
+    missing = [f for f, n in files.items() if not _has_size(temporary / f, n)]
+    if missing:
+        raise CheckpointError(
+            f"saving a checkpoint in {temporary.parent}",
+            f"{missing[0]}, which another rank has written there, is not to be seen from rank 0",
+            "use a folder on a file system that all machines share: sharded state is written by "
+            "the ranks that have it",
+        )
+
+
+def _has_size(file: Path, size: int) -> bool:
+    try:
+        return file.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def make_folders(folder: Path) -> None:
@@ -180,7 +320,9 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._open = False
-        """Whether something was begun, on rank 0, of which the ranks have not heard the end."""
+        """Whether something was begun of which the ranks have not heard the end."""
+        self.abandoned = threading.Event()
+        """Set when the run has failed."""
 
     @property
     def busy(self) -> bool:
@@ -232,6 +374,8 @@ class Writer:
             return None, ""
 
         if failed or not was_open:
+            if failed:
+                self.abandoned.set()
             try:
                 work()
             except Exception as error:

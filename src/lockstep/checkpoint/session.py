@@ -1,9 +1,9 @@
 """`world.checkpoint(folder, **state)`: the whole state of a training, saved and taken up again.
 
 Communication: `save` is two small exchanges of text, `resume` three, `wait` one; each carries
-errors too, so that what goes wrong on one rank is raised on all of them. Between those of `save`,
-sharded tensors are gathered. Rank 0 alone writes, in a thread while the training goes on; what
-goes wrong there is carried by the next exchange. Every rank reads.
+errors too, so that what goes wrong on one rank is raised on all of them. No tensor is sent. What
+all ranks have alike rank 0 writes, and every rank its shards, in a thread while the training goes
+on; what goes wrong there is carried by the next exchange. Every rank reads what it needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,37 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import encode, rng_state_from_text, rng_state_to_text
+from lockstep.checkpoint.encoding import (
+    Box,
+    encode_shards,
+    rng_state_from_text,
+    rng_state_to_text,
+)
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.preemption import Moment, Policy, Requests
 from lockstep.checkpoint.resume import Finding, apply_all, find, read_all
-from lockstep.checkpoint.save import HostCopies, Writer, check_order, make_folders, write_checkpoint
-from lockstep.checkpoint.sharding import completed, full_state_dict, lacks, run_on_all_ranks
+from lockstep.checkpoint.save import (
+    HostCopies,
+    Others,
+    Part,
+    Writer,
+    begin_checkpoint,
+    check_order,
+    make_folders,
+    write_checkpoint,
+)
+from lockstep.checkpoint.sharding import (
+    has_shards,
+    is_meta,
+    run_on_all_ranks,
+    shards_only,
+    stored_here,
+)
 from lockstep.distributed import seeding
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 
 RESERVED = frozenset({"training", "world", "random"})
@@ -84,6 +104,7 @@ class Checkpoint:
         self.last_resume_note = ""
         """What the last `resume()` found and did, in a sentence or two."""
         self._collectives = run.collectives
+        self._joined = run.joined
         self._progress = run.step
         self._policy = policy
         self._state = dict(state)
@@ -127,25 +148,46 @@ class Checkpoint:
         if answers[0]["skip"]:
             return None
         self._writer.told(begun=False)
-        # Not before all ranks have their states: one that failed would be waited for.
         self._copies.begin(states.values())
-        for name, value in self._state.items():
-            if isinstance(value, nn.Module | Optimizer):
-                states[name] = self._whole(value, states[name])
-        streams = [answer["streams"] for answer in answers]
+        others = [r for r, answer in enumerate(answers) if r and answer["stores"]]
+        rank = self._collectives.topology.rank
+        part = Part({})
+        manifest: dict[str, Any] = {}
 
-        def hand_over() -> tuple[None, str]:
-            if not self._collectives.topology.is_main:
-                return None, ""
-            write, step = self._prepare(states, streams, answers[0]["metric"])
-            (self._writer.start if self._policy.asynchronous else _call)(write)
-            return None, layout.step_folder(self.folder, step).name
+        def hand_over() -> tuple[str, str]:
+            nonlocal part, manifest
+            temporary = ""
+            if rank == 0:
+                part, manifest = self._part_of_main(states, answers)
+                temporary = begin_checkpoint(self.folder, manifest["step"], self._passed_over).name
+            elif rank in others:
+                part = self._part_of(rank, states, answers)
+            return "", temporary
 
+        # One exchange: no rank writes before all have their copies, and the folder is there.
         _, names = run_on_all_ranks(self._collectives, self._doing, hand_over)
-        if self._policy.asynchronous:
-            self._writer.told(begun=True)
+        temporary, step = self.folder / names[0], int(states["world"]["step"])
+        told = Others(self._joined, names[0], others)
+        if rank == 0:
+            self._writer.start(
+                partial(
+                    write_checkpoint,
+                    temporary,
+                    part,
+                    manifest,
+                    keep=self._policy.keep,
+                    best=self._policy.best,
+                    passed_over=self._passed_over,
+                    others=partial(told.reports, self._writer.abandoned),
+                )
+            )
+        elif rank in others:
+            self._writer.start(partial(_write_part, temporary, part, told, rank))
+        self._writer.told(begun=True)
+        if not self._policy.asynchronous:
+            self.wait()
         self._moment.saved()
-        path = self.folder / names[0]
+        path = layout.step_folder(self.folder, step)
         self._passed_over = tuple(name for name in self._passed_over if name != path.name)
         return path
 
@@ -267,38 +309,52 @@ class Checkpoint:
         for name, value in self._state.items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
-        streams = rng_state_to_text(seeding.rng_state(self._collectives.device))
-        return states, json.dumps({"skip": skip, "metric": metric, "streams": streams})
+        answer = {
+            "skip": skip,
+            "metric": metric,
+            "streams": rng_state_to_text(seeding.rng_state(self._collectives.device)),
+            "held": self._held(states),
+        }
+        answer["stores"] = bool(answer["held"]) or has_shards(states)
+        return states, json.dumps(answer)
 
-    def _whole(self, value: Any, state: Any) -> Any:
-        """On rank 0 the whole state of a module or an optimizer that is spread over the ranks."""
-        state = full_state_dict(state, keep=self._collectives.topology.is_main)
-        if isinstance(value, nn.Module) and lacks(state):
-            versions = getattr(state, "_metadata", None)
-            state = OrderedDict(completed(state, self._collectives))
-            state._metadata = versions
-        elif getattr(value, "partial", False):
-            state = {**state, "state": completed(state["state"], self._collectives)}
-        return state
+    def _held(self, states: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Of states of which this rank may have a part only: the entries that it has."""
+        held = {}
+        for name, value in self._state.items():
+            if isinstance(value, nn.Module) and any(map(is_meta, states[name].values())):
+                entries = enumerate(states[name].values())
+                held[name] = [i for i, entry in entries if not is_meta(entry)]
+            elif getattr(value, "partial", False):
+                held[name] = list(states[name]["state"])
+        return held
 
-    def _prepare(
-        self, states: Mapping[str, Any], streams: list[str], metric: float | None
-    ) -> tuple[Callable[[], Path], int]:
-        """Copies the state to host memory; what writes the copy, and its step."""
+    def _part_of_main(
+        self, states: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
+    ) -> tuple[Part, dict[str, Any]]:
+        """Copies to host memory what rank 0 stores; the manifest, as far as it is known."""
         from lockstep import __version__  # the package itself imports this module
 
         files: dict[str, dict[str, Tensor]] = {}
+        boxes: dict[str, dict[str, Box]] = {}
         modules: dict[str, Any] = {}
-        take = self._copies.take
         for name in self._modules():
-            modules[name], tensors = encode(states[name], inside=name, to_host=take)
-            files[layout.weights_file(name)] = tensors
-        world = states["world"]
+            elsewhere = {i for r in range(1, len(answers)) for i in _stored(answers, name, r)}
+            state = _without(states[name], elsewhere) if elsewhere else states[name]
+            file = layout.tensor_file(name)
+            modules[name], files[file], boxes[name] = encode_shards(
+                state, inside=name, to_host=self._copies.take, main=True
+            )
         others = {name: state for name, state in states.items() if name not in modules}
-        random = [rng_state_from_text(text) for text in streams]
-        tree, files[layout.TRAINING] = encode({**others, "random": random}, to_host=take)
+        others["random"] = [rng_state_from_text(answer["streams"]) for answer in answers]
+        file = layout.tensor_file(layout.TRAINING)
+        tree, files[file], boxes[layout.TRAINING] = encode_shards(
+            others, to_host=self._copies.take, main=True
+        )
         self._copies.finish()
+        world, metric = states["world"], answers[0]["metric"]
         manifest = {
+            "step": int(world["step"]),
             # Tells apart two checkpoints of one name, on machines that share no file system.
             "id": secrets.token_hex(8),
             "lockstep": __version__,
@@ -311,25 +367,67 @@ class Checkpoint:
             "modules": modules,
             "training": tree,
         }
-        step = int(world["step"])
-        write = partial(
-            write_checkpoint,
-            self.folder,
-            step,
-            files,
-            manifest,
-            keep=self._policy.keep,
-            best=self._policy.best,
-            passed_over=self._passed_over,
-        )
-        return write, step
+        return Part(files, boxes), manifest
+
+    def _part_of(
+        self, rank: int, states: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
+    ) -> Part:
+        """Copies to host memory what another rank than 0 stores: shards, and what is here alone."""
+        files: dict[str, dict[str, Tensor]] = {}
+        boxes: dict[str, dict[str, Box]] = {}
+        entries: dict[str, Any] = {}
+        take = self._copies.take
+        training: dict[str, Any] = {}
+        for name, state in states.items():
+            partly, own = any(name in a["held"] for a in answers), _stored(answers, name, rank)
+            if not isinstance(self._state.get(name), nn.Module):
+                here = {key: state["state"][key] for key in sorted(own)} if partly else {}
+                training[name] = {"state": here} if partly else shards_only(state)
+                continue
+            kept = [item for i, item in enumerate(state.items()) if i in own]
+            tree, tensors, boxes[name] = encode_shards(
+                OrderedDict(kept) if partly else shards_only(state),
+                inside=name,
+                to_host=take,
+                main=False,
+            )
+            files[layout.tensor_file(name, rank)] = tensors
+            if kept:
+                entries[name] = tree["$ordered"]
+        tree, tensors, boxes[layout.TRAINING] = encode_shards(training, to_host=take, main=False)
+        files[layout.tensor_file(layout.TRAINING, rank)] = tensors
+        for name, value in training.items():
+            if value and _stored(answers, name, rank):
+                entries[name] = tree[name]["state"]["$dict"]
+        self._copies.finish()
+        return Part({name: tensors for name, tensors in files.items() if tensors}, boxes, entries)
 
     def _modules(self) -> list[str]:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
 
 
-def _call(work: Callable[[], object]) -> None:
-    work()
+def _stored(answers: Sequence[Mapping[str, Any]], name: str, rank: int) -> set[int]:
+    """The entries of a state that this rank stores, since rank 0 has not got them."""
+    return stored_here([answer["held"].get(name) for answer in answers], rank)
+
+
+def _without(state: Mapping[str, Any], places: Collection[int]) -> OrderedDict[str, Any]:
+    """A module's state with None at these places."""
+    kept = OrderedDict(
+        (name, None if i in places else value) for i, (name, value) in enumerate(state.items())
+    )
+    set_state_dict_metadata(kept, state_dict_metadata(state))
+    return kept
+
+
+def _write_part(temporary: Path, part: Part, told: Others, rank: int) -> None:
+    """What the thread of another rank than 0 does."""
+    report = None
+    try:
+        with layout.plain_errors("saving the checkpoint", temporary):
+            report = part.write(temporary)
+    finally:
+        told.tell(rank, report)
 
 
 def _check_metric(metrics: list[float | None]) -> None:

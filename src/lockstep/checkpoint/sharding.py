@@ -1,96 +1,89 @@
-"""Sharded tensors in a state become whole ones before it is saved, and shards when it is loaded.
+"""States that are sharded over the ranks: what each rank stores, and resharding on load.
 
-So a checkpoint holds plain tensors under plain names, whatever strategy wrote it, and any strategy
-on any number of ranks can read it.
+A rank stores its own shards of DTensors; rank 0 stores what all ranks have alike. What one rank has
+and another has not, as under a pipeline, stands on the other on the meta device (in the state of a
+module) or is left out (in that of an optimizer); the first rank that has it stores it.
 
-What one rank has and another has not, as under a pipeline, stands on the other on the meta device
-(in the state of a module) or is left out (in that of an optimizer).
+Whatever strategy wrote a state, any strategy on any number of ranks reads it: each rank reads the
+regions that its own shards are of.
 
-Communication: `gathered` is one all-gather for each sharded tensor, so all ranks call it with the
-same state; `completed` one broadcast from each rank that has something of its own; `spread`
-communicates nothing, since every rank has the whole tensors that it cuts.
-
-Work that each rank does on its own, and whose errors are raised on all of them.
+Communication: none, but for one exchange of text in `run_on_all_ranks`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.torch_compat import (
+    local_box,
+    set_state_dict_metadata,
+    state_dict_metadata,
+)
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 
 
-def full_state_dict(state: Any, *, keep: bool = True) -> Any:
-    """The same nest with every DTensor in whole, on the CPU.
+def is_sharded(value: object) -> bool:
+    """Whether it is a DTensor."""
+    # Not by isinstance: who has no DTensor should not wait for its import.
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def is_meta(value: object) -> bool:
+    """Whether it is a tensor whose values are on another rank."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def replica(tensor: Any) -> bool:
+    """Whether another rank stores the same values of a DTensor; one that is plain has none."""
+    return is_sharded(tensor) and any(
+        placement.is_replicate() and coordinate
+        for placement, coordinate in zip(
+            tensor.placements, tensor.device_mesh.get_coordinate(), strict=True
+        )
+    )
+
+
+def shards_only(state: Any) -> Any:
+    """The same pytree with None for all that is no DTensor."""
+    return _map(lambda leaf: leaf if is_sharded(leaf) else None, state)
+
+
+def has_shards(state: Any) -> bool:
+    """Whether there is a DTensor in a pytree."""
+    found: list[object] = []
+    _map(lambda leaf: found.append(leaf) if is_sharded(leaf) else leaf, state)
+    return bool(found)
+
+
+def stored_here(held: Sequence[Sequence[int] | None], rank: int) -> set[int]:
+    """Which entries of a state a rank other than 0 stores: those that no rank before it has.
 
     Args:
-        state: a nest of dictionaries, lists and tuples, the same on all ranks.
-        keep: whether this rank wants the result; where not, it takes part and keeps its shards.
+        held: of every rank, the entries that it has; None: all.
+        rank: the rank.
     """
-    done: dict[object, Tensor] = {}
-
-    def whole(leaf: Any) -> Any:
-        if not _is_sharded(leaf):
-            return leaf
-        place = address(leaf), leaf.shape
-        if place in done:  # tied to it: gathered once, and one tensor again
-            return done[place]
-        full = leaf.detach().full_tensor()
-        kept: Tensor = full.cpu() if keep else leaf
-        if place[0]:
-            done[place] = kept
-        return kept
-
-    return _map(whole, state)
+    if None in held[:rank]:
+        return set()
+    return set(held[rank] or ()).difference(*(mine or () for mine in held[:rank]))
 
 
-def completed(state: dict[Any, Any], collectives: Collectives) -> dict[Any, Any]:
-    """All ranks' entries of one dictionary, on the CPU and on rank 0; the others keep their own.
-
-    Args:
-        state: by name; an entry on the meta device is on another rank.
-        collectives: of the run.
-    """
-    names = list(state)
-    held = [i for i, name in enumerate(names) if not _is_meta(state[name])]
-    if all(isinstance(name, int) for name in names):  # of an optimizer: others have other names
-        held = names
-    taken: set[int] = set()
-    result = dict(state)
-    for rank, text in enumerate(collectives.exchange(json.dumps(held))):
-        own = [i for i in json.loads(text) if i not in taken]
-        taken.update(own)
-        if not rank or not own:
-            continue
-        mine = collectives.topology.rank == rank
-        keys = own if held is names else [names[i] for i in own]
-        sent = collectives.broadcast([state[k] for k in keys] if mine else None, rank)
-        if collectives.topology.is_main:
-            result |= zip(keys, _map(_to_cpu, sent), strict=True)
-    return {k: result[k] for k in sorted(result)} if held is names else result
+def reshard(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a state by name, sharded as those of the same name in `like` are."""
+    return {name: _resharded(value, like.get(name)) for name, value in state.items()}
 
 
-def lacks(state: Mapping[str, Any]) -> bool:
-    """Whether something of a module's state is on another rank."""
-    return any(map(_is_meta, state.values()))
+def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
+    """An optimizer's state, sharded as its parameters are.
 
-
-def spread(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state by name, cut as those of the same name in `like` are."""
-    return {name: _cut(value, like.get(name)) for name, value in state.items()}
-
-
-def spread_optimizer(state: Any, optimizer: Optimizer) -> Any:
-    """An optimizer's state, cut as its parameters are.
-
-    What has another shape than its parameter, such as a count of steps, stays whole.
+    What has another shape than its parameter, such as a count of steps, is not sharded.
     """
     parameters = {
         index: parameter
@@ -98,41 +91,59 @@ def spread_optimizer(state: Any, optimizer: Optimizer) -> Any:
         for index, parameter in zip(saved["params"], group["params"], strict=False)
     }
 
-    def cut(index: Any, of_one: Any) -> Any:
-        return _map(lambda leaf: _cut(leaf, parameters.get(index)), of_one)
+    def of_parameter(index: Any, entry: Any) -> Any:
+        return _map(lambda leaf: _in_memory(_resharded(leaf, parameters.get(index))), entry)
 
     return {
         **state,
-        "state": {index: cut(index, of_one) for index, of_one in state["state"].items()},
+        "state": {index: of_parameter(index, entry) for index, entry in state["state"].items()},
     }
 
 
-def _cut(value: Any, own: Any) -> Any:
-    if _is_meta(own):
+def in_memory(state: Any) -> Any:
+    """A copy of a state that was read: without shards, and of no file that will go."""
+    copies: dict[int, Any] = {}  # what is one tensor remains one
+
+    def copied(leaf: Any) -> Any:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = _in_memory(leaf)
+        return copies[id(leaf)]
+
+    return _map(copied, state)
+
+
+def _in_memory(value: Any) -> Any:
+    if isinstance(value, ShardedEntry):
+        return value.full()
+    plain = isinstance(value, Tensor) and not is_sharded(value) and not value.is_meta
+    return value.clone() if plain else value
+
+
+def _resharded(value: Any, own: Any) -> Any:
+    if is_meta(own):
         return own
-    if not _is_sharded(own) or not isinstance(value, Tensor) or value.shape != own.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor  # loaded already by who made `own`
+    known = isinstance(value, Tensor | ShardedEntry)
+    if not (known and is_sharded(own) and tuple(value.shape) == tuple(own.shape)):
+        return value.full() if isinstance(value, ShardedEntry) else value
+    from torch.distributed.tensor import DTensor  # loaded already by who made `own`
 
-    # Without a source rank every rank cuts its own part, and nothing is sent.
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+    offsets, sizes = local_box(own)
+    if isinstance(value, ShardedEntry):
+        local = value.region(offsets, sizes)
+    else:
+        local = value[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+    return DTensor.from_local(
+        local.contiguous().to(own.device, copy=True),
+        own.device_mesh,
+        own.placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
+    )
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
-
-
-def _is_sharded(value: object) -> bool:
-    # Not by isinstance: who has no DTensor should not wait for its import.
-    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
-
-
-def memory_of(nest: Any) -> set[int]:
-    """Where the storages of the tensors in a nest, or of this rank's shards, begin in memory."""
+def memory_of(tree: Any) -> set[int]:
+    """Where the storages of the tensors in a pytree, or of this rank's shards, begin in memory."""
     found: set[int] = set()
 
     def note(leaf: Any) -> Any:
@@ -140,7 +151,7 @@ def memory_of(nest: Any) -> set[int]:
             found.add(_local(leaf).untyped_storage().data_ptr())
         return leaf
 
-    _map(note, nest)
+    _map(note, tree)
     return found
 
 
@@ -155,21 +166,20 @@ def address(tensor: Any) -> int:
 
 
 def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return local
 
 
-def _map(change: Callable[[Any], Any], nest: Any) -> Any:
-    if isinstance(nest, dict):
-        result: Any = nest.copy()  # of its own kind
-        if hasattr(nest, "_metadata"):  # of a module's state; copies leave it out
-            result._metadata = nest._metadata
-        for key, value in nest.items():
+def _map(change: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        result: Any = tree.copy()  # of its own kind
+        set_state_dict_metadata(result, state_dict_metadata(tree))
+        for key, value in tree.items():
             result[key] = _map(change, value)
         return result
-    if type(nest) in (list, tuple):
-        return type(nest)(_map(change, value) for value in nest)
-    return change(nest)
+    if type(tree) in (list, tuple):
+        return type(tree)(_map(change, value) for value in tree)
+    return change(tree)
 
 
 T = TypeVar("T")

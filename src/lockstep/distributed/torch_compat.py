@@ -174,6 +174,30 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# State dicts and DTensors
+
+
+def state_dict_metadata(state: Any) -> Any:
+    """What `nn.Module.state_dict()` keeps beside the tensors: the modules' versions; or None."""
+    return getattr(state, "_metadata", None)
+
+
+def set_state_dict_metadata(state: Any, metadata: Any) -> None:
+    """Gives it to a copy, which is without; of None nothing becomes."""
+    if metadata is not None:
+        state._metadata = metadata
+
+
+def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's shard of a DTensor begins in it, and the shard's extents."""
+    from torch.distributed.tensor import _utils
+
+    sizes, offsets = _utils.compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offsets), tuple(sizes)
+
+
 # Stores
 
 _VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.encoding import FindShards, decode
 from lockstep.checkpoint.formats.dcp import Objects, is_dcp, read_dcp
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
     Entry,
+    are_sizes,
     check_plain,
     index_of,
     of_torch,
@@ -24,7 +27,7 @@ from lockstep.checkpoint.formats.safetensors import (
     short,
     weight_map,
 )
-from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.shards import Shape, Shard, ShardedEntry, sharded_entry
 from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.errors import CheckpointError
@@ -91,6 +94,12 @@ def locate(path: Path) -> tuple[Path, Kind]:
         path.open("rb").close()
     if path.suffix == ".json":
         return path, "index"
+    if layout.holds_shards(path):
+        raise CheckpointError(
+            f"reading weights from {path}",
+            "it holds the shards of one rank",
+            f"give the checkpoint that it is in: {path.parent}",
+        )
     return path, "safetensors" if path.suffix == ".safetensors" else "torch"
 
 
@@ -120,15 +129,7 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
     Raises:
         CheckpointError: the manifest does not list the module's file, or it cannot be read.
     """
-    file = layout.weights_file(name)
-    modules = modules_of(path, manifest)
-    if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
-        raise CheckpointError(
-            f"reading the checkpoint {path}",
-            f"its manifest has a module {short(name)!r}, and does not list its file",
-            "use another checkpoint",
-        )
-    state = decode(modules[name], _mapped(read_header(path / file)))
+    state = read_stored(path, manifest, name, modules_of(path, manifest)[name])
     if not isinstance(state, dict):
         raise CheckpointError(
             f"reading the checkpoint {path}",
@@ -136,6 +137,55 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
             "use another checkpoint",
         )
     return state
+
+
+def read_stored(path: Path, manifest: Mapping[str, Any], name: str, tree: Any) -> Any:
+    """What a checkpoint holds of a module or of the training, by its tree in the manifest.
+
+    Tensors are views of the mapped file; those in shards are `ShardedEntry`.
+
+    Raises:
+        CheckpointError: the manifest does not list a file, or it cannot be read.
+    """
+    entries = _entries(path, manifest, name, 0)
+    return decode(tree, _mapped(entries), shard_finder(path, manifest, name))
+
+
+def shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
+    """Finds the tensors of a module or of the training that are stored in shards.
+
+    Raises:
+        CheckpointError: a file of the shards cannot be read.
+        ValueError, KeyError, TypeError: the manifest is damaged.
+    """
+    headers = cache(partial(_entries, path, manifest, name))
+    listed = layout.shards_in(manifest).get(name, {})
+
+    def find(tensor: str, dtype: torch.dtype, shape: Shape) -> ShardedEntry:
+        shards = []
+        for rank, offsets, sizes in listed.get(tensor, ()):
+            if not are_sizes(offsets) or not are_sizes(sizes):
+                raise ValueError(f"{tensor} has a shard that is nowhere")
+            entry = headers(rank)[tensor]
+            # Others than those that safetensors knows are stored as bytes.
+            entry = replace(entry, dtype=dtype, shape=tuple(sizes))
+            if entry.nbytes != headers(rank)[tensor].nbytes:
+                raise ValueError(f"{tensor} has a shard of another size in the file of rank {rank}")
+            shards.append(Shard(tuple(offsets), tuple(sizes), entry))
+        return sharded_entry(tensor, dtype, shape, shards)
+
+    return find
+
+
+def _entries(path: Path, manifest: Mapping[str, Any], name: str, rank: int) -> dict[str, Entry]:
+    file = layout.tensor_file(name, rank)
+    if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
+        raise CheckpointError(
+            f"reading the checkpoint {path}",
+            f"its manifest has {short(name)!r}, and does not list {short(file)}",
+            "use another checkpoint",
+        )
+    return read_header(path / file)
 
 
 def modules_of(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +215,7 @@ def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"reading weights from {path}",
             f"it holds {len(names)} modules: {short(', '.join(names), 300) or 'none'}",
-            f"give the file of one of them, such as {path / layout.weights_file('NAME')}",
+            f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
         )
     return "model" if "model" in names else names[0]
 

@@ -17,7 +17,6 @@ renamed into place after all of them, and only then those of a former index go.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import separate
+from lockstep.checkpoint.formats.shards import Described
 from lockstep.errors import CheckpointError, SettingError
 
 MAX_HEADER = 100_000_000
@@ -75,23 +75,6 @@ _UNITS = {"": 1, "b": 1} | {
     for middle, base in (("", 1000), ("i", 1024))
     for power, letter in enumerate("kmgt", 1)
 }
-
-
-class Described:
-    """A tensor of which dtype and shape are known, and values are read only where asked for."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -167,7 +150,7 @@ def _entry(path: Path, name: str, says: Any, begin: int) -> Entry:
     dtype, shape, places = says["dtype"], says["shape"], says["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{short(name)} has the dtype {short(dtype)}, which is not known here")
-    if not _are_sizes(shape) or not _are_sizes(places) or len(places) != 2:
+    if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
         raise ValueError(f"{short(name)} has the shape {short(shape)} at {short(places)}")
     entry = Entry(path, DTYPES[dtype], tuple(shape), begin + places[0])
     if places[1] - places[0] != entry.nbytes:
@@ -191,7 +174,8 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
         raise ValueError(f"its tensors end at byte {end}, the file goes on to {size}")
 
 
-def _are_sizes(value: Any) -> bool:
+def are_sizes(value: Any) -> bool:
+    """Whether it is a list of numbers that may be the extents or offsets of a tensor."""
     # No tensor has an extent beyond this; larger ones only take time to multiply.
     return (
         isinstance(value, list)

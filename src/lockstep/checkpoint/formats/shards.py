@@ -15,11 +15,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.formats.safetensors import Described
-
 Shape = tuple[int, ...]
 
 _MAX_COMPARED = 5_000_000  # pairs of shards
+
+
+class Described:
+    """A tensor of which dtype and shape are known, and values are read only where asked for."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.count * self.dtype.itemsize
 
 
 class Source(Protocol):

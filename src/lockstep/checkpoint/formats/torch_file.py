@@ -190,7 +190,7 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
         raise CheckpointError(
             f"reading weights from {path}",
-            f"no archive of torch.save: {short(error, 300)}",
+            f"torch.load cannot read it, it is no archive of torch.save: {short(error, 300)}",
             "check that the file is whole, and that it was written by torch.save",
         ) from error
     packed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]

@@ -22,11 +22,11 @@ from lockstep.checkpoint.formats.dcp import METADATA, read_dcp, tensors_in
 from lockstep.checkpoint.formats.reading import (
     Found,
     locate,
+    shard_finder,
     states_in,
     the_module,
 )
 from lockstep.checkpoint.formats.safetensors import (
-    Described,
     Entry,
     of_torch,
     read_header,
@@ -34,7 +34,7 @@ from lockstep.checkpoint.formats.safetensors import (
     short,
     weight_map,
 )
-from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.shards import Described, ShardedEntry
 from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.errors import CheckpointError, SettingError
 
@@ -134,7 +134,7 @@ def leaves(tree: Any) -> Iterator[Mapping[str, Any]]:
         for item in tree:
             yield from leaves(item)
     elif isinstance(tree, dict):
-        if "$tensor" in tree:
+        if "$tensor" in tree or "$sharded" in tree:
             yield tree
         else:
             for value in tree.values():
@@ -193,13 +193,13 @@ def _checkpoint(path: Path, name: str | None, *, everything: bool, training: boo
 
 
 def _of_training(path: Path, manifest: Mapping[str, Any]) -> dict[str, Stored]:
-    entries = read_header(path / layout.TRAINING)
     if not isinstance(manifest["training"], dict):
         raise ValueError("it does not say what the training's state is")
+    find = _finder(path, manifest, layout.TRAINING)
     found = {}
     for leaf in leaves(manifest["training"]):
-        name = leaf["$tensor"]
-        found[name] = _stored(name, _entry(leaf, entries))
+        name, entry = find(leaf)
+        found[name] = _stored(name, entry)
     return found
 
 
@@ -211,23 +211,37 @@ def _add_module(
     tensors: dict[str, Stored],
     extra: dict[str, Any],
 ) -> None:
-    file = layout.weights_file(module)
-    if file not in manifest["files"]:
-        raise ValueError(f"it does not list the file of {module!r}")
-    entries = read_header(path / file)
+    find = _finder(path, manifest, module)
     tree = manifest["modules"][module]
     first: dict[str, str] = {}
     for key, value in tree.get("$ordered", tree.get("$dict")) or tree.items():
-        if isinstance(value, dict) and "$tensor" in value:
-            entry = _entry(value, entries)
-            stored, key = value["$tensor"], front + key
+        if isinstance(value, dict) and ("$tensor" in value or "$sharded" in value):
+            stored, entry = find(value)
+            key = front + key
             tensors[key] = _stored(key, entry, first.get(stored))
             first.setdefault(stored, key)
         else:
-            needed = {leaf["$tensor"]: entries[leaf["$tensor"]] for leaf in leaves(value)}
+            needed = dict(map(find, leaves(value)))
             extra[front + key] = decode(
                 value, {n: e.part(0, e.count).reshape(e.shape) for n, e in needed.items()}
             )
+
+
+def _finder(
+    path: Path, manifest: Mapping[str, Any], name: str
+) -> Callable[[Mapping[str, Any]], tuple[str, Entry | ShardedEntry]]:
+    """Finds what a leaf of the tree of a module, or of the training, stands for, by its name."""
+    file = layout.tensor_file(name)
+    if file not in manifest["files"]:
+        raise ValueError(f"it does not list the file of {name!r}")
+    entries, shards = read_header(path / file), shard_finder(path, manifest, name)
+
+    def find(leaf: Mapping[str, Any]) -> tuple[str, Entry | ShardedEntry]:
+        if "$sharded" in leaf:
+            return leaf["$sharded"], decode(leaf, {}, shards)
+        return leaf["$tensor"], _entry(leaf, entries)
+
+    return find
 
 
 def _entry(leaf: Mapping[str, Any], entries: Mapping[str, Entry]) -> Entry:
@@ -243,7 +257,7 @@ def _entry(leaf: Mapping[str, Any], entries: Mapping[str, Entry]) -> Entry:
     return own
 
 
-def _stored(name: str, entry: Entry, tied_to: str | None = None) -> Stored:
+def _stored(name: str, entry: Entry | ShardedEntry, tied_to: str | None = None) -> Stored:
     return Stored(name, entry.dtype, entry.shape, entry.part, tied_to)
 
 
@@ -302,16 +316,12 @@ def _dcp(path: Path, name: str | None, *, training: bool) -> Contents:
     return Contents(
         path,
         "a folder of torch.distributed.checkpoint",
-        {n: _sharded(n, v) for n, v in found.state.items() if isinstance(v, ShardedEntry)},
+        {n: _stored(n, v) for n, v in found.state.items() if isinstance(v, ShardedEntry)},
         {n: found.value(n) for n, v in found.state.items() if not isinstance(v, ShardedEntry)},
         {"read": found.place} if found.place else {},
         {file.name: file.stat().st_size for file in sorted({path / METADATA, *files})},
-        training={n: _sharded(n, e) for n, e in others} if training else {},
+        training={n: _stored(n, e) for n, e in others} if training else {},
     )
-
-
-def _sharded(name: str, entry: ShardedEntry) -> Stored:
-    return Stored(name, entry.dtype, entry.shape, entry.part)
 
 
 def _chosen(path: Path, states: list[Found], name: str | None) -> Found:

@@ -18,11 +18,14 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.formats.reading import shard_finder
 from lockstep.checkpoint.formats.safetensors import in_place, read_header
 from lockstep.checkpoint.tools.contents import Contents, leaves, open_contents
 from lockstep.errors import CheckpointError
@@ -63,11 +66,13 @@ def examine(path: Path, *, values: bool = False) -> Health:
             found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
             return Health(path, (found,), None, foreign=True)
         _check_state(manifest)
+        needed = _needed(manifest)
         if storage.seal_is_broken(text):
             raise ValueError("is damaged: its checksum differs")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Health(path, (f"{layout.MANIFEST} {error}",), None)
-    wrong = [_wrong_inside(path, name, trees) for name, trees in _needed(manifest).items()]
+    wrong = [_wrong_inside(path, name, held) for name, held in needed.items()]
+    wrong.append("" if any(wrong) else _wrong_shards(path, manifest))
     inside = [problem for problem in wrong if problem]
     sizes = _wrong_sizes(path, manifest)
     if values and not sizes and not inside:
@@ -77,15 +82,13 @@ def examine(path: Path, *, values: bool = False) -> Health:
     return Health(path, (*sizes, *inside), manifest, only_sizes=bool(sizes) and not inside)
 
 
-def whole_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder that are whole in themselves, and hold something."""
+def readable_weights(path: Path) -> list[Path]:
+    """The files of a folder that hold all of a module, and can be read without the manifest."""
     found = []
     for file in sorted(path.glob("*.safetensors")):
-        try:
-            if read_header(file):
+        with suppress(CheckpointError):
+            if not layout.holds_shards(file) and file.stem != layout.TRAINING and read_header(file):
                 found.append(file)
-        except CheckpointError:
-            continue
     return found
 
 
@@ -119,14 +122,26 @@ def _check_state(manifest: Mapping[str, Any]) -> None:
     if not all(map(layout.is_plain, modules)):
         raise ValueError("names files outside of its folder")
     for tree in (*modules.values(), manifest["training"]):
-        if not all(isinstance(leaf["$tensor"], str) for leaf in leaves(tree)):
-            raise ValueError("is damaged: a tensor of the state has no name")
+        for leaf in leaves(tree):
+            if not isinstance(leaf.get("$tensor", leaf.get("$sharded")), str):
+                raise ValueError("is damaged: a tensor of the state has no name")
 
 
-def _needed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree that each file is to hold the tensors of."""
-    modules = {layout.weights_file(name): tree for name, tree in manifest["modules"].items()}
-    return {**modules, layout.TRAINING: manifest["training"]}
+def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {**manifest["modules"], layout.TRAINING: manifest["training"]}
+
+
+def _needed(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Which tensors each file is to hold."""
+    needed = {
+        layout.tensor_file(name): {leaf["$tensor"] for leaf in leaves(tree) if "$tensor" in leaf}
+        for name, tree in _trees(manifest).items()
+    }
+    for name, tensors in layout.shards_in(manifest).items():
+        for tensor, shards in tensors.items():
+            for rank, _, _ in shards:
+                needed.setdefault(layout.tensor_file(name, rank), set()).add(tensor)
+    return needed
 
 
 def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -143,7 +158,7 @@ def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _wrong_inside(path: Path, name: str, tree: Any) -> str:
+def _wrong_inside(path: Path, name: str, needed: set[str]) -> str:
     file = path / name
     if not file.is_file():
         return f"{name} is not there"
@@ -151,8 +166,21 @@ def _wrong_inside(path: Path, name: str, tree: Any) -> str:
         entries = read_header(file)
     except CheckpointError as error:
         return f"{name}: {error.found}"
-    lost = {leaf["$tensor"] for leaf in leaves(tree)} - entries.keys()
+    lost = needed - entries.keys()
     return f"{name} lacks {len(lost)} tensors of the state ({min(lost)})" if lost else ""
+
+
+def _wrong_shards(path: Path, manifest: Mapping[str, Any]) -> str:
+    listed = dict.fromkeys(_needed(manifest))
+    for name, tree in _trees(manifest).items():
+        try:
+            find = shard_finder(path, {**manifest, "files": listed}, name)
+            for leaf in leaves(tree):
+                if "$sharded" in leaf:
+                    decode(leaf, {}, find)
+        except (CheckpointError, ValueError, KeyError, TypeError) as error:
+            return f"the shards of {name} are not sound: {error}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -303,7 +331,7 @@ def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
         return Repair("rebuild", health.path, f"{why}; the files are whole and hold the state")
     if health.foreign:
         return Repair("leave", health.path, why)
-    whole = [] if remains else [f for f in whole_files(health.path) if f.name != layout.TRAINING]
+    whole = [] if remains else readable_weights(health.path)
     if whole:
         names = ", ".join(file.name for file in whole)
         return Repair(
