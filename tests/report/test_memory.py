@@ -141,7 +141,7 @@ def test_live_tensors_sees_what_is_made_and_what_is_freed():
         again = torch.zeros(4000, dtype=torch.uint8)
         assert live.peak == 1000 + 1000 + 4000
     del other, more, again
-    assert live._total == 1000
+    assert live.total == 1000
 
 
 def train(ask_before: int | None, strategy: Any, micro_batch_size: int | None) -> dict[str, Any]:

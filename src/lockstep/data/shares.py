@@ -264,7 +264,7 @@ def choose_shares(
         raise SettingError(
             f"shares='auto' with a global batch of {batch_size}",
             "of it fit " + ", ".join(f"{n} on rank {r}" for r, n in enumerate(room)),
-            "set micro_batch_size='auto' too: the batch is then computed in pieces",
+            "set micro_batch_size='auto' too: the batch is then computed in micro-batches",
         )
     ideal = _ideal(seconds, room, batch_size)
     ranks = len(present)

@@ -48,7 +48,6 @@ _ROWS = (
     ("all of these", "counted"),
     ("measured peak", "peak"),
 )
-_OF_STEPS = ("copies", "activations", "loss", "peak")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _ON_CPU = "tensors alive at one time in a step; what kernels take for themselves is not seen"
 _REPLICA = "replica "
@@ -189,9 +188,9 @@ def measure(
     state = {} if optimizer is None else state_bytes(optimizer)
     if loader is not None or loss is not None:
         profile = _steps(run, precision, backward, model, optimizer, loader, loss).profile()
-        state = profile.state
-        columns |= {name: getattr(profile, name) for name in _OF_STEPS}
-    columns["state"] = state or {}
+        columns |= profile.sizes
+    else:
+        columns["state"] = state or {}
     devices = dict.fromkeys([run.device, *(d for sizes in columns.values() for d in sizes)])
     own = [
         DeviceMemory(
@@ -203,7 +202,7 @@ def measure(
         )
         for device in devices
     ]
-    if state is None:
+    if state is None and profile is None:
         own = [replace(row, state=None) for row in own]
     if isinstance(model, DataParallel):
         own = _replicas(own, model, profile)

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -284,22 +285,14 @@ def _now(gpus: Iterable[torch.device]) -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepProfile:
-    """What training steps took, in bytes by device."""
+class StepProfile(NamedTuple):
+    """What training steps took."""
 
     samples: int
     """Of this rank's first micro-batch, at which the activations were counted."""
-    activations: dict[torch.device, int]
-    """Kept by the model for the backward pass, but for parameters and buffers."""
-    loss: dict[torch.device, int]
-    """Kept likewise by what comes after the model: outputs brought together, the loss."""
-    copies: dict[torch.device, int]
-    """Parameters gathered or copied for the pass and held until the backward pass."""
-    state: dict[torch.device, int]
-    """Of the optimizer."""
-    peak: dict[torch.device, int]
     step_s: float
+    sizes: dict[str, dict[torch.device, int]]
+    """Bytes by device: `copies`, `activations`, `loss`, `state` and `peak`, see `DeviceMemory`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,18 +321,15 @@ class TrainingSteps:
         with self._put_back(), closing(self._endless()) as batches:
             kept = _Kept(self.model)
             self._step(batches, kept=kept)
-            state = storages(state_of(self.optimizer.inner))
-            peak = self._peak(batches, kept)
-            seconds = [self._step(batches) for _ in range(_TIMED)]
-            return StepProfile(
-                samples=kept.samples,
-                activations=kept.activations,
-                loss=kept.loss,
-                copies=kept.copies,
-                state=bytes_by_device(state.values()),
-                peak=peak,
-                step_s=statistics.median(seconds),
-            )
+            sizes = {
+                "copies": kept.copies,
+                "activations": kept.activations,
+                "loss": kept.loss,
+                "state": bytes_by_device(storages(state_of(self.optimizer.inner)).values()),
+                "peak": self._peak(batches, kept),
+            }
+            seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
+            return StepProfile(kept.samples, seconds, sizes)
 
     def _endless(self) -> Generator[Any]:
         while True:
@@ -437,7 +427,7 @@ class _Kept:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.samples = 0
-        self.activations: Counter[torch.device] = Counter()
+        self.activations: dict[torch.device, int] = {}
         self.loss: dict[torch.device, int] = {}
         self.copies: dict[torch.device, int] = {}
         self.gradients: list[weakref.ref[torch.UntypedStorage]] = []
@@ -461,8 +451,10 @@ class _Kept:
         copies = {number: s for number, s in used.items() if number not in self._own}
         self.copies = bytes_by_device(copies.values())
         counted = self._own | copies
+        activations: Counter[torch.device] = Counter()
         for call in calls:
-            self.activations.update(call.count(counted))
+            activations.update(call.count(counted))
+        self.activations = activations
         after = outside.storages()
         self.loss = bytes_by_device(s for n, s in after.items() if n not in counted)
 
@@ -570,52 +562,31 @@ class LiveTensors:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._total = 0
         self.peak = 0
+        self._lock = threading.RLock()
+        self._sizes: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self._bound = 0
+        """The bytes alive are not more: what was freed since they were added up is still in it."""
+
+    @property
+    def total(self) -> int:
+        """The bytes alive now; storages may be smaller than when they were seen, as FSDP's are."""
+        return sum(storage.nbytes() for storage in self._sizes)
 
     def hold(self, held: Iterable[torch.UntypedStorage]) -> None:
         """Counts storages that exist."""
-        for storage in held:
-            if storage.device.type == "cpu":
-                self._count(storage)
+        with self._lock:
+            for storage in held:
+                if storage.device.type == "cpu":
+                    self._bound += max(0, storage.nbytes() - self._sizes.get(storage, 0))
+                    self._sizes[storage] = storage.nbytes()
+            if self._bound > self.peak:
+                self._bound = self.total
+                self.peak = max(self.peak, self._bound)
 
     def watch(self) -> AbstractContextManager[Any]:
         """To be entered around a step, in each of its threads."""
         return _Operations(self)
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        number = id(storage)
-        with self._lock:
-            reference, size = self._alive.get(number, (None, 0))
-            if reference is None or reference() is not storage:
-                reference = weakref.ref(storage, self._forget(number))
-            now = storage.nbytes()
-            self._alive[number] = reference, now
-            self._total += now - size
-            if self._total > self.peak:
-                self._recount()
-
-    def _forget(self, number: int) -> Callable[[Any], None]:
-        def forget(reference: Any) -> None:
-            with self._lock:
-                if self._alive.get(number, (None, 0))[0] is reference:
-                    self._total -= self._alive.pop(number)[1]
-
-        return forget
-
-    def _recount(self) -> None:
-        """Storages may have been made smaller since (FSDP does that): asked before a new peak."""
-        total = 0
-        for number, (reference, _) in list(self._alive.items()):
-            storage = reference()
-            size = 0 if storage is None else storage.nbytes()
-            if number in self._alive:
-                self._alive[number] = reference, size
-                total += size
-        self._total = total
-        self.peak = max(self.peak, total)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
