@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.watchdog.snapshot import Call, Frame, Group, RankState, Snapshot, Stack
+from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
+from lockstep.watchdog.stacks import Frame, Stack
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"

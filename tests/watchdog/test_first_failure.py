@@ -16,7 +16,8 @@ from lockstep.watchdog.exit_status import (
 )
 from lockstep.watchdog.first_failure import first_failure, lost_peer, render
 from lockstep.watchdog.messages import Row, Verdict
-from lockstep.watchdog.snapshot import Frame, from_values
+from lockstep.watchdog.snapshot import from_values
+from lockstep.watchdog.stacks import Frame
 
 # As torch 2.13 says it, recorded from runs of two processes.
 CLOSED = (

@@ -28,7 +28,8 @@ from made_up import (
 
 from lockstep.watchdog.hang import find
 from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import Call, Frame, Group, RankState, Snapshot, Stack
+from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
+from lockstep.watchdog.stacks import Frame, Stack
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.watchdog.snapshot import Frame, Group, parse_flight, parse_stack
+from lockstep.watchdog.snapshot import Group, parse_flight
+from lockstep.watchdog.stacks import Frame, parse_stack
 
 DUMP = """Stack (most recent call first):
   File "/an/earlier/one.py", line 1 in main

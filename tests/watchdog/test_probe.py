@@ -25,7 +25,8 @@ from ranks import HANG_S, in_clean_process, run_ranks
 from lockstep.distributed import torch_compat
 from lockstep.watchdog import probe
 from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat
-from lockstep.watchdog.snapshot import parse_flight, parse_stack
+from lockstep.watchdog.snapshot import parse_flight
+from lockstep.watchdog.stacks import parse_stack
 
 LIMIT_S = HANG_S
 

@@ -11,7 +11,8 @@ from namespaces import until
 
 from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import supervisor
-from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot
+from lockstep.watchdog.snapshot import Call, RankState, Snapshot
+from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.supervisor import SnapshotExchange
 
 LINE = Frame("a.py", 1, "f")

@@ -23,8 +23,16 @@ from made_up import (
 from lockstep import errors
 from lockstep.launcher import worker
 from lockstep.strategies.pipeline.wire import Wire
-from lockstep.watchdog.snapshot import Frame, Stack
-from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, Wait, is_loading, own_line, waits_in
+from lockstep.watchdog.stacks import (
+    IN_BUFFERS,
+    IN_PIPELINE,
+    Frame,
+    Stack,
+    Wait,
+    is_loading,
+    own_line,
+    waits_in,
+)
 
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SITE = "/opt/venv/lib/python3.12/site-packages"

@@ -18,7 +18,6 @@ from lockstep.watchdog import probe
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import (
-    Frame,
     ProcessStatus,
     RankState,
     Snapshot,
@@ -26,6 +25,7 @@ from lockstep.watchdog.snapshot import (
     read_process,
     take_snapshot,
 )
+from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.supervisor import write_report
 
 LIMIT_S = HANG_S

@@ -25,8 +25,8 @@ from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, rea
 from lockstep.launcher.output import tail
 from lockstep.watchdog.exit_status import ExitStatus, read_record, shown
 from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.snapshot import Frame, Stack, read_process
-from lockstep.watchdog.stacks import own_line
+from lockstep.watchdog.snapshot import read_process
+from lockstep.watchdog.stacks import own_line, parse_frames
 
 if TYPE_CHECKING:
     from lockstep.watchdog.first_failure import FirstFailure
@@ -82,7 +82,6 @@ _WORDS = {
     signal.SIGPIPE: "it wrote to a pipe that nobody reads",
 }
 _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call first\):\n")
-_CRASH_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THAT_END = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _LAST_LINES = 20
 
@@ -121,13 +120,8 @@ def crash_line(folder: Path) -> str | None:
     dump = text.rpartition("Fatal Python error:")[2]
     failed = _FAILED_THREAD.split(dump)
     threads = [failed[-1].partition("\n\n")[0]] if len(failed) > 1 else dump.split("\n\n")
-    lines = [own_line(_stack(thread)) for thread in threads]
+    lines = [own_line(parse_frames(thread)) for thread in threads]
     return next((shown(line) for line in reversed(lines) if line is not None), None)
-
-
-def _stack(dump: str) -> Stack:
-    found = map(_CRASH_FRAME.fullmatch, dump.splitlines())
-    return tuple(Frame(match[1], int(match[2]), match[3]) for match in found if match)
 
 
 def exit_status_of(

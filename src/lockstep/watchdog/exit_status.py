@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 from lockstep.errors import LockstepError
 from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import Frame, Stack, from_values
-from lockstep.watchdog.stacks import own_line
+from lockstep.watchdog.snapshot import from_values
+from lockstep.watchdog.stacks import Frame, Stack, own_line, parse_frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,6 @@ _ELSEWHERE = re.compile(
     r"Caught .* in ((?:DataLoader worker process|replica) \d+)"
     r"|\s*(-- Process \d+) terminated with the following error"
 )
-_REMOTE_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def record(error: BaseException, folder: Path, step: int | None = None) -> None:
@@ -284,11 +283,7 @@ def _line(error: BaseException) -> str | None:
         return error.line
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return shown(Frame(error.filename, error.lineno, ""))
-    remote = tuple(
-        Frame(found[1], int(found[2]), found[3])
-        for found in map(_REMOTE_FRAME.fullmatch, reversed(_message(error).splitlines()))
-        if found
-    )
+    remote = parse_frames(_message(error))[::-1]
     handled = _handled(error)
     before = () if handled is None else _stack(handled.__traceback__)
     frame = own_line(remote) or own_line((*before, *_stack(error.__traceback__)))

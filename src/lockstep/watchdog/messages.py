@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.snapshot import Call, Frame, RankState
-from lockstep.watchdog.stacks import own_line
+from lockstep.watchdog.snapshot import Call, RankState
+from lockstep.watchdog.stacks import Frame, own_line
 from lockstep.watchdog.wait_graph import Mismatch
 
 WIDTH = 100

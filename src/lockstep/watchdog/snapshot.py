@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,21 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from lockstep.watchdog.probe import STACK_SIGNAL, Heartbeat, read_heartbeat
+from lockstep.watchdog.stacks import Frame, Stack, parse_stack
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One line of a Python stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-Stack = tuple[Frame, ...]
-"""Innermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,25 +203,6 @@ def _read(kind: Any, values: Any, readers: Mapping[Any, Callable[[Any], object]]
 @functools.cache
 def _types_of_fields(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-
-
-def parse_stack(text: str) -> Stack | None:
-    """The last stack in what `faulthandler` writes for one thread; None: there is none.
-
-    It has the 100 innermost frames.
-    """
-    _, heading, last = text.rpartition("Stack (most recent call first):\n")
-    if not heading:
-        return None
-    found = [_FRAME.fullmatch(line) for line in last.splitlines()]
-    return tuple(
-        Frame(frame[1], 0 if frame[2] == "???" else int(frame[2]), frame[3])
-        for frame in found
-        if frame
-    )
 
 
 @dataclass(frozen=True)

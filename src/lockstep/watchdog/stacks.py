@@ -1,12 +1,25 @@
-"""Reading a Python stack: which line is the user's own, and whether it waits for other ranks."""
+"""A Python stack: reading it, which line is the user's own, whether it waits for other ranks."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.watchdog.snapshot import Frame, Stack
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+Stack = tuple[Frame, ...]
+"""Innermost first."""
+
 
 # By its folder and by how such folders are called on any host: a stack may come from elsewhere.
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3")
@@ -36,6 +49,24 @@ class Wait:
     """False: this place may be waiting or computing; other signs must decide."""
 
 
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?),? in (.*)')
+
+
+def parse_frames(text: str) -> tuple[Frame, ...]:
+    """The frames in what Python's traceback or faulthandler has written, in their order there."""
+    found = filter(None, map(_FRAME.fullmatch, text.splitlines()))
+    return tuple(Frame(f[1], 0 if f[2] == "???" else int(f[2]), f[3]) for f in found)
+
+
+def parse_stack(text: str) -> Stack | None:
+    """The last stack in what `faulthandler` writes for one thread; None: there is none.
+
+    It has the 100 innermost frames.
+    """
+    _, heading, last = text.rpartition("Stack (most recent call first):\n")
+    return parse_frames(last) if heading else None
+
+
 def own_line(stack: Stack | None) -> Frame | None:
     """The innermost line that is the user's own; else the innermost outside torch; else any."""
     below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
@@ -59,35 +90,52 @@ def _is_not_torch(file: str) -> bool:
     return "/torch/" not in file and not file.startswith((*_OWN_FOLDERS, *_NOT_CODE))
 
 
-# Functions of distributed_c10d.py that begin with an underscore and wait.
-_INNER = {"_new_process_group_helper", "_store_based_barrier", "_new_group_with_tag"}
 # What a pipeline's stages send each other, by the function that waits until it has come or gone.
 _WIRE = "lockstep/strategies/pipeline/wire.py"
 _ON_WIRE = {"take": "recv", "wait": "send"}
-# Functions in which nothing but waiting takes time; None: all of the file.
-_WAITING: dict[str, set[str] | None] = {
+_C10D = "torch/distributed/distributed_c10d.py"
+_DDP = "torch/nn/parallel/distributed.py"
+# Files whose public functions do nothing that takes time but wait, and those of their inner
+# functions that do so as well.
+_WAITING_FILES = (
+    _C10D,
+    "torch/distributed/rendezvous.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/nn/functional.py",
+)
+_INNER = {
+    "_new_process_group_helper", "_store_based_barrier", "_new_group_with_tag",
+    "_create_c10d_store", "_env_rendezvous_handler", "_tcp_rendezvous_handler",
+}  # fmt: skip
+# Elsewhere, functions in which nothing but waiting takes time.
+_WAITING = {
     _WIRE: set(_ON_WIRE),
-    "torch/distributed/distributed_c10d.py": None,
-    "torch/distributed/rendezvous.py": None,
-    "torch/distributed/_functional_collectives.py": None,
-    "torch/distributed/nn/functional.py": None,
     "torch/distributed/utils.py": {
         "_verify_param_shape_across_processes",
         "_sync_params_and_buffers",
     },
-    "torch/nn/parallel/distributed.py": {"_distributed_broadcast_coalesced"},
+    _DDP: {"_distributed_broadcast_coalesced"},
     "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
 }
-_THROUGH = ("torch/distributed/c10d_logger.py",)
 # Places that compute and wait, in C++.
 _PERHAPS = (
     "torch/autograd/graph.py",
-    "torch/nn/parallel/distributed.py",
+    _DDP,
     "torch/distributed/fsdp/",
     "torch/distributed/tensor/",
     "torch/distributed/algorithms/",
     "torch/distributed/optim/",
     "torch/distributed/pipelining/",
+)
+# What the torch code around a place means, by file and function; None: all of the file or folder.
+_MEANINGS: tuple[tuple[str, set[str] | None, str], ...] = (
+    (_WIRE, None, IN_PIPELINE),
+    (_DDP, {"__init__"}, "while DDP is constructed"),
+    (_DDP, {"_sync_buffers", "_sync_module_buffers"}, IN_BUFFERS),
+    (_DDP, {"_pre_forward", "forward"}, "in the DDP model's forward"),
+    ("torch/autograd/graph.py", {"_engine_run_backward"}, "in backward"),
+    ("torch/distributed/fsdp/", None, "in FSDP"),
+    ("torch/distributed/checkpoint/", None, "in a distributed checkpoint"),
 )
 
 
@@ -102,15 +150,16 @@ def waits_in(stack: Stack | None) -> Wait | None:
     where = _where(stack)
     if _is_waiting(stack[0]):
         op = stack[0].function
-        if _in(stack[0], (_WIRE,)):
+        if _in(stack[0], _WIRE):
             return Wait(_ON_WIRE[op], where)
         for frame in stack[1:]:
-            if not (_is_waiting(frame) or _in(frame, _THROUGH) or _in_lockstep(frame)):
+            between = _in(frame, "torch/distributed/c10d_logger.py")
+            if not (between or _is_waiting(frame) or frame.file.startswith(_OWN_FOLDERS[0])):
                 break
-            if _in(frame, ("torch/distributed/distributed_c10d.py",)):
+            if _in(frame, _C10D):
                 op = frame.function
         return Wait("" if op.startswith("_") else op, where)
-    if _in(stack[0], _PERHAPS):
+    if _in(stack[0], *_PERHAPS):
         return Wait("", where, sure=False)
     return None
 
@@ -125,59 +174,39 @@ _IDLING = (
 def is_busy(stack: Stack) -> bool:
     """Whether a thread does something that may come to an end by itself, as far as can be seen."""
     wait = waits_in(stack)
-    return bool(stack) and not _in(stack[0], _IDLING) and not (wait is not None and wait.sure)
+    return bool(stack) and not _in(stack[0], *_IDLING) and not (wait is not None and wait.sure)
 
 
 def is_leaving(stack: Stack | None) -> bool:
     """The program has come to its end, where the interpreter waits for its other threads."""
     return any(
-        frame.function == "_shutdown" and _in(frame, ("threading.py",))
-        for frame in (stack or ())[:3]
+        frame.function == "_shutdown" and _in(frame, "threading.py") for frame in (stack or ())[:3]
     )
 
 
 def is_loading(stack: Stack | None) -> bool:
-    """WaitGraph for the next batch of a DataLoader."""
-    return any(_in(frame, ("torch/utils/data/dataloader.py",)) for frame in (stack or ())[:12])
+    """Waits for the next batch of a DataLoader."""
+    return any(_in(frame, "torch/utils/data/dataloader.py") for frame in (stack or ())[:12])
 
 
 def _where(stack: Stack) -> str:
-    """The meaning of the torch code around the place, the outermost that says something."""
-    for frame in stack:
-        if _in(frame, (_WIRE,)):
-            return IN_PIPELINE
-        if _in(frame, ("torch/nn/parallel/distributed.py",)):
-            if frame.function == "__init__":
-                return "while DDP is constructed"
-            if frame.function in ("_sync_buffers", "_sync_module_buffers"):
-                return IN_BUFFERS
-            if frame.function in ("_pre_forward", "forward"):
-                return "in the DDP model's forward"
-        if _in(frame, ("torch/autograd/graph.py",)) and frame.function == "_engine_run_backward":
-            return "in backward"
-        if _in(frame, ("torch/distributed/fsdp/",)):
-            return "in FSDP"
-        if _in(frame, ("torch/distributed/checkpoint/",)):
-            return "in a distributed checkpoint"
-    return ""
+    """The meaning of the torch code around the place, the innermost that says something."""
+    return next(
+        (
+            meaning
+            for frame in stack
+            for path, functions, meaning in _MEANINGS
+            if _in(frame, path) and (functions is None or frame.function in functions)
+        ),
+        "",
+    )
 
 
 def _is_waiting(frame: Frame) -> bool:
-    for path, functions in _WAITING.items():
-        if _in(frame, (path,)):
-            if functions is None:
-                return not frame.function.startswith("_") or frame.function in _INNER | {
-                    "_create_c10d_store",
-                    "_env_rendezvous_handler",
-                    "_tcp_rendezvous_handler",
-                }
-            return frame.function in functions
-    return False
+    if _in(frame, *_WAITING_FILES):
+        return not frame.function.startswith("_") or frame.function in _INNER
+    return any(_in(frame, path) and frame.function in found for path, found in _WAITING.items())
 
 
-def _in(frame: Frame, paths: tuple[str, ...]) -> bool:
+def _in(frame: Frame, *paths: str) -> bool:
     return any(f"/{path}" in f"/{frame.file}" for path in paths)
-
-
-def _in_lockstep(frame: Frame) -> bool:
-    return frame.file.startswith(_OWN_FOLDERS[0])

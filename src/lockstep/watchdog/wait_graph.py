@@ -10,8 +10,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-from lockstep.watchdog.snapshot import Call, Frame, RankState, Snapshot, Stack
-from lockstep.watchdog.stacks import Wait, is_busy, is_leaving, is_loading, own_line, waits_in
+from lockstep.watchdog.snapshot import Call, RankState, Snapshot
+from lockstep.watchdog.stacks import (
+    Frame,
+    Stack,
+    Wait,
+    is_busy,
+    is_leaving,
+    is_loading,
+    own_line,
+    waits_in,
+)
 
 _IDLE = 0.1
 """Share of the time between two looks below which a thread counts as not computing. Answering the
