@@ -641,3 +641,16 @@ def test_copies_with_parameters_of_their_own_work_as_modules():
             part.zero_()
     assert float(new(x)[0].detach().abs().max()) == 0.0  # the copies are what it computes with
     assert float(module(x)[0].detach().abs().max()) > 0.0
+
+
+def test_replicas_that_catch_the_error_of_different_ways_fail_all_the_same():
+    class Catches(TwoWays):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x)
+            except Exception:
+                return x
+
+    with pytest.raises(UsageError, match="different ways through the model"):
+        DataParallel(Catches(1), replicas=3, shares="1:4:1")(data(12))
+    assert threading.active_count() == 1

@@ -30,12 +30,12 @@ from lockstep.errors import DataError, SettingError, UsageError, some, warn
 from lockstep.settings import AUTO
 from lockstep.strategies.base import PLAIN
 from lockstep.strategies.data_parallel.replicas import (
-    OverReplicas,
+    BatchNormOverReplicas,
     attributes,
-    copies,
-    run_together,
-    synchronise,
-    take_back,
+    copy_state_back,
+    parallel_apply,
+    replicate,
+    synchronise_batchnorm,
 )
 
 Device = int | str | torch.device
@@ -59,8 +59,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
     in the module. What they leave in the others is lost; a warning says so where it differs.
 
     Args:
-        module: on the first device before it is called; its BatchNorm layers are changed in place
-            (`OverReplicas`) where there are several devices and `sync_batchnorm` is left True.
+        module: on the first device before it is called; its BatchNorm layers get another forward
+            (`BatchNormOverReplicas`) where there are several devices and `sync_batchnorm` is True.
         device_ids: GPUs, the first of which holds the parameters; None: all that are visible.
         output_device: where the outputs are joined; None: on the first device.
         dim: of the samples.
@@ -115,7 +115,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 "wrap the whole model once",
             )
         if sync_batchnorm and self.count > 1:
-            self.synchronised, self.left = synchronise(module)
+            self.synchronised, self.left = synchronise_batchnorm(module)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -159,16 +159,16 @@ class DataParallel(nn.DataParallel[nn.Module]):
         held = _held(self.module)
         devices = self._devices(held, batch)
         self._check_home(held, devices[0])
-        count = samples(batch, self.dim, self.count)
+        count = count_samples(batch, self.dim, self.count)
         sizes = self.sizes(count) if count else [0] * self.count
         running = [n for n, size in enumerate(sizes) if size] or [0]
-        others = copies(self.module, held, [devices[0], *(devices[n] for n in running if n)])
+        others = replicate(self.module, held, [devices[0], *(devices[n] for n in running if n)])
         modules = [self.module, *others] if running[0] == 0 else others
         ends = list(accumulate(sizes))
         calls = []
         for module, n in zip(modules, running, strict=True):
             begin = ends[n] - sizes[n]
-            args, named = part_of(batch, self.dim, count, (begin, ends[n]), devices[n])
+            args, named = scatter(batch, self.dim, count, (begin, ends[n]), devices[n])
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
             told = where if count and self.count > 1 else ""
             calls.append(partial(_call, module, args, named, devices[n], told))
@@ -181,7 +181,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         before = attributes(modules[0]) if running[0] else {}
         outputs = self._run(calls, [devices[n] for n in running])
         if running[0]:
-            take_back(self.module, modules[0], before, devices[0])
+            copy_state_back(self.module, modules[0], before, devices[0])
         if looks:
             self._looked_at_state = True
             _warn_of_state(modules, containers)
@@ -190,7 +190,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
         parts, is_own = [sizes[n] for n in running], _belonging_to(modules)
-        join_ = partial(join, sizes=parts, dim=self.dim, device=to, is_own=is_own)
+        join_ = partial(gather_leaf, sizes=parts, dim=self.dim, device=to, is_own=is_own)
         output = joined(outputs, join_)
         self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
         return output
@@ -200,9 +200,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """In this thread where that gives the same; threads do not carry all modes of torch."""
         forwards = [vars(part).get("forward") for part in self.module.modules()]
-        meet = any(isinstance(forward, OverReplicas) and forward.meets for forward in forwards)
+        meet = any(
+            isinstance(forward, BatchNormOverReplicas) and forward.meets for forward in forwards
+        )
         if len(calls) > 1 and (meet or len(set(devices)) > 1):
-            return run_together(calls, devices)
+            return parallel_apply(calls, devices)
         return [call() for call in calls]
 
     def _check_home(self, held: Sequence[Tensor], home: torch.device) -> None:
@@ -407,7 +409,7 @@ def _belonging_to(modules: Sequence[nn.Module]) -> Callable[[Sequence[Tensor]], 
     return is_own
 
 
-def samples(batch: Any, dim: int, replicas: int) -> int:
+def count_samples(batch: Any, dim: int, replicas: int) -> int:
     """How many samples a batch has: the size along `dim` of the tensors that are cut.
 
     0 where there are none to cut. Size 1 beside larger ones is for every sample.
@@ -463,7 +465,7 @@ def _has(tensor: Tensor, dim: int) -> bool:
     return -tensor.dim() <= dim < tensor.dim()
 
 
-def part_of(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: torch.device) -> Any:
+def scatter(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: torch.device) -> Any:
     """The batch of one replica, on its device: of `count` samples those from begin to end."""
     begin, end = bounds
 
@@ -477,7 +479,7 @@ def part_of(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: t
     return map_tensors(batch, cut)
 
 
-def join(
+def gather_leaf(
     leaves: list[Any],
     *,
     sizes: Sequence[int],

@@ -40,7 +40,7 @@ _broadcast: Any = comm.broadcast_coalesced
 _reduce_add: Any = comm.reduce_add_coalesced
 
 
-def copies(
+def replicate(
     module: nn.Module, tensors: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[nn.Module]:
     """A copy of `module` for each of the devices.
@@ -138,7 +138,7 @@ def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
     for name, inner in vars(value).items():
         if inner is part:
             setattr(made, name, new)
-        elif isinstance(inner, MethodType | OverReplicas):
+        elif isinstance(inner, MethodType | BatchNormOverReplicas):
             setattr(made, name, _rebound(inner, part, new))
     return made
 
@@ -201,7 +201,7 @@ def attributes(module: nn.Module) -> Attributes:
     return {path: dict(vars(part)) for path, part in module.named_modules() if may_set(part)}
 
 
-def take_back(
+def copy_state_back(
     module: nn.Module, replica: nn.Module, before: Attributes, home: torch.device
 ) -> None:
     """What a forward pass has left in a copy, in buffers and attributes; the original has not run.
@@ -232,7 +232,7 @@ Join = Callable[[list[Any]], Sequence[Any]]
 """Takes what all replicas have brought, in their order, and gives each its result."""
 
 
-class Meeting:
+class ReplicaBarrier:
     """Where the replicas of one forward pass wait for each other.
 
     Args:
@@ -273,11 +273,11 @@ class Meeting:
         if self._turns:
             self._turns[position].acquire()
             if self.error is not None:
-                raise _CalledOff
+                raise _Cancelled
 
     def fail(self, error: BaseException) -> None:
-        """A replica has failed: the others are called off where they wait, or will wait next."""
-        if self.error is None and not isinstance(error, _CalledOff):
+        """A replica has failed: the others are cancelled where they wait, or will wait next."""
+        if self.error is None and not isinstance(error, _Cancelled):
             self.error = error
         self._barrier.abort()
         for turn in self._turns:
@@ -293,7 +293,10 @@ class Meeting:
                 self._given = self._joined(join)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise _CalledOff from None
+            raise _Cancelled from None
+        except BaseException as error:  # which the user's code may catch
+            self.fail(error)
+            raise
 
     def _joined(self, join: Join) -> Sequence[Any]:
         places = [place for place, _ in self._brought]
@@ -310,15 +313,17 @@ class Meeting:
         return join(brought)
 
 
-class _CalledOff(Exception):
+class _Cancelled(Exception):
     """Another replica has failed; never seen outside of this module."""
 
 
-present: ContextVar[tuple[Meeting, int] | None] = ContextVar("present", default=None)
+present: ContextVar[tuple[ReplicaBarrier, int] | None] = ContextVar("present", default=None)
 """Where this thread runs one of several replicas that may wait for each other: its position."""
 
 
-def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+def parallel_apply(
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
+) -> list[Any]:
     """Runs every call in a thread of its own, the first one in this; returns their results.
 
     The threads compute as this one would: with its modes of autograd and autocast, on its streams.
@@ -330,19 +335,19 @@ def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
     Raises:
         BaseException: what the first call that failed has raised, after all have ended.
     """
-    meeting = Meeting(len(calls), in_turn=len(set(devices)) == 1)
+    barrier = ReplicaBarrier(len(calls), in_turn=len(set(devices)) == 1)
     modes = _modes_of_this_thread(devices)
     results: list[Any] = [None] * len(calls)
 
     def work(position: int) -> None:
-        token = present.set((meeting, position))
+        token = present.set((barrier, position))
         try:
             with modes() if position else nullcontext():
-                meeting.wait_for_turn(position)
+                barrier.wait_for_turn(position)
                 results[position] = calls[position]()
-                meeting.end(position)
+                barrier.end(position)
         except BaseException as error:
-            meeting.fail(error)
+            barrier.fail(error)
         finally:
             present.reset(token)
 
@@ -359,10 +364,10 @@ def run_together(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.dev
         for thread in threads:
             thread.join()
     except BaseException as error:  # such as KeyboardInterrupt
-        meeting.fail(error)
+        barrier.fail(error)
         for thread in threads:
             thread.join()
-    failed, meeting.error = meeting.error, None
+    failed, barrier.error = barrier.error, None
     if failed is None:
         return results
     try:
@@ -392,7 +397,7 @@ def _modes_of_this_thread(devices: Sequence[torch.device]) -> Callable[[], ExitS
     return entered
 
 
-class OverReplicas:
+class BatchNormOverReplicas:
     """The `forward` of a BatchNorm layer with statistics of the samples of all replicas.
 
     The replicas meet at every such layer. There the mean and the variance of all their samples are
@@ -437,12 +442,12 @@ class OverReplicas:
                 f"an input of shape {tuple(x.shape)}",
                 f"give it (N, {layer.num_features}) or (N, {layer.num_features}, ...)",
             )
-        meeting, position = here
-        output: Tensor = meeting.exchange(position, self.name, (layer, x), _normalise)
+        barrier, position = here
+        output: Tensor = barrier.exchange(position, self.name, (layer, x), _normalise)
         return output
 
 
-def synchronise(module: nn.Module) -> tuple[list[str], list[str]]:
+def synchronise_batchnorm(module: nn.Module) -> tuple[list[str], list[str]]:
     """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
 
     Returns:
@@ -455,8 +460,8 @@ def synchronise(module: nn.Module) -> tuple[list[str], list[str]]:
         if isinstance(part, BatchNorm):
             layer: Any = part
             if isinstance(layer, SyncBatchNorm) or is_plain(layer):
-                layer.forward, layer._met_replicas = OverReplicas(layer, name), False
-            ours = isinstance(vars(layer).get("forward"), OverReplicas)
+                layer.forward, layer._met_replicas = BatchNormOverReplicas(layer, name), False
+            ours = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
             (synchronised if ours else left).append(name)
     return synchronised, left
 

@@ -1,8 +1,8 @@
 """One process that computes on several devices: `torch.nn.DataParallel`, exact.
 
 It needs no launcher, and it is the slower way: all replicas share one Python, the parameters are
-copied in every step, and the first device holds outputs, loss and optimizer. `replicas` says what
-is computed where, `meeting` how the replicas run.
+copied in every step, and the first device holds outputs, loss and optimizer. `module` says what is
+computed where, `replicas` how the replicas run.
 """
 
 from __future__ import annotations
