@@ -175,7 +175,7 @@ def test_a_script_that_knows_only_torch_and_comers_that_are_turned_away(
     for command in both:
         command.until("TRAINED")
 
-    # Nothing listens on all interfaces: one gate, and Gloo between the ranks.
+    # Nothing listens on all interfaces: one auth proxy, and Gloo between the ranks.
     seen = [command.listening() for command in both]
     assert (machines[0].address, PORT) in seen[0]
     for machine, places in zip(machines, seen, strict=True):
