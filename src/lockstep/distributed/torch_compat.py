@@ -1,8 +1,9 @@
 """Every private name of torch's that Lockstep uses, and nothing else.
 
-Sections: classes without a public name, the compiler, DDP, stores, process groups and their Flight
-Recorder, processors of a rank. Each name was read in torch 2.11 and 2.13, where nothing else is
-said; `tests/distributed/test_torch_compat.py` tells when one of them changes.
+Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, workers of a
+DataLoader, stores, process groups and their Flight Recorder, processors of a rank. Each name was
+read in torch 2.11 and 2.13, where nothing else is said; `tests/distributed/test_torch_compat.py`
+tells when one of them changes.
 
 The launcher uses this module too, so torch is imported where it is needed, not at the top.
 """
@@ -107,8 +108,11 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
     module.reducer.prepare_for_backward(list(roots))
 
 
+# FSDP
+
+
 def make_fsdp_root(module: FSDPModule) -> None:
-    """Makes a module the root of its FSDP units now (torch 2.11 and 2.13).
+    """Makes a module the root of its FSDP units now.
 
     Torch would take the first one that runs for it, and refuse the whole model after a part of it.
     """
@@ -116,7 +120,7 @@ def make_fsdp_root(module: FSDPModule) -> None:
 
 
 def share_meshes_with_copies() -> None:
-    """A deep copy of a DeviceMesh is from now on the mesh itself (torch 2.11 and 2.13).
+    """A deep copy of a DeviceMesh is from now on the mesh itself.
 
     The copy that torch makes, with each copy of a DTensor, keeps process groups of its own alive.
     """
@@ -127,7 +131,7 @@ def share_meshes_with_copies() -> None:
 
 
 def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
-    """Clears the places where torch keeps process groups for FSDP units (torch 2.11 and 2.13)."""
+    """Clears the places where torch keeps process groups for FSDP units."""
     for unit in units:
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # 2.11: one, or None
@@ -139,19 +143,22 @@ def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
     getattr(mesh, "_pg_registry", {}).clear()
 
 
+# Modules and autograd
+
+
 def gradient_hooks(parameter: Tensor) -> int:
-    """How many hooks a parameter's gradient has; no public name tells (torch 2.11 and 2.13)."""
+    """How many hooks a parameter's gradient has; no public name tells."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return len(parameter._backward_hooks or ()) + len(after or ())
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one (torch 2.11 and 2.13)."""
+    """Whether autograd takes a tensor for a view of another one."""
     return tensor._is_view()
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A new module of the same attributes and submodules, without parameters (2.11 and 2.13).
+    """A new module of the same attributes and submodules, without parameters.
 
     What `nn.DataParallel` makes its replicas of. An RNN's copy has a list of weights of its own.
     """
@@ -161,13 +168,13 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called (torch 2.11 and 2.13)."""
+    """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
 def in_backward_pass() -> bool:
     """Whether this thread is in a backward pass, as checkpointed blocks are when they are computed
-    again; torch's own checkpointing asks the same (torch 2.11 and 2.13).
+    again; torch's own checkpointing asks the same.
     """
     import torch
 
@@ -198,6 +205,25 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
+# Workers of a DataLoader
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
+
+    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
+    whole of one, to take from it what it was asked for, has no public way to say so.
+    """
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
 # Stores
 
 _VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)
@@ -218,25 +244,6 @@ def answers_as_store(connection: socket.socket) -> bool:
         return connection.recv(len(_PONG), socket.MSG_WAITALL) == _PONG
     except OSError:
         return False
-
-
-# Workers of a DataLoader
-
-
-@contextmanager
-def without_worker_info() -> Iterator[None]:
-    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
-
-    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
-    whole of one, to take from it what it was asked for, has no public way to say so.
-    """
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 # Process groups and their Flight Recorder
