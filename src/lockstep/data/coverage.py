@@ -22,7 +22,6 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError, name_ranks, warn
 from lockstep.step import MicroBatch
 
-_MASK = (1 << 64) - 1
 _FIRST_PASSES = 2
 _STEPS = 1000
 _TOGETHER = 256
@@ -40,23 +39,23 @@ class _Sum:
 
     def add(self, count: int, checksum: int) -> None:
         self.count += count
-        self.checksum = (self.checksum + checksum) & _MASK
+        self.checksum = (self.checksum + checksum) % 2**64
 
 
 @dataclass(slots=True)
-class _Open:
-    """A pass that is running."""
-
+class _OpenPass:
     epoch: int
     start: int
     plan: EpochPlan
-    handed: _Sum = field(default_factory=_Sum)
+    delivered: _Sum = field(default_factory=_Sum)
     waiting: list[Indices] = field(default_factory=list)
+    """Of micro-batches that are not counted yet."""
 
     def count(self) -> None:
-        samples = np.concatenate(self.waiting)
-        self.waiting.clear()
-        self.handed.add(len(samples), checksum(samples))
+        if self.waiting:
+            samples = np.concatenate(self.waiting)
+            self.waiting.clear()
+            self.delivered.add(len(samples), checksum(samples))
 
 
 class Coverage:
@@ -73,8 +72,8 @@ class Coverage:
         self._may_repeat = (  # an order written down is meant
             order is None or hasattr(order, "__getitem__") or type(order) is SequentialSampler
         )
-        self._planned, self._handed = _Sum(), _Sum()
-        self._open: _Open | None = None
+        self._planned, self._delivered = _Sum(), _Sum()
+        self._open: _OpenPass | None = None
         """The latest pass; one around it is not compared."""
         self._orders = 0
         """A CRC-32 over the orders of all passes that count."""
@@ -85,7 +84,7 @@ class Coverage:
 
     def begin(self, epoch: int, start: int, plan: EpochPlan) -> None:
         """A pass that trains begins, at a global batch of its plan."""
-        self._open = _Open(epoch, start, plan)
+        self._open = _OpenPass(epoch, start, plan)
         if not self._may_repeat:
             now = epoch, zlib.crc32(np.ascontiguousarray(plan.order).data)
             if self._last is not None and now == (self._last[0] + 1, self._last[1]):
@@ -117,15 +116,15 @@ class Coverage:
         if not self._due:
             return
         self._due, self._steps = False, 0
-        planned, handed, orders = self._planned, self._handed, self._orders
-        self._planned, self._handed, self._orders = _Sum(), _Sum(), 0
-        mine = orders, planned.count, planned.checksum, handed.count, handed.checksum, *evaluated
+        planned, own, orders = self._planned, self._delivered, self._orders
+        self._planned, self._delivered, self._orders = _Sum(), _Sum(), 0
+        mine = orders, planned.count, planned.checksum, own.count, own.checksum, *evaluated
         brought = [json.loads(text) for text in collectives.exchange(json.dumps(mine))]
         _check_orders(brought)
         self._check_evaluations([row[5:] for row in brought])
-        counting = brought[: collectives.data_parallel.size]
-        count = sum(row[3] for row in counting)
-        same = sum(row[4] for row in counting) & _MASK == planned.checksum
+        contributing = brought[: collectives.data_parallel.size]
+        count = sum(row[3] for row in contributing)
+        same = sum(row[4] for row in contributing) % 2**64 == planned.checksum
         if count != planned.count or not same:
             raise DataError(
                 "every sample of an epoch's plan once",
@@ -151,13 +150,12 @@ class Coverage:
             code="LS501",
         )
 
-    def _end(self, done: _Open) -> None:
+    def _end(self, done: _OpenPass) -> None:
         self._open = None
-        if done.waiting:
-            done.count()
+        done.count()
         order = done.plan.order[done.plan.bounds[done.start] :]
         self._planned.add(len(order), checksum(order))
-        self._handed.add(done.handed.count, done.handed.checksum)
+        self._delivered.add(done.delivered.count, done.delivered.checksum)
         self._orders = zlib.crc32(np.ascontiguousarray(order).data, self._orders)
         self._passes += 1
         self._steps += len(done.plan) - done.start
