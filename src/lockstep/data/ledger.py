@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lockstep.data.ledger_check import FORMAT, FRAME, NO_LOADER, STEP
 from lockstep.data.loader import Loader
 from lockstep.data.source import IterableSource
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import LengthUnknownError, SettingError
+from lockstep.errors import SettingError
 from lockstep.step import BatchEvent
 
 
@@ -55,7 +55,7 @@ class Ledger:
         rank = collectives.data_parallel.rank
         self._file = -1
         proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        attempt = json.loads(collectives.exchange(json.dumps(proposed))[0])
+        attempt = collectives.exchange(proposed)[0]
         problem = ""
         if collectives.contributes:
             try:
@@ -130,7 +130,7 @@ class Ledger:
                 "loader": number,
                 "dataset": type(source.dataset).__name__,
                 "stream": source.sharding if isinstance(source, IterableSource) else None,
-                "length": _or_none(lambda: source.length),
+                "length": None if source.steps is None else source.length,
                 "steps": source.steps,
                 "batch_size": source.batch_size,
                 "drop_last": source.drop_last,
@@ -153,13 +153,6 @@ class Ledger:
             raise _cannot_write(self._folder, str(error)) from error
         if written < len(data):
             raise _cannot_write(self._folder, f"{written} of {len(data)} bytes were written")
-
-
-def _or_none(value: Callable[[], int]) -> int | None:
-    try:
-        return value()
-    except LengthUnknownError:
-        return None
 
 
 def _cannot_write(folder: str | Path, found: str) -> SettingError:
