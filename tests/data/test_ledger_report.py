@@ -153,10 +153,10 @@ def test_a_run_that_was_killed_in_a_step(tmp_path):
     Book(1, 1, 2).steps(0, 5).write(tmp_path, cut=3)
     report = check(tmp_path)
     assert "the last record is cut off" in report.notes[0]
-    assert "rank 1 did not come to write down" in report.notes[1]
+    assert "before rank 1 had written it down" in report.notes[1]
     Book(2).steps(5, 9).write(tmp_path)  # as if that step had been done
     report = check(tmp_path, "LS102")
-    assert "rank 1 did not write down what it had" in report.findings[0].what
+    assert "rank 1 did not record" in report.findings[0].what
 
 
 def test_ranks_that_disagree_about_a_step(tmp_path):

@@ -44,8 +44,9 @@ FORKED = {"multiprocessing_context": "fork"}
 
 
 OPEN = SimpleNamespace(
-    open=True, shares=False, micro_batch_size=True, found=SimpleNamespace(tried=False)
-)
+    shares=False, micro_batch_size=True, open_shares=False, open_micro_batch_size=True,
+    found=SimpleNamespace(tried=False),
+)  # fmt: skip
 
 
 class Numbers(IterableDataset[int]):
@@ -340,9 +341,9 @@ def wrong_streams() -> list[str]:
 def test_ranks_that_read_other_streams_are_told():
     for said in run_ranks(wrong_streams, 2):
         assert said == [
-            "LS109: sample 0 of rank 1 is another one than that of rank 0",
-            "LS109: sample 15 of rank 1 is another one than that of rank 0",
-            "LS109: sample 602 of rank 1 is another one than that of rank 0",
+            "LS109: sample 0 on rank 1 differs from sample 0 on rank 0",
+            "LS109: sample 15 on rank 1 differs from sample 15 on rank 0",
+            "LS109: sample 602 on rank 1 differs from sample 602 on rank 0",
             "LS104: it ends after 23 samples on rank 0, after 22 samples on rank 1",
             "LS104: it ends not yet on rank 0, after 0 samples on rank 1",
             "LS108: ranks 0, 1 were given the same samples (epoch 0, from sample 0 on)",
@@ -352,7 +353,7 @@ def test_ranks_that_read_other_streams_are_told():
 
 def test_a_length_that_is_not_known():
     loader = make(Numbers(), BATCH)
-    with pytest.raises(LengthUnknownError, match="its end is known when it comes"):
+    with pytest.raises(LengthUnknownError, match="known only at its end"):
         len(loader)
     assert loader.steps is None
     assert len(list(loader)) == 4  # list() asks for the length and does without
@@ -397,7 +398,7 @@ def test_a_position_is_refused_where_it_means_other_samples():
     [
         (UsageError, "inside its __iter__", Numbers(), {"shuffle": True}),
         (UsageError, "neither a function", Numbers(), {"shard": 3}),
-        (UsageError, "data with an index", tensors(LENGTH), {"transform": noisy}),
+        (UsageError, "map-style dataset", tensors(LENGTH), {"transform": noisy}),
         (DataError, "is an iterator", iter(Numbers()), {}),
         (DataError, "beside a dataset", Numbers(), {"options": {"sampler": range(3)}}),
         (DataError, "at least 1", Numbers(), {"batch_size": 0}),
@@ -418,5 +419,5 @@ def test_streams_that_cannot_be_read(error, text, data, options):
 def test_a_stream_without_samples_has_no_empty_batch():
     loader = make(Numbers(0), BATCH)
     assert read(loader) == []
-    with pytest.raises(DataError, match="no sample at all"):
+    with pytest.raises(DataError, match="no samples for this rank"):
         loader.example()

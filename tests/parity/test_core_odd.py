@@ -406,7 +406,7 @@ def test_on_two_processes():
     assert "on a rank without samples" in of_nothing
     assert not nothing
     assert len(said) == 1
-    assert "rank 0 alone went through it" in said[0]
+    assert "only rank 0 iterated it" in said[0]
     assert not silent
 
 

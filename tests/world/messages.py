@@ -30,7 +30,7 @@ MESSAGES: dict[str, str] = {
     ),
     "stream": (
         "shuffle=True for the stream Stream\n"
-        "  found: a stream is read in the order that it has\n"
+        "  found: a stream is read in its own order\n"
         "  do:    shuffle inside its __iter__ (whose random streams are seeded alike on all ranks), or with the stream's own .shuffle(...)"
     ),
     "not a dataset": (
@@ -255,7 +255,7 @@ MESSAGES: dict[str, str] = {
     ),
     "data of other content": (
         "a TensorDataset that is the same on every rank\n"
-        "  found: sample 0 of rank 1 is another one than that of rank 0\n"
+        "  found: sample 0 on rank 1 differs from sample 0 on rank 0\n"
         "  do:    compare the copies of the data on the machines; sort what os.listdir or a set gives, and seed what shuffles or draws\n"
         "  more:  [LS104: lockstep explain LS104]"
     ),

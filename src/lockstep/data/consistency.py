@@ -199,7 +199,7 @@ def _check_ends(epoch: int, texts: list[str]) -> None:
         raise RanksDifferError(
             f"a stream that every rank reads (epoch {epoch})",
             f"it ends {', '.join(ends)}",
-            "let all ranks read the same data: look for machines whose copies differ",
+            "let all ranks read the same data: compare the copies on the machines",
             code="LS104",
         )
 
@@ -217,22 +217,22 @@ def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[
     else:
         return
     raise RanksDifferError(
-        f"the stream {type(source.dataset).__name__}, which every rank reads as a whole, to keep "
-        f"its part (epoch {epoch})",
+        f"the stream {type(source.dataset).__name__}, of which every rank reads all and keeps its "
+        f"part (epoch {epoch})",
         found,
-        "if it splits itself over the ranks, let it give every rank everything, or pass "
-        "shard=False to world.loader; else seed what shuffles it, and let the order not depend "
-        "on a set, a folder or the time",
+        "if it splits itself over the ranks, pass shard=False to world.loader or let it give every "
+        "rank everything; if it shuffles, seed it alike on all ranks; do not let the order depend "
+        "on a set, os.listdir or the time",
         code="LS109",
     )
 
 
 def _difference(sample: int, digests: Sequence[Any]) -> str:
-    """Which ranks have another sample under a number than rank 0, in words."""
+    """Which ranks have another sample at an index than rank 0, in words."""
     others = [rank for rank, found in enumerate(digests) if not alike(found, digests[0])]
     shown = some([str(rank) for rank in others])
     several = "s" * (len(others) > 1)
-    return f"sample {sample} of rank{several} {shown} is another one than that of rank 0"
+    return f"sample {sample} on rank{several} {shown} differs from sample {sample} on rank 0"
 
 
 def batch_digests(samples: Sequence[Any]) -> list[Any]:

@@ -128,7 +128,7 @@ class Coverage:
         if count != planned.count or not same:
             raise DataError(
                 "every sample of an epoch's plan once",
-                f"all ranks together were handed {count} samples, the plan has {planned.count}"
+                f"all ranks together got {count} samples, the plan has {planned.count}"
                 + ("" if count != planned.count else ": some came twice, and others not at all"),
                 "give every rank's loader the same shares and micro_batch_size, and do not change "
                 "its sampler while a pass is running",
@@ -142,11 +142,11 @@ class Coverage:
         self._said_alone = True
         alone = [rank for rank, total in enumerate(totals) if total > min(totals)]
         warn(
-            "an evaluation over a prepared loader that not all ranks make",
-            f"{name_ranks(alone)} alone went through it; each rank is handed no more than its part "
-            "of the samples, so the result is that of a part",
-            "evaluate on all ranks and add up with world.sum, or on one rank with a DataLoader "
-            "that is not prepared",
+            "evaluating over a prepared loader on some ranks only",
+            f"only {name_ranks(alone)} iterated it; a rank gets no more than its part of the "
+            "samples, so the result covers a part",
+            "evaluate on all ranks and add up with world.sum, or on one rank with an unprepared "
+            "DataLoader",
             code="LS501",
         )
 

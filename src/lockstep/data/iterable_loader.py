@@ -93,7 +93,7 @@ class IterableLoader(Loader):
         if source.shard is not None and self._plan.undecided:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
-                "they are found by dividing a global batch that a rank has read as a whole",
+                "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
         if callable(source.shard) and len(set(self.shares)) > 1:
@@ -270,8 +270,8 @@ class IterableLoader(Loader):
         if batch is None:
             raise DataError(
                 f"the stream {type(self.dataset).__name__}",
-                "it gives this rank no sample at all, so not even an empty batch can be made",
-                "look at what it reads, or use fewer processes",
+                "it has no samples for this rank, so not even an empty batch can be made",
+                "check what it reads, or use fewer processes",
             )
         return batch
 

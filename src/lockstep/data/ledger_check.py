@@ -195,8 +195,8 @@ def _check_files(attempt: Attempt, number: int, report: Report) -> None:
             continue
         if file.cut:
             report.notes.append(
-                f"start {number}, rank {rank}: the last record is cut off; the process was "
-                "ended while it wrote"
+                f"start {number}, rank {rank}: the last record is cut off; the process ended while "
+                "it wrote"
             )
         if file.damaged:
             report.find(
@@ -266,8 +266,8 @@ def _batches(attempts: Sequence[Attempt], report: Report) -> dict[tuple[int, int
             absent = sorted(attempt.files.keys() - rows.keys())
             if absent and first.step == end:
                 report.notes.append(
-                    f"start {number + 1} was ended in step {end}, which {name_ranks(absent)} "
-                    "did not come to write down; it is left out here"
+                    f"start {number + 1} ended in step {end}, before {name_ranks(absent)} had "
+                    "written it down; that step is left out"
                 )
                 continue
             fault = _fault(rows, absent, attempt.ranks)
@@ -300,7 +300,7 @@ def _fault(rows: dict[int, Row], absent: Sequence[int], ranks: int) -> Finding |
         )
     elif absent:
         code = "LS102"
-        what = f"{name_ranks(absent)} did not write down what it had of {place}"
+        what = f"{name_ranks(absent)} did not record {place}"
     elif len(rows) == ranks and found != first.total:
         code = "LS102" if found < first.total else "LS101"
         what = (
@@ -319,7 +319,7 @@ def _check_steps(steps: set[int], report: Report) -> None:
     first, last = min(steps), max(steps)
     if first > 0:
         report.notes.append(
-            f"the ledger begins at step {first}; what was trained before is not in it"
+            f"the ledger begins at step {first}; it does not cover what was trained before"
         )
     missing = sorted(set(range(first, last)) - steps)
     if missing:

@@ -160,8 +160,8 @@ class IterableSource(Source):
         except (TypeError, NotImplementedError):
             raise LengthUnknownError(
                 f"the length of the stream {type(self.dataset).__name__}",
-                "it has no __len__: its end is known when it comes",
-                "count what the loop was handed, or give the stream a __len__ that returns the "
+                "it has no __len__, so its length is known only at its end",
+                "count the batches in the loop, or give the stream a __len__ that returns the "
                 "number of its samples",
             ) from None
 
@@ -262,8 +262,8 @@ def make_source(
     )
     if not iterable and (transform is not None or shard is not None):
         raise UsageError(
-            "transform= or shard= for data with an index",
-            "they are for streams; of these data every rank reads the samples of its part alone",
+            "transform= or shard= for a map-style dataset",
+            "they are for iterable datasets; of this one each rank reads only its own samples",
             "leave them out, and transform samples in the dataset's __getitem__",
         )
     if iterable:
@@ -324,7 +324,7 @@ def _from_loader(loader: DataLoader[Any], given: dict[str, Any]) -> Source:
     ):
         raise UsageError(
             "a DataLoader with a DistributedSampler",
-            "it is already cut into shards; Lockstep would cut each shard again",
+            "it is already sharded; Lockstep would shard each shard again",
             "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
             code="LS102",
         )
@@ -387,7 +387,7 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
     if shuffle:
         raise UsageError(
             f"shuffle=True for the stream {name}",
-            "a stream is read in the order that it has",
+            "a stream is read in its own order",
             "shuffle inside its __iter__ (whose random streams are seeded alike on all ranks), or "
             "with the stream's own .shuffle(...)",
         )
@@ -402,7 +402,7 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
         raise DataError(
             f"data of type {name}, which is an iterator",
             "it can be read once, and every epoch reads from the beginning",
-            "give an object whose __iter__ begins anew, such as an IterableDataset",
+            "pass an object whose __iter__ starts again, such as an IterableDataset",
         )
 
 
