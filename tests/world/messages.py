@@ -45,7 +45,7 @@ MESSAGES: dict[str, str] = {
     ),
     "DistributedSampler": (
         "a DataLoader with a DistributedSampler\n"
-        "  found: it is already cut into shards; Lockstep would cut each shard again\n"
+        "  found: it is already sharded; Lockstep would shard each shard again\n"
         "  do:    leave the sampler out and pass shuffle=True: every rank gets its part of the batch\n"
         "  more:  [LS102: lockstep explain LS102]"
     ),
