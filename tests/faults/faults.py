@@ -182,7 +182,7 @@ dist.all_reduce(torch.ones(1))
         exit_code=70,
         says=(
             "deadlock",
-            "parted at call 2",
+            "first mismatch: call 2",
             r"rank 0: all_reduce.*script.py:\d+: dist.all_reduce\(torch.ones\(4\)\)",
             r"rank 1: barrier.*script.py:\d+: dist.barrier\(\)",
         ),

@@ -326,7 +326,7 @@ dist.all_reduce(torch.ones(1))
             70,
             r"FIRST FAILURE: ranks 0-1\n  deadlock: .*rank 0 on alpha: waits in all_reduce.*"
             r"script\.py:\d+: dist\.all_reduce.*rank 1 on beta: waits in barrier.*"
-            r"script\.py:\d+: dist\.barrier.*they parted at call 2",
+            r"script\.py:\d+: dist\.barrier.*first mismatch: call 2",
         ),
     ],
     ids=["exception", "SIGKILL", "exit code, unnoticed elsewhere", "deadlock"],

@@ -352,7 +352,7 @@ CASES = {
         "exception",
         (0,),
         says=(
-            "at the same time (the order cannot be told):\n  rank 1: KeyError: second, train.py:30",
+            "at the same time (their order is not known):\n  rank 1: KeyError: second, train.py:30",
         ),
     ),
     "others of one kind in that instant are folded": Case(
@@ -363,7 +363,7 @@ CASES = {
         ],
         "exception",
         (1,),
-        says=("cannot be told):\n  ranks 0, 2: SystemError: failed, train.py",),
+        says=("is not known):\n  ranks 0, 2: SystemError: failed, train.py",),
     ),
     "two of their own, one after the other": Case(
         [raised(0, "first", 10.0, "ValueError"), raised(1, "second", 10.9, "KeyError")],
@@ -503,7 +503,7 @@ CASES = {
         ],
         "exception",
         (0,),
-        says=("the order cannot be told):\n  rank 2 on host b: KeyError: second",),
+        says=("their order is not known):\n  rank 2 on host b: KeyError: second",),
     ),
     "two machines: more than 5 s apart": Case(
         [

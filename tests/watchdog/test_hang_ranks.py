@@ -150,7 +150,7 @@ def test_with_the_lines_of_earlier_calls_an_evaluation_is_told_from_a_step_too_m
     assert verdict is not None
     assert [advice in text for text in verdict.advice] == [True]
     text = render(verdict, linecache.getline)
-    parted = text[text.index("they parted") :]
+    parted = text[text.index("first mismatch") :]
     assert re.search(rf"test_hang_ranks.py:\d+: {re.escape(line)}", parted)
     assert re.search(r"test_hang_ranks.py:\d+: dist.barrier\(\)", parted)
 

@@ -40,7 +40,7 @@ def test_a_deadlock_is_told() -> None:
             "  ranks 1-2 on a: wait in all_reduce of 25 float, in backward, for 12 s",
             "    train.py:20: loss.backward()",
             "  rank 3 on b: is stopped",
-            "  they parted at call 6 of the default group:",
+            "  first mismatch: call 6 of the default group:",
             "    rank 0: broadcast of 8 float",
             "      train.py:95: evaluate(model, " + "a_long_argument, " * 3 + "a_long_argu" + "...",
             "    rank 1: all_reduce of 25 float",

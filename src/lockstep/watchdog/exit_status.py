@@ -91,7 +91,7 @@ class ExitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """The launcher itself was told to end."""
+    """The launcher itself was asked to end."""
 
     signal: int
     time: float
@@ -248,7 +248,7 @@ def _message(error: BaseException) -> str:
 
 def _headline(error: BaseException, name: str, message: str) -> str:
     if isinstance(error, SystemExit):
-        # A message has been printed, so it may be long; the call is told by its first line.
+        # A message has been printed, so it may be long; its first line is enough.
         code = (
             error.code if isinstance(error.code, int | None) else f"{message.split(chr(10))[0]!r}"
         )

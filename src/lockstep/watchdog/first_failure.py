@@ -33,7 +33,7 @@ FailureKind = Literal[
     "deadlock",
     "stopped",  # SIGSTOP
     "node_lost",
-    "interrupted",  # the launcher was told to end
+    "interrupted",  # the launcher was asked to end
 ]
 
 INSTANT_S = 0.2
@@ -89,7 +89,7 @@ def first_failure(
         judged_at: when that was, in wall-clock seconds.
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run.
-        folder: where logs and evidence are kept.
+        folder: where logs and snapshots are.
         read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
     """
     ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
@@ -275,14 +275,14 @@ def _left(end: ExitStatus) -> FirstFailure:
 
 
 def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus]) -> FirstFailure:
-    """The first of the roots, with what is to be told of the others."""
+    """The first of the roots, with what is to be said of the others."""
     first, *rest = _folded(roots)
     also = [root for root in rest if _cannot_be_ordered(first, root)]
     texts: dict[str, list[int]] = {}
     for follower in sorted(followers, key=lambda end: end.rank):
         texts.setdefault(_lost_peer_text(follower) or "", []).append(follower.rank)
-    told = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
-    told += [
+    followed = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
+    followed += [
         f"{_who(root)} ({root.headline}, {root.time - first.time:.1f} s later)"
         for root in rest
         if root not in also and root.kind != "interrupted"
@@ -290,7 +290,7 @@ def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus])
     return replace(
         first,
         also=tuple(_in_one_line(root, first.host) for root in also),
-        consequences=tuple(told),
+        consequences=tuple(followed),
     )
 
 
@@ -347,7 +347,7 @@ def render(first: FirstFailure) -> str:
     if first.line:
         lines.append(f"  {first.line}")
     if first.also:
-        lines.append("at the same time (the order cannot be told):")
+        lines.append("at the same time (their order is not known):")
         lines += [f"  {_cut(text)}" for text in first.also]
     lines += [f"what to do: {text}" for text in first.advice]
     followed = list(first.consequences)

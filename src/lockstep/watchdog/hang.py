@@ -264,7 +264,7 @@ def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> M
 
 
 def _is_open(call: Call, activity: Activity) -> bool:
-    """Among what a rank may wait in, by its number: the call may carry lines of another look."""
+    """Among what a rank may wait in, by its number: the call may carry lines of a later one."""
     numbers = {(key(c), c.seq) for c in (*pending(activity.state), activity.call) if c}
     return (key(call), call.seq) in numbers
 
@@ -286,7 +286,7 @@ def _calls(mismatch: Mismatch | None) -> list[Call]:
 
 
 def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
-    """Those that did what the others did not: the fewer at the call where the ranks parted."""
+    """Those that did what the others did not: the fewer at the first mismatch."""
     lone = [rank for rank, activity in waiting.items() if _in_buffers(activity)]
     if 0 < len(lone) < len(waiting):
         return lone

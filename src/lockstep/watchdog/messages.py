@@ -1,4 +1,4 @@
-"""What was found, and how it is told."""
+"""A verdict, and how it reads."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def _folded(rows: Iterable[Row]) -> list[tuple[list[int], Row]]:
 
 
 def _mismatch_lines(mismatch: Mismatch, read_line: Callable[[str, int], str] | None) -> list[str]:
-    lines = [f"  they parted at call {mismatch.seq} of {mismatch.group}:"]
+    lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
     groups: dict[tuple[str, Frame | None], list[int]] = {}
     for rank, call in mismatch.calls:
-        told = "has not come to it" if call is None else describe(call)
+        what = "has not come to it" if call is None else describe(call)
         line = None if call is None else own_line(call.frames)
-        groups.setdefault((told, line), []).append(rank)
-    for (told, line), ranks in groups.items():
-        lines.append(f"    {name_ranks(ranks)}: {told}")
+        groups.setdefault((what, line), []).append(rank)
+    for (what, line), ranks in groups.items():
+        lines.append(f"    {name_ranks(ranks)}: {what}")
         if line is not None:
             lines.append(_source(line, read_line, 6))
     if mismatch.lines_differ_since is not None:

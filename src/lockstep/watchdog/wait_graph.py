@@ -1,4 +1,4 @@
-"""What each rank does, from two looks at it; who waits for whom, and the first call that differs.
+"""What each rank does, from two snapshots; who waits for whom, and the first call that differs.
 
 Pure: `RankState` values go in.
 """
@@ -23,8 +23,8 @@ from lockstep.watchdog.stacks import (
 )
 
 _IDLE = 0.1
-"""Share of the time between two looks below which a thread counts as not computing. Answering the
-Flight Recorder takes up to 60 ms, of another thread."""
+"""Share of the time between two snapshots below which a thread counts as not computing. Answering
+a request takes up to 60 ms, of another thread."""
 
 _POINT_TO_POINT = {
     "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
@@ -54,10 +54,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does between two looks."""
+    """What one rank does, by two snapshots."""
 
     state: RankState
-    """The later look."""
+    """In the later snapshot."""
     kind: Kind
     wait: Wait | None = None
     call: Call | None = None
@@ -114,7 +114,7 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     """Judges what a rank does.
 
     Args:
-        earlier: the first look at the rank.
+        earlier: the rank in the first snapshot.
         later: the second.
         seconds: between them.
     """
@@ -138,11 +138,11 @@ def on_its_gpu(
 
     NCCL's recorder knows which calls a GPU has started only where torch takes their times, at the
     cost of overlap. But a GPU takes the calls of a group in order, and gets past the oldest one
-    when all ranks have come to it: where that was the oldest in both looks, it is waited for.
+    when all ranks have come to it: where that was the oldest in both snapshots, it is waited for.
 
     Args:
-        earlier: the first look at the rank.
-        activity: by both looks.
+        earlier: the rank in the first snapshot.
+        activity: by both snapshots.
         held_up: whether some rank has not come to a call, or called something else in its place.
     """
     if activity.kind is not Kind.WORKING or _place(earlier) != _place(activity.state):
@@ -202,7 +202,7 @@ def _place(state: RankState) -> tuple[Frame, ...]:
 
 
 def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """Whether its main thread has not computed; False where that cannot be told."""
+    """Whether its main thread has not computed; False where that is not known."""
     if None in (earlier.main_cpu_s, later.main_cpu_s):
         return _is_little(earlier.cpu_s, later.cpu_s, seconds)
     return _is_little(earlier.main_cpu_s, later.main_cpu_s, seconds)
