@@ -1,7 +1,5 @@
 """`lockstep.launch`: a function on several processes, from Python or a notebook.
 
-What runs in the processes of `launch`: a function, where `rank_main` has a script.
-
 A rank is a copy of the launching process itself, or it is forked from a fresh interpreter that has
 imported torch. It then imports the user's script as a process of multiprocessing does (start method
 "spawn"), and reads the call; so no rank is a copy of a process in which the user's code has run.

@@ -2,14 +2,12 @@
 
 It is forked from the launcher before any thread exists, or is an interpreter of its own where the
 launcher is a program of the user's (`FreshZygote`). It keeps one thread itself, and does nothing
-but fork, reap and signal (`forking`): a fork from it is safe, and eight ranks start about as fast
+but fork, reap and signal (`Server`): a fork from it is safe, and eight ranks start about as fast
 as one. As the ranks' parent it alone signals them, so a number that the system has given to another
 process meanwhile is never hit.
 
 When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
 rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see prctl(2)).
-
-Inside of the zygote: it forks the ranks, reaps them and signals them.
 
 Forking a process that has imported torch takes 10 ms or more, one rank after the other; so the
 ranks of the first start are made before they are asked for, while the launcher still imports what
@@ -113,19 +111,15 @@ class Zygote:
             command: executed in place of `work`.
         """
         request = {
-            "start": rank,
+            "rank": rank,
             "environment": dict(environment),
             "own_session": own_session,
             "command": list(command),
         }
-        data = json.dumps(request).encode()
-        if len(data) <= MESSAGE_BYTES:
-            socket.send_fds(self._socket, [data], list(streams))
-            return
-        with tempfile.TemporaryFile() as file:  # a command with the names of all its images
-            file.write(data)
+        with tempfile.TemporaryFile() as file:  # a command may be too long for a message
+            file.write(json.dumps(request).encode())
             file.flush()
-            socket.send_fds(self._socket, [b"{}"], [*streams, file.fileno()])
+            socket.send_fds(self._socket, [b"start"], [*streams, file.fileno()])
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Sends a signal to the process groups of those ranks that still run."""
@@ -141,7 +135,7 @@ class Zygote:
         found: list[Event] = []
         while self._open and select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
             try:
-                data = self._socket.recv(MESSAGE_BYTES)
+                data = self._socket.recv(_MESSAGE_BYTES)
             except ConnectionResetError:
                 data = b""
             if not data:
@@ -169,7 +163,7 @@ class FreshZygote(Zygote):
 
     Args:
         line: the program; the number of its control socket's descriptor follows as its last
-            argument, and it is to call `forking.serve` with that.
+            argument, and it is to call `serve` with that.
         environment: all its variables.
         files: other descriptors that it inherits.
 
@@ -200,7 +194,7 @@ class FreshZygote(Zygote):
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 2.0
 """Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
-MESSAGE_BYTES = 1 << 17
+_MESSAGE_BYTES = 1 << 17
 HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 """What a Python program may answer with a checkpoint. It needs the workers of its DataLoader for
@@ -208,9 +202,6 @@ that, so these are not for its whole group; what it leaves of that is killed whe
 
 Work = Callable[[], NoReturn]
 """What a rank does; its environment, streams and session are its own by then."""
-
-_Message = tuple[bytes, list[int]]
-"""What came, and the descriptors that came with it; nothing: the other end is closed."""
 
 
 class _Spare(NamedTuple):
@@ -250,27 +241,21 @@ class Server:
         handlers: Mapping[signal.Signals, Any],
         ahead: int = 0,
     ) -> None:
-        self.control = control
-        self.work = work
-        self.handlers = handlers
-        self.ahead = ahead
+        self.control, self.work, self.handlers, self.ahead = control, work, handlers, ahead
         self.spares: deque[_Spare] = deque()
         self.running: dict[int, int] = {}
         """Rank by process id."""
         self.foreign: set[int] = set()
         """Those of them that are no Python program."""
         # Read descriptors and signals in one place: the handler does nothing but wake the select.
-        self.wake, waker = os.pipe()
+        self.wake, self.waker = os.pipe()
         os.set_blocking(self.wake, False)
-        os.set_blocking(waker, False)
-        self.waker = waker
+        os.set_blocking(self.waker, False)
 
     def serve(self) -> None:
         """Does what the launcher asks for until it closes its end, and ends all ranks then."""
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
-        for number in HANDED_DOWN:
-            signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTSTP, signal.SIGUSR1):
+        for number in (*HANDED_DOWN, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
@@ -289,51 +274,50 @@ class Server:
         os._exit(0)
 
     def _obey(self) -> bool:
-        message = _receive(self.control)
-        data, streams = message
-        if not data:
-            return False
-        request = json.loads(data)
-        if "start" in request:
-            self._start(request, message)
-            for stream in streams:
-                os.close(stream)
-        else:
+        data, files = _receive(self.control)
+        if files:
+            self._start(files)
+            for file in files:
+                os.close(file)
+        elif data:
+            request = json.loads(data)
             self._signal(request["signal"], set(request["ranks"]))
-        return True
+        return bool(data)
 
-    def _start(self, request: dict[str, Any], message: _Message) -> None:
+    def _start(self, files: list[int]) -> None:
+        request = _request_in(files)
+        rank = request["rank"]
         try:
-            pid = self._pass_on(message) or self._fork(lambda: message)
+            pid = self._take_spare(files) or self._fork(lambda: files)
         except OSError as error:  # no more processes, or no more memory
-            self._say("refused", request["start"], error.strerror)
+            self._report("refused", rank, error.strerror)
             return
-        self.running[pid] = request["start"]
+        self.running[pid] = rank
         if request["command"] and request["command"][0] != sys.executable:
             self.foreign.add(pid)
         # Also here: a signal to the group may be asked for before the child has run at all.
         if not request["own_session"]:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
-        self._say("started", request["start"], pid)
+        self._report("started", rank, pid)
 
-    def _pass_on(self, message: _Message) -> int | None:
+    def _take_spare(self, files: list[int]) -> int | None:
         """Lets a process that was made before become the rank; its id."""
         self.ahead = 0
-        while self.spares and len(message[0]) <= MESSAGE_BYTES:
+        while self.spares:
             spare = self.spares.popleft()
             with spare.channel, contextlib.suppress(BrokenPipeError):  # it has ended
-                socket.send_fds(spare.channel, [message[0]], message[1])
+                socket.send_fds(spare.channel, [b"start"], files)
                 return spare.pid
         return None
 
     def _make_spare(self) -> None:
         ours, theirs = control_sockets()
 
-        def wait() -> _Message:
+        def wait() -> list[int]:
             ours.close()
             with theirs:
-                return _receive(theirs)
+                return _receive(theirs)[1]
 
         try:
             self.spares.append(_Spare(self._fork(wait), ours))
@@ -342,17 +326,18 @@ class Server:
             ours.close()
         theirs.close()
 
-    def _fork(self, asked: Callable[[], _Message]) -> int:
+    def _fork(self, asked: Callable[[], list[int]]) -> int:
         """Makes a copy of this process, which becomes the rank that it is asked to be; its id."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 self._part(parent)
-                data, streams = asked()
-                if data:
-                    request = json.loads(data)
-                    self._become(request, streams)
+                files = asked()
+                if files:
+                    request = _request_in(files)
+                    os.close(files.pop())
+                    self._become(request, files)
                     if request["command"]:
                         _execute(request["command"])
                     self.work()
@@ -402,7 +387,7 @@ class Server:
                 # What the rank has left in its group: loader workers of a rank that was killed.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-                self._say("ended", rank, pid, os.waitstatus_to_exitcode(status))
+                self._report("ended", rank, pid, os.waitstatus_to_exitcode(status))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         for pid, rank in self.running.items():
@@ -429,7 +414,7 @@ class Server:
             with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
                 os.waitpid(pid, 0)
 
-    def _say(self, *message: object) -> None:
+    def _report(self, *message: object) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
             self.control.send(json.dumps(message).encode())
 
@@ -467,16 +452,18 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _receive(channel: socket.socket) -> _Message:
+def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and the descriptors that came with it; nothing: the other end is closed."""
     try:
-        data, streams, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 4)
+        return socket.recv_fds(channel, _MESSAGE_BYTES, 4)[:2]
     except ConnectionResetError:
         return b"", []
-    if len(streams) == 4:  # the last is a file with a message that is too long to be sent
-        with open(streams.pop(), "rb") as file:
-            file.seek(0)
-            data = file.read()
-    return data, streams
+
+
+def _request_in(files: list[int]) -> dict[str, Any]:
+    """What is asked of a rank: in the last of its files, after its standard streams."""
+    request: dict[str, Any] = json.loads(os.pread(files[3], os.fstat(files[3]).st_size, 0))
+    return request
 
 
 def control_sockets() -> tuple[socket.socket, socket.socket]:
