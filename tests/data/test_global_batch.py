@@ -148,7 +148,7 @@ def test_wrong_batch_sizes(size):
     ("given", "found"),
     [
         ("1:2:3", "3 shares for a world size of 2"),
-        ((1,), "1 shares for a world size of 2"),
+        ((1,), "1 share for a world size of 2"),
         ("1:x", "not whole numbers"),
         ((1.5, 1), "not whole numbers"),
         ("0:0", "one is above 0"),

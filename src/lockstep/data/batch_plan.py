@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError, SettingError
+from lockstep.settings import AUTO
 
 Indices = npt.NDArray[np.int64]
 
@@ -176,15 +177,19 @@ def global_batch_size(batch_size: int | None, per_device: int | None, devices: i
     return per_device * devices if per_device is not None else batch_size
 
 
-def parse_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """`'1:2'` or `(1, 2)` as one non-negative whole number a rank; None is equal shares.
+def parse_shares(
+    shares: str | Sequence[int] | None, size: int, *, of: str = "rank"
+) -> tuple[int, ...]:
+    """`'1:2'` or `(1, 2)` as one non-negative whole number a rank, or a device.
+
+    None is equal shares; so is `"auto"`, until they are measured.
 
     Raises:
         SettingError: the wrong number of shares, none above zero, or not whole numbers.
     """
-    if shares is None:
+    if shares is None or (isinstance(shares, str) and shares == AUTO):
         return (1,) * size
-    advice = "give one whole number a rank, for example shares='2:3:3'"
+    advice = f"give one whole number a {of}, for example shares='2:3:3'"
     try:
         parts = shares.split(":") if isinstance(shares, str) else list(shares)
         numbers = tuple(int(part) for part in parts)
@@ -194,9 +199,9 @@ def parse_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ..
     if not exact:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
     if len(numbers) != size:
-        raise SettingError(
-            f"shares={shares!r}", f"{len(numbers)} shares for a world size of {size}", advice
-        )
+        given = f"{len(numbers)} share{'s' * (len(numbers) != 1)}"
+        wanted = f"a world size of {size}" if of == "rank" else f"{size} {of}{'s' * (size != 1)}"
+        raise SettingError(f"shares={shares!r}", f"{given} for {wanted}", advice)
     if min(numbers) < 0 or max(numbers) == 0:
         raise SettingError(
             f"shares={shares!r}", "shares are at least 0, and one is above 0", advice

@@ -97,7 +97,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
         self.dim = dim
-        self.shares = _parse_shares(shares, self.count)
+        self.shares: tuple[int, ...]
+        DataParallel.set_shares(self, shares)
         self.module = module
         self._looked_at_inputs = self._looked_at_state = False
         self.averaged = False
@@ -131,10 +132,19 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
         """Divides batches otherwise from the next forward pass on.
 
+        Args:
+            shares: one whole number a device, `"2:3:3"` or `(2, 3, 3)`; None: equal ones.
+
         Raises:
-            SettingError: not one whole number a device.
+            SettingError: not that.
         """
-        self.shares = _parse_shares(shares, self.count)
+        if isinstance(shares, str) and shares == AUTO:
+            raise SettingError(
+                "shares='auto' of a module",
+                "they are measured in a run, in the first global batch that is trained on",
+                "give it to lockstep.init('dp', shares='auto') and prepare the bare module",
+            )
+        self.shares = parse_shares(shares, self.count, of="device")
 
     def sizes(self, count: int) -> list[int]:
         """How many of `count` samples each replica computes."""
@@ -365,27 +375,6 @@ def _output(device: int | torch.device | None) -> torch.device | None:
 
 def _device(device: Device) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def _parse_shares(shares: str | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    number = count
-    if isinstance(shares, str) and shares == AUTO:
-        raise SettingError(
-            "shares='auto' of a module",
-            "they are measured in a run, in the first global batch that is trained on",
-            "give it to lockstep.init('dp', shares='auto') and prepare the bare module",
-        )
-    if isinstance(shares, str):
-        number = len(shares.split(":"))
-    elif isinstance(shares, list | tuple):
-        number = len(shares)
-    if number != count:
-        raise SettingError(
-            f"shares={shares!r}",
-            f"{number} share{'s' * (number != 1)} for {count} device{'s' * (count != 1)}",
-            "give one whole number a device, for example shares='2:3:3'",
-        )
-    return parse_shares(shares, count)
 
 
 def _held(module: nn.Module) -> list[Tensor]:
