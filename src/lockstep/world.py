@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.data.batch_plan import parse_shares
 from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Epochs, Loader
 from lockstep.data.micro_batches import Weight
+from lockstep.data.shares import first_shares
 from lockstep.data.source import Shard, Source, make_source
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import (
@@ -399,7 +399,7 @@ class World:
         made = make_loader(
             source,
             request=self._preparer.autotune.request(shares, own),
-            shares=self.shares if shares is None else parse_shares(shares, len(self.shares)),
+            shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
             micro_batch_size=self._of_process(
                 self.settings.micro_batch_size if own is None else own
             ),

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError, SettingError
-from lockstep.settings import AUTO
 
 Indices = npt.NDArray[np.int64]
 
@@ -182,12 +181,12 @@ def parse_shares(
 ) -> tuple[int, ...]:
     """`'1:2'` or `(1, 2)` as one non-negative whole number a rank, or a device.
 
-    None is equal shares; so is `"auto"`, until they are measured.
+    None is equal shares.
 
     Raises:
         SettingError: the wrong number of shares, none above zero, or not whole numbers.
     """
-    if shares is None or (isinstance(shares, str) and shares == AUTO):
+    if shares is None:
         return (1,) * size
     advice = f"give one whole number a {of}, for example shares='2:3:3'"
     try:

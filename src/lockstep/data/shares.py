@@ -89,6 +89,15 @@ class AutotuneRequest:
         return self.micro_batch_size and not self.found.tried
 
 
+def first_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """As `parse_shares`; equal ones for `"auto"`, until they are measured.
+
+    Raises:
+        SettingError: as there.
+    """
+    return parse_shares(None if isinstance(shares, str) and shares == AUTO else shares, size)
+
+
 def parse_micro_batch(value: Any) -> int | None:
     """The number of samples, None for `"auto"`.
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.batch_plan import parse_shares
+from lockstep.data.shares import first_shares
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
@@ -136,7 +136,7 @@ class Strategy(ABC):
         Raises:
             SettingError: the shares that were set do not fit the run.
         """
-        return parse_shares(run.settings.shares, run.collectives.data_parallel.size)
+        return first_shares(run.settings.shares, run.collectives.data_parallel.size)
 
     def devices(self, run: Run) -> int:
         """Devices that divide a global batch, whether or not each has a process."""
