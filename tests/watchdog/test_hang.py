@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_up import (
+from fake_snapshots import (
     C10D,
     DDP,
     TIME,
@@ -352,7 +352,7 @@ def test_the_ends_of_a_run_are_not_simultaneous() -> None:
 
 def test_a_rank_that_has_just_ended_is_no_finding_yet() -> None:
     earlier, later = looks(at_barrier(0), ended(1))
-    earlier = Snapshot(earlier.time, (earlier[0], state(1, at(3))))
+    earlier = Snapshot(earlier.time, (earlier.ranks[0], state(1, at(3))))
     assert find(earlier, later, 8.0) is None
 
 
@@ -553,12 +553,12 @@ def test_what_moves_is_no_hang() -> None:
         state(0, at(5), *alike(5)[:4], replace(alike(5)[4], state="completed")),
     ):
         earlier, later = looks(slow, at_barrier(1))
-        assert find(earlier, Snapshot(TIME, (moved, later[1])), 8.0) is None
+        assert find(earlier, Snapshot(TIME, (moved, later.ranks[1])), 8.0) is None
 
 
 def test_a_stack_that_changes_is_work() -> None:
     earlier, later = looks(state(0, at(5), *alike(5)), at_barrier(1))
-    later = Snapshot(TIME, (replace(later[0], stack=at(6)), later[1]))
+    later = Snapshot(TIME, (replace(later.ranks[0], stack=at(6)), later.ranks[1]))
     verdict = find(earlier, later, 8.0)
     assert verdict is not None
     assert verdict.kind == "working"

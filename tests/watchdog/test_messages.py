@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from made_up import call, in_backward, own
+from fake_snapshots import call, in_backward, own
 
 from lockstep.errors import name_ranks
 from lockstep.watchdog.messages import Row, Verdict, describe, render, verb

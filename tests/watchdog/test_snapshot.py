@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from made_up import TIME, alike, at, call, ended, in_backward, looks, own, state
+from fake_snapshots import TIME, alike, at, call, ended, in_backward, looks, own, state
 
 from lockstep.watchdog.snapshot import Snapshot, from_json, merge, shorten, to_json
 
@@ -40,8 +40,8 @@ def test_other_text_is_refused(text: str) -> None:
 
 def test_shortened_keeps_the_latest_calls() -> None:
     short = shorten(Snapshot(TIME, (state(0, at(1), *alike(30)),)), calls=4)
-    assert [c.seq for c in short[0].calls or ()] == [27, 28, 29, 30]
-    assert shorten(full(), 100)[1].calls is None
+    assert [c.seq for c in short.ranks[0].calls or ()] == [27, 28, 29, 30]
+    assert shorten(full(), 100).ranks[1].calls is None
 
 
 def test_merged_is_in_the_order_of_the_ranks() -> None:

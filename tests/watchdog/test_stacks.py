@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import (
+from fake_snapshots import (
     C10D,
     TORCH,
     at,

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from made_up import TIME, at, call, in_backward, state
+from fake_snapshots import TIME, at, call, in_backward, state
 
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.snapshot import Call, Group, Snapshot

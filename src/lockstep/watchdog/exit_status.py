@@ -46,8 +46,6 @@ class ErrorRecord:
     exit_code: int = 1
     """What the process ends with because of it."""
     traceback: str = ""
-    step: int | None = None
-    """Steps it had made."""
     chain: tuple[str, ...] = ()
     """What it was raised from, or while handling: `type: message`, the nearest first."""
     from_lockstep: bool = False
@@ -155,16 +153,15 @@ _ELSEWHERE = re.compile(
 )
 
 
-def record(error: BaseException, folder: Path, step: int | None = None) -> None:
+def record(error: BaseException, folder: Path) -> None:
     """Writes `error.json` for an exception that ends this rank. Never raises.
 
     Args:
         error: what was caught, with its traceback.
         folder: of this rank.
-        step: steps made so far, where known.
     """
     with contextlib.suppress(Exception):  # the exception itself must still be seen
-        made = describe(error, step)
+        made = describe(error)
         values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
         _write(folder / _FILE, values)
         elastic = os.environ.get(ERROR_FILE)
@@ -183,7 +180,7 @@ def read_record(folder: Path) -> ErrorRecord | None:
         return None
 
 
-def describe(error: BaseException, step: int | None = None) -> ErrorRecord:
+def describe(error: BaseException) -> ErrorRecord:
     """An exception as values; its time is now."""
     name, message = _type_name(error), _message(error)
     return ErrorRecord(
@@ -194,7 +191,6 @@ def describe(error: BaseException, step: int | None = None) -> ErrorRecord:
         time=time.time(),
         exit_code=exit_code(error),
         traceback="".join(traceback.format_exception(error)),
-        step=step,
         chain=tuple(f"{_type_name(e)}: {_message(e)}" for e in _chain(error)),
         from_lockstep=isinstance(error, LockstepError),
     )
@@ -204,16 +200,13 @@ def exit_code(error: BaseException) -> int:
     """What the interpreter ends with because of it; -2 for Ctrl-C: it ends by SIGINT."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
-            return _as_exit_code(error.code or 0)
+            number = error.code or 0
+            # What is no C long is -1.
+            return number & 0xFF if -(1 << 63) <= number < 1 << 63 else 0xFF
         return 1
     if isinstance(error, KeyboardInterrupt):
         return -2
     return error.exit_code if isinstance(error, LockstepError) else 1
-
-
-def _as_exit_code(number: int) -> int:
-    """What the system is told for `sys.exit(number)`; what is no C long is -1."""
-    return number & 0xFF if -(1 << 63) <= number < 1 << 63 else 0xFF
 
 
 def shown(frame: Frame) -> str:

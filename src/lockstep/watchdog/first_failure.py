@@ -157,7 +157,7 @@ def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
         time=end.failed_at,
         headline=error.headline if error else _how(end),
         exit_code=_exit_code(end),
-        step=error.step if error and error.step is not None else end.step,
+        step=end.step,
         line=error.line if error else end.crash_line,
         details=_last_lines(end),
     )

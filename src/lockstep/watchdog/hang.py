@@ -23,7 +23,6 @@ from lockstep.watchdog.wait_graph import (
     classify,
     find_mismatch,
     is_still,
-    key,
     on_its_gpu,
     pending,
     signature,
@@ -136,7 +135,7 @@ class Case:
             is_open = mismatched is not None and _is_open(mismatched, activity)
             call = mismatched if is_open else activity.call
             does = f"waits in {_named(call, activity.op)}"
-            if call is not None and (name := self.table.name(key(call))).startswith("group"):
+            if call is not None and (name := self.table.name(call.key)).startswith("group"):
                 does += f" of {name}"
             if activity.wait is not None and activity.wait.where:
                 does += f", {activity.wait.where}"
@@ -265,8 +264,8 @@ def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> M
 
 def _is_open(call: Call, activity: Activity) -> bool:
     """Among what a rank may wait in, by its number: the call may carry lines of a later one."""
-    numbers = {(key(c), c.seq) for c in (*pending(activity.state), activity.call) if c}
-    return (key(call), call.seq) in numbers
+    numbers = {(c.key, c.seq) for c in (*pending(activity.state), activity.call) if c}
+    return (call.key, call.seq) in numbers
 
 
 def _how(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
@@ -437,7 +436,7 @@ def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) ->
             "bring tensors of the same size and type on all ranks: pad them, or exchange the "
             "sizes first",
         )
-    if len({key(a.call) for a in waiting.values() if a.call is not None}) > 1:
+    if len({a.call.key for a in waiting.values() if a.call is not None}) > 1:
         return ("use the same process groups in the same order on all their ranks",)
     return (
         "every rank must call the same collectives in the same order: look for one that only some "

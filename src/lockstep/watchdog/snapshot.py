@@ -52,6 +52,11 @@ class Call:
     """The calling thread's identifier."""
     frames: Stack | None = None
 
+    @property
+    def key(self) -> str:
+        """Calls with equal keys are numbered together."""
+        return f"{self.backend}:{self.group}"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -112,9 +117,6 @@ class Snapshot:
     def one_host(self) -> bool:
         """Whether all ranks are on one host: of several the clocks differ."""
         return len({state.host for state in self.ranks}) == 1
-
-    def __getitem__(self, rank: int) -> RankState:
-        return next(state for state in self.ranks if state.rank == rank)
 
 
 def shorten(snapshot: Snapshot, calls: int = 100) -> Snapshot:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-from lockstep.watchdog.snapshot import Call, RankState, Snapshot
+from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
 from lockstep.watchdog.stacks import (
     Frame,
     Stack,
@@ -92,11 +92,6 @@ class Activity:
         return self.wait.op in _POINT_TO_POINT or in_pipeline
 
 
-def key(call: Call) -> str:
-    """Calls with equal keys are numbered together."""
-    return f"{call.backend}:{call.group}"
-
-
 def pending(state: RankState) -> list[Call]:
     """The collectives that have not been completed as far as is known, oldest first.
 
@@ -106,7 +101,7 @@ def pending(state: RankState) -> list[Call]:
     return [
         call
         for call in state.calls or ()
-        if call.state != "completed" and (call.p2p or call.seq > completed.get(key(call), 0))
+        if call.state != "completed" and (call.p2p or call.seq > completed.get(call.key, 0))
     ]
 
 
@@ -147,9 +142,9 @@ def on_its_gpu(
     """
     if activity.kind is not Kind.WORKING or _place(earlier) != _place(activity.state):
         return activity
-    before = {(key(call), call.seq) for call in _oldest_on_gpu(earlier)}
+    before = {(call.key, call.seq) for call in _oldest_on_gpu(earlier)}
     for call in _oldest_on_gpu(activity.state):
-        if (key(call), call.seq) in before and held_up(call):
+        if (call.key, call.seq) in before and held_up(call):
             return replace(activity, kind=Kind.WAITING, call=call)
     return activity
 
@@ -159,7 +154,7 @@ def _oldest_on_gpu(state: RankState) -> list[Call]:
     found: dict[str, Call] = {}
     for call in pending(state):
         if call.backend == "nccl" and not call.p2p:
-            found.setdefault(key(call), call)
+            found.setdefault(call.key, call)
     return list(found.values())
 
 
@@ -169,7 +164,7 @@ def _moved(earlier: RankState, later: RankState) -> bool:
     if earlier.calls is None or later.calls is None:
         return False
     before, after = (
-        {(key(call), call.p2p): (call.seq, call.state) for call in calls}
+        {(call.key, call.p2p): (call.seq, call.state) for call in calls}
         for calls in (earlier.calls, later.calls)
     )
     return before != after
@@ -240,7 +235,6 @@ def _current(state: RankState, wait: Wait | None, kind: Kind) -> Call | None:
 # Operations to which every rank brings the same number of elements. Of the others the sizes may
 # differ by rank, or are not recorded on every rank.
 _SAME_SIZE = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
-_DEFAULT = "default_pg"
 
 
 @dataclass(frozen=True)
@@ -272,52 +266,48 @@ class CallTable:
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, Call]]] = {}
         """By group and number: rank to call."""
-        self.last: dict[str, dict[int, int]] = {}
-        """By group: rank to the number of its latest call."""
-        self._first: dict[str, dict[int, int]] = {}
+        self._numbers: dict[str, dict[int, list[int]]] = {}
+        """By group and rank: the numbers of its calls, the latest last."""
+        self._groups: dict[str, Group] = {}
         self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
-        self._members: dict[str, set[int]] = {}
-        self._names: dict[str, str] = {}
         for state in snapshot.ranks:
-            groups = {g.name: g for g in state.groups or ()}
+            groups = {group.name: group for group in state.groups or ()}
             for call in state.calls or ():
                 if call.p2p:
                     continue
-                group = key(call)
-                self.calls.setdefault(group, {}).setdefault(call.seq, {})[state.rank] = call
-                self.last.setdefault(group, {})[state.rank] = call.seq
-                self._first.setdefault(group, {}).setdefault(state.rank, call.seq)
+                self.calls.setdefault(call.key, {}).setdefault(call.seq, {})[state.rank] = call
+                numbers = self._numbers.setdefault(call.key, {})
+                numbers.setdefault(state.rank, []).append(call.seq)
                 if call.group in groups:
-                    self._members[group] = set(groups[call.group].ranks)
-                    description = groups[call.group].description
-                    unnamed = description in ("", "undefined")
-                    self._names[group] = call.group if unnamed else description
+                    self._groups[call.key] = groups[call.group]
 
-    def members(self, group: str) -> set[int]:
+    def members(self, key: str) -> set[int]:
         """The ranks of a group; where torch did not say, those that have used it."""
-        return self._members.get(group) or set(self.last.get(group, ()))
+        group = self._groups.get(key)
+        return set(group.ranks if group and group.ranks else self._numbers.get(key, ()))
 
-    def name(self, group: str) -> str:
+    def name(self, key: str) -> str:
         """For people."""
-        found = self._names.get(group, group.partition(":")[2])
-        return "the default group" if found in (_DEFAULT, "0") else f"group {found!r}"
+        group = self._groups.get(key)
+        name = "" if group is None else group.description
+        if name in ("", "undefined"):
+            name = key.partition(":")[2]
+        return "the default group" if name in ("default_pg", "0") else f"group {name!r}"
 
     def absent(self, call: Call) -> set[int]:
         """The members that have not come to a call."""
-        last = self.last[key(call)]
-        return {rank for rank in self.members(key(call)) if last.get(rank, 0) < call.seq}
+        numbers = self._numbers[call.key]
+        return {r for r in self.members(call.key) if numbers.get(r, [0])[-1] < call.seq}
 
     def contradicts(self, call: Call) -> bool:
         """Whether another rank called something else in its place."""
-        others = self.calls[key(call)].get(call.seq, {}).values()
+        others = self.calls[call.key].get(call.seq, {}).values()
         return any(signature(other) != signature(call) for other in others)
 
-    def known(self, group: str, seq: int, rank: int) -> bool:
+    def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
-        if rank in self._unseen:
-            return False
-        first = self._first.get(group, {}).get(rank)
-        return first is None or seq >= first
+        numbers = self._numbers.get(key, {}).get(rank)
+        return rank not in self._unseen and (numbers is None or seq >= numbers[0])
 
 
 @dataclass(frozen=True)
@@ -349,7 +339,7 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
     calls = [call for rank in deadlocked for call in _open_calls(activities[rank])]
     found = dict(activities)
     for rank in deadlocked:
-        missed = {key(call) for call in calls if rank in table.absent(call)}
+        missed = {call.key for call in calls if rank in table.absent(call)}
         stack = _thread_for(activities[rank], missed)
         if stack is not None:
             state = replace(activities[rank].state, stack=stack)
@@ -362,7 +352,7 @@ def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
     state = activity.state
     for ident, stack in zip(state.thread_ids, state.threads or (), strict=True):
         for group in groups if is_busy(stack) else ():
-            users = {c.thread for c in state.calls or () if key(c) == group and not c.p2p}
+            users = {c.thread for c in state.calls or () if c.key == group and not c.p2p}
             if not users or ident in users:
                 return stack
     return None
