@@ -180,7 +180,7 @@ def test_the_commands_read_it(tmp_path: Path) -> None:
     assert run(command, ["convert", str(folder), str(out)], catch_exceptions=False).exit_code == 0
     assert run(command, ["diff", str(folder), str(out)], catch_exceptions=False).exit_code == 0
     optim = open_contents(folder, training=True).training
-    assert optim["optim.state.0.exp_avg"].whole().shape == (7, 5)
+    assert optim["optim.state.0.exp_avg"].full().shape == (7, 5)
 
 
 def test_a_piece_that_is_not_sound_changes_nothing(tmp_path: Path) -> None:

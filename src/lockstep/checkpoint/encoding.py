@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.formats.shards import Shape, ShardedEntry
+from lockstep.checkpoint.formats.shards import LazyTensor, Shape, ShardedEntry
 from lockstep.checkpoint.sharding import address, is_sharded, replica
 from lockstep.distributed.torch_compat import (
     local_box,
@@ -102,12 +102,14 @@ def encode_shards(
     return encoder.tree(state, ()), encoder.tensors, encoder.boxes
 
 
-def decode(tree: Tree, tensors: Mapping[str, Tensor], shards: FindShards | None = None) -> Any:
+def decode(
+    tree: Tree, tensors: Mapping[str, Tensor | LazyTensor], shards: FindShards | None = None
+) -> Any:
     """Puts together again what `encode` took apart; the tensors are not copied.
 
     Args:
         tree: what `encode` or, on rank 0, `encode_shards` gave.
-        tensors: those that the tree names.
+        tensors: those that the tree names; of lazy ones nothing is read, but for numpy arrays.
         shards: gives a tensor that is stored in shards, of this name, dtype and shape.
 
     Raises:
@@ -328,10 +330,13 @@ def _view(value: Tensor) -> object:
 class _Decoder:
     """The tensors of one call of `decode`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], shards: FindShards | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor | LazyTensor], shards: FindShards | None
+    ) -> None:
         self._tensors = tensors
         self._shards = shards
-        self._viewed: dict[str, Tensor] = {}  # those that are stored as bytes
+        self._made: dict[str, Any] = {}
+        """Of tensors in shards, and of those that are stored as bytes: one of each name."""
 
     def value(self, tree: Tree) -> Any:
         if isinstance(tree, list):
@@ -350,16 +355,21 @@ class _Decoder:
         return _DECODERS[tag](self, tree)
 
     def array(self, tree: Any) -> Any:
-        if "$sharded" in tree:
-            return self.sharded(tree).full().numpy()
-        return self.stored(tree).numpy().copy()  # not of a mapped file, which may go
+        found = self.value(tree)
+        if isinstance(found, LazyTensor):
+            return found.full().numpy()
+        return found.numpy().copy()  # not of a mapped file, which may go
 
-    def sharded(self, tree: Any) -> ShardedEntry:
+    def sharded(self, tree: Any) -> Any:
+        name = tree["$sharded"]
         if self._shards is None:
             raise ValueError("a tensor in shards where none is expected")
-        return self._shards(tree["$sharded"], BY_NAME[tree["dtype"]], tuple(_sizes(tree["shape"])))
+        if name not in self._made:
+            dtype, shape = BY_NAME[tree["dtype"]], tuple(_sizes(tree["shape"]))
+            self._made[name] = self._shards(name, dtype, shape)
+        return self._made[name]
 
-    def stored(self, tree: Any) -> Tensor:
+    def stored(self, tree: Any) -> Any:
         name = tree["$tensor"]
         if name not in self._tensors:
             raise CheckpointError(
@@ -367,12 +377,18 @@ class _Decoder:
                 f"its list names the tensor {str(name)[:80]!r}, which is in none of its files",
                 "the files do not belong together: use another checkpoint",
             )
+        found = self._tensors[name]
         if "dtype" not in tree:
-            return self._tensors[name]
-        if name not in self._viewed:
+            return found
+        dtype, shape = BY_NAME[tree["dtype"]], _sizes(tree["shape"])
+        if name not in self._made:
             # Copied, since bytes in a mapped file may begin at any address.
-            self._viewed[name] = self._tensors[name].clone().view(BY_NAME[tree["dtype"]])
-        return self._viewed[name].reshape(_sizes(tree["shape"]))
+            self._made[name] = (
+                found.viewed(dtype, tuple(shape))
+                if isinstance(found, LazyTensor)
+                else found.clone().view(dtype).reshape(shape)
+            )
+        return self._made[name]
 
     def pairs(self, items: Iterable[Any]) -> list[tuple[Any, Any]]:
         return [(self.value(key), self.value(value)) for key, value in items]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.formats.safetensors import short
-from lockstep.checkpoint.formats.shards import Described
+from lockstep.checkpoint.formats.shards import LazyTensor
 from lockstep.checkpoint.sharding import reshard
 from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import some
@@ -78,7 +78,7 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
 def shape_of(value: object) -> Shape:
     """A tensor's shape; None for what has none yet, or is not a tensor."""
-    if isinstance(value, Described):
+    if isinstance(value, LazyTensor):
         return value.shape
     if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
         return None

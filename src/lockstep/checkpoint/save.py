@@ -199,15 +199,16 @@ def _full_manifest(manifest: Mapping[str, Any], reports: Mapping[int, Any]) -> d
     return {"format": layout.FORMAT, **manifest, **more, "files": files, "checksums": checksums}
 
 
-def _add_entries(manifest: Mapping[str, Any], state: str, entries: list[Any]) -> None:
+def _add_entries(manifest: Mapping[str, Any], state: str, entries: Any) -> None:
     """Puts what another rank has of a module or an optimizer into the tree of rank 0."""
     if state in manifest["modules"]:
-        found = dict(map(tuple, entries))
+        found = dict(map(tuple, entries["$ordered"]))
         pairs = manifest["modules"][state]["$ordered"]
         pairs[:] = [[key, found.get(key, tree)] for key, tree in pairs]
     else:
         tree = manifest["training"][state]
-        tree["state"] = {"$dict": sorted([*tree["state"].get("$dict", ()), *entries])}
+        pairs = [*tree["state"].get("$dict", ()), *entries.get("$dict", ())]
+        tree["state"] = {"$dict": sorted(pairs)}
 
 
 def _check_there(temporary: Path, files: Mapping[str, int]) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -46,11 +45,10 @@ from lockstep.checkpoint.sharding import (
     is_meta,
     run_on_all_ranks,
     shards_only,
-    stored_here,
+    stored_entries,
 )
 from lockstep.distributed import seeding
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 
 RESERVED = frozenset({"training", "world", "random"})
@@ -151,22 +149,20 @@ class Checkpoint:
         self._copies.begin(states.values())
         others = [r for r, answer in enumerate(answers) if r and answer["stores"]]
         rank = self._collectives.topology.rank
-        part = Part({})
-        manifest: dict[str, Any] = {}
 
-        def hand_over() -> tuple[str, str]:
-            nonlocal part, manifest
-            temporary = ""
-            if rank == 0:
-                part, manifest = self._part_of_main(states, answers)
-                temporary = begin_checkpoint(self.folder, manifest["step"], self._passed_over).name
-            elif rank in others:
-                part = self._part_of(rank, states, answers)
-            return "", temporary
+        def hand_over() -> tuple[tuple[Part, dict[str, Any]], str]:
+            if rank and rank not in others:
+                return (Part({}), {}), ""
+            part, trees = self._part(states, answers)
+            if rank:
+                return (part, {}), ""
+            manifest = self._manifest(states["world"], answers[0]["metric"], trees)
+            temporary = begin_checkpoint(self.folder, manifest["step"], self._passed_over)
+            return (part, manifest), temporary.name
 
         # One exchange: no rank writes before all have their copies, and the folder is there.
-        _, names = run_on_all_ranks(self._collectives, self._doing, hand_over)
-        temporary, step = self.folder / names[0], int(states["world"]["step"])
+        (part, manifest), names = run_on_all_ranks(self._collectives, self._doing, hand_over)
+        temporary = self.folder / names[0]
         told = Others(self._joined, names[0], others)
         if rank == 0:
             self._writer.start(
@@ -187,7 +183,7 @@ class Checkpoint:
         if not self._policy.asynchronous:
             self.wait()
         self._moment.saved()
-        path = layout.step_folder(self.folder, step)
+        path = layout.step_folder(self.folder, int(states["world"]["step"]))
         self._passed_over = tuple(name for name in self._passed_over if name != path.name)
         return path
 
@@ -293,10 +289,7 @@ class Checkpoint:
         return layout.best(layout.list_checkpoints(self.folder), self._policy.best)
 
     def _collect(self, metric: float | None) -> tuple[dict[str, Any], str]:
-        """This rank's states, and what the others need of it.
-
-        On every rank, since what is sharded can only be had from all together.
-        """
+        """This rank's states, and what the others are to know of them."""
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
             self._writer.finish()
@@ -329,31 +322,47 @@ class Checkpoint:
                 held[name] = list(states[name]["state"])
         return held
 
-    def _part_of_main(
+    def _part(
         self, states: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
     ) -> tuple[Part, dict[str, Any]]:
-        """Copies to host memory what rank 0 stores; the manifest, as far as it is known."""
-        from lockstep import __version__  # the package itself imports this module
-
+        """Copies to host memory what this rank stores; and its trees, by file."""
+        rank = self._collectives.topology.rank
+        partly = {name for answer in answers for name in answer["held"]}
+        here: dict[str, Any] = {}
+        for name, state in states.items():
+            if name in partly:
+                held = [answer["held"].get(name) for answer in answers]
+                here[name] = stored_entries(state, held, rank)
+            else:
+                here[name] = state if rank == 0 else shards_only(state)
+        modules = {name: here.pop(name) for name in self._modules()}
+        if rank == 0:
+            here["random"] = [rng_state_from_text(answer["streams"]) for answer in answers]
         files: dict[str, dict[str, Tensor]] = {}
         boxes: dict[str, dict[str, Box]] = {}
-        modules: dict[str, Any] = {}
-        for name in self._modules():
-            elsewhere = {i for r in range(1, len(answers)) for i in _stored(answers, name, r)}
-            state = _without(states[name], elsewhere) if elsewhere else states[name]
-            file = layout.tensor_file(name)
-            modules[name], files[file], boxes[name] = encode_shards(
-                state, inside=name, to_host=self._copies.take, main=True
+        trees: dict[str, Any] = {}
+        for name, state in {**modules, layout.TRAINING: here}.items():
+            trees[name], tensors, boxes[name] = encode_shards(
+                state,
+                inside=name if name in modules else "",
+                to_host=self._copies.take,
+                main=rank == 0,
             )
-        others = {name: state for name, state in states.items() if name not in modules}
-        others["random"] = [rng_state_from_text(answer["streams"]) for answer in answers]
-        file = layout.tensor_file(layout.TRAINING)
-        tree, files[file], boxes[layout.TRAINING] = encode_shards(
-            others, to_host=self._copies.take, main=True
-        )
+            if tensors or rank == 0:
+                files[layout.tensor_file(name, rank)] = tensors
         self._copies.finish()
-        world, metric = states["world"], answers[0]["metric"]
-        manifest = {
+        entries = {
+            name: trees[name] if name in modules else trees[layout.TRAINING][name]["state"]
+            for name in (partly if rank else ())
+        }
+        return Part(files, boxes, entries), trees
+
+    def _manifest(
+        self, world: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        from lockstep import __version__  # the package itself imports this module
+
+        return {
             "step": int(world["step"]),
             # Tells apart two checkpoints of one name, on machines that share no file system.
             "id": secrets.token_hex(8),
@@ -364,60 +373,12 @@ class Checkpoint:
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
             "metric": metric if metric is not None and math.isfinite(metric) else None,
-            "modules": modules,
-            "training": tree,
+            "modules": {name: trees[name] for name in self._modules()},
+            "training": trees[layout.TRAINING],
         }
-        return Part(files, boxes), manifest
-
-    def _part_of(
-        self, rank: int, states: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
-    ) -> Part:
-        """Copies to host memory what another rank than 0 stores: shards, and what is here alone."""
-        files: dict[str, dict[str, Tensor]] = {}
-        boxes: dict[str, dict[str, Box]] = {}
-        entries: dict[str, Any] = {}
-        take = self._copies.take
-        training: dict[str, Any] = {}
-        for name, state in states.items():
-            partly, own = any(name in a["held"] for a in answers), _stored(answers, name, rank)
-            if not isinstance(self._state.get(name), nn.Module):
-                here = {key: state["state"][key] for key in sorted(own)} if partly else {}
-                training[name] = {"state": here} if partly else shards_only(state)
-                continue
-            kept = [item for i, item in enumerate(state.items()) if i in own]
-            tree, tensors, boxes[name] = encode_shards(
-                OrderedDict(kept) if partly else shards_only(state),
-                inside=name,
-                to_host=take,
-                main=False,
-            )
-            files[layout.tensor_file(name, rank)] = tensors
-            if kept:
-                entries[name] = tree["$ordered"]
-        tree, tensors, boxes[layout.TRAINING] = encode_shards(training, to_host=take, main=False)
-        files[layout.tensor_file(layout.TRAINING, rank)] = tensors
-        for name, value in training.items():
-            if value and _stored(answers, name, rank):
-                entries[name] = tree[name]["state"]["$dict"]
-        self._copies.finish()
-        return Part({name: tensors for name, tensors in files.items() if tensors}, boxes, entries)
 
     def _modules(self) -> list[str]:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
-
-
-def _stored(answers: Sequence[Mapping[str, Any]], name: str, rank: int) -> set[int]:
-    """The entries of a state that this rank stores, since rank 0 has not got them."""
-    return stored_here([answer["held"].get(name) for answer in answers], rank)
-
-
-def _without(state: Mapping[str, Any], places: Collection[int]) -> OrderedDict[str, Any]:
-    """A module's state with None at these places."""
-    kept = OrderedDict(
-        (name, None if i in places else value) for i, (name, value) in enumerate(state.items())
-    )
-    set_state_dict_metadata(kept, state_dict_metadata(state))
-    return kept
 
 
 def _write_part(temporary: Path, part: Part, told: Others, rank: int) -> None:

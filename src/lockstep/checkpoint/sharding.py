@@ -13,6 +13,7 @@ Communication: none, but for one exchange of text in `run_on_all_ranks`.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.formats.shards import LazyTensor, ShardedEntry
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.torch_compat import (
     local_box,
@@ -63,16 +64,38 @@ def has_shards(state: Any) -> bool:
     return bool(found)
 
 
-def stored_here(held: Sequence[Sequence[int] | None], rank: int) -> set[int]:
-    """Which entries of a state a rank other than 0 stores: those that no rank before it has.
+def stored_entries(state: Any, held: Sequence[Sequence[int] | None], rank: int) -> Any:
+    """Of a state of which each rank has a part: what this rank stores.
+
+    That is, of rank 0 what it has, and of another rank what no rank before it has.
 
     Args:
-        held: of every rank, the entries that it has; None: all.
-        rank: the rank.
+        state: of a module, by name; or of an optimizer, with entries by number under `state`.
+        held: of every rank, the numbers of the entries that it has (None: all).
+        rank: this one.
+
+    Returns:
+        Of rank 0 the state, with None in a module's for what another rank stores. Of another rank
+        its entries alone.
     """
+    module = not isinstance(state.get("state"), dict)
+    if rank == 0 and not module:
+        return state
+    if rank == 0:
+        elsewhere = {i for mine in held[1:] if mine is not None for i in mine}
+        elsewhere -= set(range(len(state)) if held[0] is None else held[0])
+        found = OrderedDict(
+            (name, None if i in elsewhere else value)
+            for i, (name, value) in enumerate(state.items())
+        )
+        set_state_dict_metadata(found, state_dict_metadata(state))
+        return found
+    own = set(held[rank] or ()).difference(*(mine or () for mine in held[:rank]))
     if None in held[:rank]:
-        return set()
-    return set(held[rank] or ()).difference(*(mine or () for mine in held[:rank]))
+        own = set()
+    if module:
+        return OrderedDict(item for i, item in enumerate(state.items()) if i in own)
+    return {"state": {number: state["state"][number] for number in sorted(own)}}
 
 
 def reshard(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +136,7 @@ def in_memory(state: Any) -> Any:
 
 
 def _in_memory(value: Any) -> Any:
-    if isinstance(value, ShardedEntry):
+    if isinstance(value, LazyTensor):
         return value.full()
     plain = isinstance(value, Tensor) and not is_sharded(value) and not value.is_meta
     return value.clone() if plain else value

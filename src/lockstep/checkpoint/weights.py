@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import on_cpu, unstorable
 from lockstep.checkpoint.formats.reading import Found, read_states
-from lockstep.checkpoint.formats.safetensors import Piece, in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import TensorToWrite, in_bytes, write_weights
 from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.checkpoint.modules import (
     Differences,
@@ -84,7 +84,7 @@ def save_weights(
             "it holds no fractions",
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
-    pieces = []
+    tensors = []
     for name, value in plain_state_dict(model).items():
         held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         if held:
@@ -94,8 +94,8 @@ def save_weights(
                 "save the whole state with world.checkpoint",
             )
         size = value.numel() * cast_to(value.dtype, dtype).itemsize
-        pieces.append(Piece(name, size, _getter(name, value, dtype)))
-    write_weights(path, pieces, None if shard_size is None else in_bytes(shard_size))
+        tensors.append(TensorToWrite(name, size, _getter(name, value, dtype)))
+    write_weights(path, tensors, None if shard_size is None else in_bytes(shard_size))
 
 
 def _getter(name: str, value: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -123,13 +123,13 @@ def states_in(path: Path, content: Any) -> list[Found]:
     return found
 
 
-def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
-    """The state of one module of a checkpoint; its tensors are views of the mapped file.
+def read_module(path: Path, name: str, manifest: Mapping[str, Any], *, lazy: bool = False) -> Any:
+    """The state of one module of a checkpoint; see `read_stored`.
 
     Raises:
         CheckpointError: the manifest does not list the module's file, or it cannot be read.
     """
-    state = read_stored(path, manifest, name, modules_of(path, manifest)[name])
+    state = read_stored(path, manifest, name, modules_of(path, manifest)[name], lazy=lazy)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"reading the checkpoint {path}",
@@ -139,16 +139,24 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
     return state
 
 
-def read_stored(path: Path, manifest: Mapping[str, Any], name: str, tree: Any) -> Any:
-    """What a checkpoint holds of a module or of the training, by its tree in the manifest.
+def read_stored(
+    path: Path, manifest: Mapping[str, Any], name: str, tree: Any, *, lazy: bool = False
+) -> Any:
+    """What a checkpoint holds of a module or of the training.
 
-    Tensors are views of the mapped file; those in shards are `ShardedEntry`.
+    Args:
+        path: of the checkpoint.
+        manifest: of it.
+        name: of the module, or `layout.TRAINING`.
+        tree: in the manifest, or a part of it.
+        lazy: all tensors are `LazyTensor`; else only those in shards, and the others are views of
+            the mapped file.
 
     Raises:
         CheckpointError: the manifest does not list a file, or it cannot be read.
     """
     entries = _entries(path, manifest, name, 0)
-    return decode(tree, _mapped(entries), shard_finder(path, manifest, name))
+    return decode(tree, entries if lazy else _mapped(entries), shard_finder(path, manifest, name))
 
 
 def shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
@@ -166,11 +174,8 @@ def shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShar
         for rank, offsets, sizes in listed.get(tensor, ()):
             if not are_sizes(offsets) or not are_sizes(sizes):
                 raise ValueError(f"{tensor} has a shard that is nowhere")
-            entry = headers(rank)[tensor]
             # Others than those that safetensors knows are stored as bytes.
-            entry = replace(entry, dtype=dtype, shape=tuple(sizes))
-            if entry.nbytes != headers(rank)[tensor].nbytes:
-                raise ValueError(f"{tensor} has a shard of another size in the file of rank {rank}")
+            entry: Any = headers(rank)[tensor].viewed(dtype, tuple(sizes))
             shards.append(Shard(tuple(offsets), tuple(sizes), entry))
         return sharded_entry(tensor, dtype, shape, shards)
 

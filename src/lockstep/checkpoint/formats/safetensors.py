@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.formats.shards import Described
+from lockstep.checkpoint.formats.shards import LazyTensor
 from lockstep.errors import CheckpointError, SettingError
 
 MAX_HEADER = 100_000_000
@@ -78,7 +78,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 @dataclass(frozen=True)
-class Entry(Described):
+class Entry(LazyTensor):
     """One tensor of a file."""
 
     file: Path
@@ -263,7 +263,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorToWrite:
     """One tensor to be written."""
 
     name: str
@@ -325,7 +325,9 @@ def _unlike(path: Path, found: str) -> CheckpointError:
     )
 
 
-def write_weights(path: Path, pieces: Sequence[Piece], shard_size: int | None) -> list[Path]:
+def write_weights(
+    path: Path, tensors: Sequence[TensorToWrite], shard_size: int | None
+) -> list[Path]:
     """Writes tensors in one file, or in several with an index where they exceed `shard_size`.
 
     What was there under that name goes once the new is complete. At most one file's tensors are
@@ -337,7 +339,7 @@ def write_weights(path: Path, pieces: Sequence[Piece], shard_size: int | None) -
     Raises:
         CheckpointError: it cannot be written; nothing is left of it then.
     """
-    groups = _groups(pieces, shard_size)
+    groups = _groups(tensors, shard_size)
     index = index_of(path)
     with layout.plain_errors("saving weights to", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -368,7 +370,7 @@ def in_place(path: Path) -> Iterator[Path]:
     storage.sync_folder(path.parent)
 
 
-def _write_several(path: Path, groups: Sequence[Sequence[Piece]]) -> list[Path]:
+def _write_several(path: Path, groups: Sequence[Sequence[TensorToWrite]]) -> list[Path]:
     files = _free_names(path, len(groups))
     made: list[Path] = []
     try:
@@ -388,11 +390,11 @@ def _write_several(path: Path, groups: Sequence[Sequence[Piece]]) -> list[Path]:
     return [index_of(path), *files]
 
 
-def _groups(pieces: Sequence[Piece], shard_size: int | None) -> list[list[Piece]]:
+def _groups(tensors: Sequence[TensorToWrite], shard_size: int | None) -> list[list[TensorToWrite]]:
     """In the given order, each group within the size but for one tensor that alone exceeds it."""
-    groups: list[list[Piece]] = [[]]
+    groups: list[list[TensorToWrite]] = [[]]
     size = 0
-    for piece in pieces:
+    for piece in tensors:
         if groups[-1] and shard_size is not None and size + piece.nbytes > shard_size:
             groups.append([])
             size = 0
@@ -401,7 +403,7 @@ def _groups(pieces: Sequence[Piece], shard_size: int | None) -> list[list[Piece]
     return groups
 
 
-def _tensors(group: Sequence[Piece]) -> dict[str, Tensor]:
+def _tensors(group: Sequence[TensorToWrite]) -> dict[str, Tensor]:
     memory: set[int] = set()
     return {piece.name: separate(piece.get(), memory) for piece in group}
 

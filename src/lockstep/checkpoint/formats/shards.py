@@ -7,10 +7,10 @@ tensor are the tensor, once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ Shape = tuple[int, ...]
 _MAX_COMPARED = 5_000_000  # pairs of shards
 
 
-class Described:
+class LazyTensor:
     """A tensor of which dtype and shape are known, and values are read only where asked for."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
+    part: Callable[[int, int], Tensor]
+    """The elements from one index to before another, flat and on the CPU. CheckpointError: they
+    cannot be read."""
 
     @property
     def count(self) -> int:
@@ -35,6 +38,21 @@ class Described:
     def nbytes(self) -> int:
         """Bytes of its values."""
         return self.count * self.dtype.itemsize
+
+    def viewed(self, dtype: torch.dtype, shape: Shape) -> LazyTensor:
+        """The same bytes as another tensor.
+
+        Raises:
+            ValueError: they have another number.
+        """
+        found: Any = replace(cast(Any, self), dtype=dtype, shape=shape)
+        if found.nbytes != self.nbytes:
+            raise ValueError(f"{self.nbytes} bytes for a tensor of {dtype} and shape {list(shape)}")
+        return cast(LazyTensor, found)
+
+    def full(self) -> Tensor:
+        """All of it."""
+        return self.part(0, self.count).reshape(self.shape)
 
 
 class Source(Protocol):
@@ -66,7 +84,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ShardedEntry(Described):
+class ShardedEntry(LazyTensor):
     """A tensor in shards."""
 
     name: str
@@ -116,14 +134,6 @@ class ShardedEntry(Described):
         inner = self.shape[1:]
         rows = self.region((low, *(0 for _ in inner)), (high - low, *inner)).reshape(-1)
         return rows[begin - low * row : end - low * row]
-
-    def full(self) -> Tensor:
-        """All of it.
-
-        Raises:
-            CheckpointError: a shard cannot be read.
-        """
-        return self.part(0, self.count).reshape(self.shape)
 
     def check(self) -> None:
         """Looks at every shard, without its values.

@@ -17,25 +17,26 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import BY_NAME, decode, unstorable
+from lockstep.checkpoint.encoding import unstorable
 from lockstep.checkpoint.formats.dcp import METADATA, read_dcp, tensors_in
 from lockstep.checkpoint.formats.reading import (
     Found,
     locate,
-    shard_finder,
+    read_module,
+    read_stored,
     states_in,
     the_module,
 )
 from lockstep.checkpoint.formats.safetensors import (
-    Entry,
     of_torch,
     read_header,
     read_index,
     short,
     weight_map,
 )
-from lockstep.checkpoint.formats.shards import Described, ShardedEntry
+from lockstep.checkpoint.formats.shards import LazyTensor, ShardedEntry
 from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
+from lockstep.checkpoint.sharding import in_memory
 from lockstep.errors import CheckpointError, SettingError
 
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do
@@ -43,7 +44,7 @@ _FACTS = ("step", "epoch", "world_size", "strategy", "lockstep", "torch", "time"
 
 
 @dataclass(frozen=True)
-class Stored(Described):
+class Stored(LazyTensor):
     """One tensor."""
 
     name: str
@@ -53,10 +54,6 @@ class Stored(Described):
     """The elements from one index to before another, flat and on the CPU."""
     tied_to: str | None = None
     """The first name of the same tensor, where it has several."""
-
-    def whole(self) -> Tensor:
-        """All of it."""
-        return self.part(0, self.count).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -195,12 +192,10 @@ def _checkpoint(path: Path, name: str | None, *, everything: bool, training: boo
 def _of_training(path: Path, manifest: Mapping[str, Any]) -> dict[str, Stored]:
     if not isinstance(manifest["training"], dict):
         raise ValueError("it does not say what the training's state is")
-    find = _finder(path, manifest, layout.TRAINING)
-    found = {}
-    for leaf in leaves(manifest["training"]):
-        name, entry = find(leaf)
-        found[name] = _stored(name, entry)
-    return found
+    found = list(leaves(manifest["training"]))
+    entries = read_stored(path, manifest, layout.TRAINING, found, lazy=True)
+    names = [leaf.get("$tensor", leaf.get("$sharded")) for leaf in found]
+    return {n: _stored(n, entry) for n, entry in zip(names, entries, strict=True)}
 
 
 def _add_module(
@@ -211,53 +206,17 @@ def _add_module(
     tensors: dict[str, Stored],
     extra: dict[str, Any],
 ) -> None:
-    find = _finder(path, manifest, module)
-    tree = manifest["modules"][module]
-    first: dict[str, str] = {}
-    for key, value in tree.get("$ordered", tree.get("$dict")) or tree.items():
-        if isinstance(value, dict) and ("$tensor" in value or "$sharded" in value):
-            stored, entry = find(value)
-            key = front + key
-            tensors[key] = _stored(key, entry, first.get(stored))
-            first.setdefault(stored, key)
+    first: dict[int, str] = {}
+    state = read_module(path, module, manifest, lazy=True)
+    for key, value in state.items():
+        if isinstance(value, LazyTensor):
+            tensors[front + key] = _stored(front + key, value, first.get(id(value)))
+            first.setdefault(id(value), front + key)
         else:
-            needed = dict(map(find, leaves(value)))
-            extra[front + key] = decode(
-                value, {n: e.part(0, e.count).reshape(e.shape) for n, e in needed.items()}
-            )
+            extra[front + key] = in_memory(value)
 
 
-def _finder(
-    path: Path, manifest: Mapping[str, Any], name: str
-) -> Callable[[Mapping[str, Any]], tuple[str, Entry | ShardedEntry]]:
-    """Finds what a leaf of the tree of a module, or of the training, stands for, by its name."""
-    file = layout.tensor_file(name)
-    if file not in manifest["files"]:
-        raise ValueError(f"it does not list the file of {name!r}")
-    entries, shards = read_header(path / file), shard_finder(path, manifest, name)
-
-    def find(leaf: Mapping[str, Any]) -> tuple[str, Entry | ShardedEntry]:
-        if "$sharded" in leaf:
-            return leaf["$sharded"], decode(leaf, {}, shards)
-        return leaf["$tensor"], _entry(leaf, entries)
-
-    return find
-
-
-def _entry(leaf: Mapping[str, Any], entries: Mapping[str, Entry]) -> Entry:
-    """Where a leaf's values are; those that were stored as bytes under their own dtype."""
-    entry = entries.get(leaf["$tensor"])
-    if entry is None:
-        raise ValueError(f"the tensor {leaf['$tensor']!r} is in none of its files")
-    if "dtype" not in leaf:
-        return entry
-    own = Entry(entry.file, BY_NAME[leaf["dtype"]], tuple(map(int, leaf["shape"])), entry.offset)
-    if own.nbytes != entry.nbytes:
-        raise ValueError(f"{leaf['$tensor']!r} of shape {leaf['shape']} has {entry.nbytes} bytes")
-    return own
-
-
-def _stored(name: str, entry: Entry | ShardedEntry, tied_to: str | None = None) -> Stored:
+def _stored(name: str, entry: LazyTensor, tied_to: str | None = None) -> Stored:
     return Stored(name, entry.dtype, entry.shape, entry.part, tied_to)
 
 

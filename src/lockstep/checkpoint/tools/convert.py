@@ -16,7 +16,7 @@ from lockstep.checkpoint.encoding import separate
 from lockstep.checkpoint.formats.safetensors import (
     SHARD_SIZE,
     TORCH_ENDINGS,
-    Piece,
+    TensorToWrite,
     in_place,
     index_of,
     write_weights,
@@ -84,7 +84,7 @@ def convert(
                 f"{next(iter(extra))} is no tensor, and the file can hold plain tensors alone",
                 f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
             )
-        files = write_weights(out, _pieces(tensors, dtype), shard_size)
+        files = write_weights(out, _to_write(tensors, dtype), shard_size)
     else:
         files = [out]
         _write_torch(out, tensors, extra, dtype)
@@ -120,12 +120,14 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     return result
 
 
-def _pieces(tensors: Mapping[str, Stored], dtype: torch.dtype | None) -> list[Piece]:
+def _to_write(tensors: Mapping[str, Stored], dtype: torch.dtype | None) -> list[TensorToWrite]:
     def getter(name: str, stored: Stored) -> Callable[[], Tensor]:
-        return lambda: cast(stored.whole(), dtype, name)
+        return lambda: cast(stored.full(), dtype, name)
 
     return [
-        Piece(name, stored.count * cast_to(stored.dtype, dtype).itemsize, getter(name, stored))
+        TensorToWrite(
+            name, stored.count * cast_to(stored.dtype, dtype).itemsize, getter(name, stored)
+        )
         for name, stored in tensors.items()
     ]
 
@@ -141,7 +143,7 @@ def _write_torch(
             state[name] = by_old_name[stored.tied_to]
         else:
             # torch.save writes a view's whole storage.
-            state[name] = separate(cast(stored.whole(), dtype, name).contiguous(), memory)
+            state[name] = separate(cast(stored.full(), dtype, name).contiguous(), memory)
             by_old_name[stored.name] = state[name]
     with layout.plain_errors("saving weights to", out):
         out.parent.mkdir(parents=True, exist_ok=True)
