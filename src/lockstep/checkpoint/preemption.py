@@ -17,7 +17,6 @@ do what they do without us.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -146,8 +145,7 @@ class Moment:
             return asked or late, stop
         before, since = self._exchanged
         seconds = (now - since) / max(1, number - before)
-        mine = json.dumps([asked, stop, late, seconds])
-        answers = [json.loads(text) for text in self._collectives.exchange(mine)]
+        answers = self._collectives.exchange([asked, stop, late, seconds])
         late, seconds = answers[0][2:]
         # Slowly up: the first steps are no measure, since kernels are loaded and compiled in them.
         self.pause = max(1, min(int(_BETWEEN_S / max(seconds, 1e-6)), 2 * self.pause, _LONGEST))

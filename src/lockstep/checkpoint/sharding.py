@@ -12,7 +12,6 @@ Communication: none, but for one exchange of text in `run_on_all_ranks`.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -236,7 +235,7 @@ def run_on_all_ranks(
         answer: dict[str, Any] = {"text": text}
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure, answer = error, {"error": _in_parts(doing, error)}
-    answers = [json.loads(a) for a in collectives.exchange(json.dumps(answer))]
+    answers = collectives.exchange(answer)
     if failure is not None:
         raise failure
     for rank, heard in enumerate(answers):

@@ -84,8 +84,7 @@ def _read_on_all_ranks(
     source: Source, seed: int, indices: Sequence[int], collectives: Collectives
 ) -> list[list[Any]]:
     """What every rank has read, as many samples as it read; None for one that it could not read."""
-    mine = json.dumps(_read(source, seed, indices))
-    return [json.loads(text) for text in collectives.exchange(mine)]
+    return collectives.exchange(_read(source, seed, indices))
 
 
 def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
@@ -151,16 +150,13 @@ def check_global_batch(
     Raises:
         RanksDifferError: on every rank.
     """
-    text = json.dumps(mine)
     if source.shard is None:
-        sums = collectives.exchange(f"{zlib.crc32(text.encode()):08x}")
+        sums = collectives.exchange(f"{zlib.crc32(json.dumps(mine).encode()):08x}")
         _check_ends(epoch, sums)
         if len(set(sums)) > 1:
-            rows = [json.loads(row) for row in collectives.exchange(text)]
-            _check_same(source, epoch, first, rows)
+            _check_same(source, epoch, first, collectives.exchange(mine))
         return
-    ranks = collectives.data_parallel.size
-    parts = [json.loads(part) for part in collectives.exchange(text)[:ranks]]
+    parts = collectives.exchange(mine)[: collectives.data_parallel.size]
     # A part all of whose samples are alike tells nothing: a stream of zeros is the same everywhere.
     for part in parts:
         twins = [str(rank) for rank, other in enumerate(parts) if alike(part, other)]

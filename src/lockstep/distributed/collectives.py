@@ -23,8 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,10 +64,10 @@ class Collectives:
         """Whether this rank's values count in reductions and gathers: see `DataParallelRank`."""
         return self.topology.rank < self.data_parallel.size
 
-    def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in the order of the ranks; the texts may differ."""
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value (JSON: tuples come back as lists), in the order of the ranks."""
         self._open(Call("exchange", "(preparing, saving or resuming, for example)"))
-        return self._exchange(text)
+        return self._exchange(value)
 
     def sum(self, value: Any) -> Any:
         """The sum over ranks of every leaf: tensors of one shape everywhere, numbers exactly.
@@ -108,8 +107,7 @@ class Collectives:
                 lengths = [row[place].shape[:1] for row in described]
                 gathered.append(self._gather_tensor(leaf, lengths))
             else:
-                texts = self._exchange(json.dumps(leaf))[: self.data_parallel.size]
-                gathered.append([json.loads(text) for text in texts])
+                gathered.append(self._exchange(leaf)[: self.data_parallel.size])
         return pytree.tree_unflatten(gathered, spec)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -128,8 +126,8 @@ class Collectives:
                 f"give an integer from 0 to {self.topology.size - 1}",
             )
         self._open(Call("broadcast", f"from rank {source}", problem=problem))
-        text, tensors = pack(value) if self.topology.rank == source else ("", [])
-        sent = json.loads(self._exchange(text)[source])
+        form, tensors = pack(value) if self.topology.rank == source else ({}, [])
+        sent = self._exchange(form)[source]
         if "error" in sent:
             raise _usage_error(source, sent["error"])
         received = []
@@ -156,8 +154,7 @@ class Collectives:
         columns = list(zip(*described, strict=True))
         places = [p for p, column in enumerate(columns) if all(leaf.is_number for leaf in column)]
         mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
-        texts = self._exchange(json.dumps(mine))[: self.data_parallel.size] if places else []
-        rows = [json.loads(text) for text in texts]
+        rows = self._exchange(mine)[: self.data_parallel.size] if places else []
         numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
         for place, number in numbers.items():
             problem = problem_with_result(name, number, columns[place])
@@ -192,14 +189,13 @@ class Collectives:
                 raise UsageError(*call.problem)
             return [call.leaves]
         self.check_turn(f"{call.name} {call.detail}".rstrip())
-        text = call.to_text()
-        digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+        digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8)
         if all(torch.equal(other, mine) for other in self._all_gather(mine)):
             if call.problem is not None:
                 raise UsageError(*call.problem)
             return [call.leaves] * self.topology.size
-        calls = [Call.from_text(other) for other in self._exchange(text)]
+        calls = [Call.from_json(other) for other in self._exchange(call)]
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
@@ -227,17 +223,17 @@ class Collectives:
                 "sum up inside the loop and call the collective once, after it",
             )
 
-    def _exchange(self, text: str) -> list[str]:
+    def _exchange(self, value: Any) -> list[Any]:
+        text = json.dumps(value)
         if self.alone:
-            return [text]
+            return [json.loads(text)]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = self._all_gather(torch.tensor([len(data)]))
         padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         parts = self._all_gather(padded)
-        return [
-            bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, lengths, strict=True)
-        ]
+        texts = (bytes(part[: int(n)].tolist()) for part, n in zip(parts, lengths, strict=True))
+        return [json.loads(text) for text in texts]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
@@ -326,8 +322,7 @@ Problem = tuple[str, str, str]
 """The parts of a `UsageError`."""
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """What one rank brought at one place of a nest."""
 
     kind: str
@@ -351,8 +346,7 @@ class Leaf:
         return self.kind if self.kind != "tensor" else f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One rank's call of a collective, as the ranks tell it to each other."""
 
     name: str
@@ -362,15 +356,10 @@ class Call:
     problem: Problem | None = None
     """Why this rank cannot take part; all ranks raise it."""
 
-    def to_text(self) -> str:
-        """For `from_text`."""
-        leaves = [[x.kind, x.dtype, x.shape] for x in self.leaves]
-        return json.dumps([self.name, self.detail, self.structure, leaves, self.problem])
-
     @classmethod
-    def from_text(cls, text: str) -> Call:
-        """What `to_text` has written."""
-        name, detail, structure, leaves, problem = json.loads(text)
+    def from_json(cls, fields: Sequence[Any]) -> Call:
+        """From its fields, as JSON gives them back."""
+        name, detail, structure, leaves, problem = fields
         rows = tuple(Leaf(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves)
         return cls(name, detail, structure, rows, problem and tuple(problem))
 
@@ -539,10 +528,10 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return data.view(dtype).reshape(tuple(shape))
 
 
-def pack(value: Any) -> tuple[str, list[Any]]:
-    """What a broadcast tells before the tensors: a JSON text for `unpack`; and the tensors.
+def pack(value: Any) -> tuple[dict[str, Any], list[Tensor]]:
+    """What a broadcast sends: first a form for JSON, which says what is where; then the tensors.
 
-    The text holds a problem instead where the value cannot be sent.
+    The form holds an error instead where the value cannot be sent.
     """
     leaves, spec = pytree.tree_flatten(value)
     problem = call_on("broadcast", leaves, spec).problem
@@ -558,12 +547,12 @@ def pack(value: Any) -> tuple[str, list[Any]]:
             "send plain dictionaries with text as keys, lists and tuples",
         )
     if problem is not None:
-        return json.dumps({"error": problem}), []
+        return {"error": problem}, []
     forms = [
         {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if isinstance(x, Tensor)
         else x
         for x in leaves
     ]
-    text = json.dumps({"leaves": forms, "structure": structure})
-    return text, [x for x in leaves if isinstance(x, Tensor)]
+    form = {"leaves": forms, "structure": structure}
+    return form, [x for x in leaves if isinstance(x, Tensor)]

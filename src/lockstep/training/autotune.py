@@ -13,7 +13,6 @@ times for at most three divisions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -302,7 +301,7 @@ class _Search:
             cause = error
             plain = f"{error.was_set}: {error.found}" if isinstance(error, LockstepError) else error
             problem = f"{type(error).__name__}: {plain}"
-        answers = [json.loads(text) for text in self._exchange(json.dumps([value, problem]))]
+        answers = self._exchange([value, problem])
         problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
         if problems:
             raise UsageError(

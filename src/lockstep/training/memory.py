@@ -7,7 +7,6 @@ exchanged once; the steps communicate as those of a training do.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -206,8 +205,8 @@ def measure(
         own = [replace(row, state=None) for row in own]
     if isinstance(model, DataParallel):
         own = _replicas(own, model, profile)
-    every = run.collectives.exchange(json.dumps([asdict(row) for row in own]))
-    rows = tuple(DeviceMemory(**row) for text in every for row in json.loads(text))
+    every = run.collectives.exchange([asdict(row) for row in own])
+    rows = tuple(DeviceMemory(**row) for of_rank in every for row in of_rank)
     stages = run.collectives.data_parallel.size < run.topology.size
     return Memory(strategy=strategy, devices=rows, stages=stages)
 

@@ -390,9 +390,8 @@ def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
 
 def agree(run: Run, what: str, mine: list[str]) -> None:
     """Raises RanksDifferError on all ranks unless all brought the same descriptions."""
-    texts = run.collectives.exchange(json.dumps(mine))
-    if len(set(texts)) > 1:
-        brought: list[list[str]] = [json.loads(text) for text in texts]
+    brought: list[list[str]] = run.collectives.exchange(mine)
+    if any(other != mine for other in brought):
         raise RanksDifferError(
             what,
             "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),

@@ -299,11 +299,8 @@ class Pipeline(Strategy):
                 f"the model can be cut into {len(names)} parts: {', '.join(names) or 'none'}",
                 "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
             )
-        text = ""
-        if run.topology.is_main:
-            costs = measure(module, names, run.examples)
-            text = json.dumps(costs)
-        numbers, reason = json.loads(run.collectives.exchange(text)[0])
+        costs = measure(module, names, run.examples) if run.topology.is_main else None
+        numbers, reason = run.collectives.exchange(costs)[0]
         cuts = [names[at] for at in balanced(numbers, place.last_stage + 1)]
         edges = [0, *(names.index(cut) for cut in cuts), len(names)]
         parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
