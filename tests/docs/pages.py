@@ -1,11 +1,13 @@
-"""Runs the Python of a documentation page, block after block, in one namespace.
+"""The pages of the documentation, their fenced blocks, and a way to run their Python.
 
-Used as a module by `test_docs.py`, and as a script in a process of its own: `python pages.py PAGE`.
+As a script, `python pages.py FOLDER PAGE...` runs each page in a process of its own, forked from
+one that has imported torch, and in a folder of its own, `FOLDER/<name of the page>`.
 """
 
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -38,7 +40,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(page: Path) -> int:
-    """Runs every `python` block; returns how many. A failure is raised or ends in exit code 1."""
+    """Runs every `python` block, one after another in one namespace; returns how many.
+
+    A failure is raised or ends in exit code 1.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     chosen = [block for block in blocks(page) if block.info == "python"]
     for block in chosen:
@@ -61,5 +66,22 @@ def run_examples(block: Block, page: Path, namespace: dict[str, Any]) -> None:
         raise SystemExit(1)
 
 
+def run_forked(folder: Path, page: Path) -> None:
+    """Runs a page in a process of its own; `<folder>.log` is what it prints."""
+    if os.fork() == 0:
+        folder.mkdir()
+        os.chdir(folder)
+        os.environ["TMPDIR"] = str(folder)
+        log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout.write(f"{run(page)} blocks run\n")
+        sys.exit()
+    os.wait()
+
+
 if __name__ == "__main__":
-    sys.stdout.write(f"{run(Path(sys.argv[1]))} blocks run\n")
+    import lockstep.world  # noqa: F401  torch is imported once
+
+    for name in sys.argv[2:]:
+        run_forked(Path(sys.argv[1]) / Path(name).name, Path(name))
