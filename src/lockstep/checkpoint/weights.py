@@ -140,14 +140,19 @@ def load_weights(
     run = run_of(model)
 
     def work() -> tuple[_Plan, str]:
-        return _plan(model, path, strict=strict, trust=trust, spread=run is not None), ""
+        return _plan(model, path, strict=strict, trust=trust, alone=run is None), ""
 
     if run is None:
         plan, _ = work()
     else:  # nothing is copied on any rank unless all can
         plan, _ = run_on_all_ranks(run.collectives, f"loading {path}", work)
     for names in _batches(plan):
-        values = {target: plan.found.value(name) for name, target in names}
+        # Of what is in shards, a sharded model reads the regions that it needs.
+        values = {
+            target: value if isinstance(value, ShardedEntry) else plan.found.value(name)
+            for name, target in names
+            for value in [plan.found.state[name]]
+        }
         load_plain(model, values, strict=False)
         del values  # before the next are read
     return plan.report
@@ -165,9 +170,9 @@ class _Plan:
     report: WeightsReport
 
 
-def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, spread: bool) -> _Plan:
+def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: bool) -> _Plan:
     own = plain_state_dict(model)
-    if not spread:  # else what is on the meta device is on another rank
+    if alone:  # else what is on the meta device is on another rank
         _check_model(own, path)
     found, match = _best(read_states(path, trust=trust), own)
     groups = _tied(own)
