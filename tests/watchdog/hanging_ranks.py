@@ -1,4 +1,4 @@
-"""Real ranks that hang in known ways, with the launcher's instruments in them."""
+"""Real ranks that hang in known ways, with a probe in them."""
 
 from __future__ import annotations
 
@@ -106,5 +106,5 @@ def _rank(
     os._exit(0)
 
 
-def beacon_of(ranks: Ranks, rank: int) -> probe.Heartbeat | None:
+def heartbeat_of(ranks: Ranks, rank: int) -> probe.Heartbeat | None:
     return read_heartbeat(ranks.folder / f"rank_{rank}")

@@ -1,4 +1,4 @@
-"""Verdicts on real processes that hang, seen through the instruments. Gloo on loopback."""
+"""Verdicts on real processes that hang, seen through their probes. Gloo on loopback."""
 
 from __future__ import annotations
 

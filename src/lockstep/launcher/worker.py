@@ -114,7 +114,7 @@ def _run(script: Script) -> int:
 def run_recorded(
     body: Callable[[Path], object], report: Callable[[BaseException], object] = lambda error: None
 ) -> int:
-    """Runs a rank's program with the instruments on, and writes down what it raises.
+    """Runs a rank's program with the probe installed, and writes down what it raises.
 
     Args:
         body: the program; it is given the rank's folder.
