@@ -18,7 +18,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from lockstep.errors import SettingError
 from lockstep.launcher import plan as pure
@@ -43,9 +42,6 @@ from lockstep.launcher.worker import (
     run_and_exit,
 )
 from lockstep.launcher.zygote import Zygote
-
-if TYPE_CHECKING:
-    from lockstep.launcher.run import Outcome
 
 _ASKED_WORDS = {"auto", "gpu", "cpu"}
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
@@ -103,44 +99,31 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
         try:
-            with nothing_collected():  # it imports torchrun's parser
+            with nothing_collected():
+                from lockstep.launcher.run import make_folder, run_to_the_end
+                from lockstep.watchdog.first_failure import render
+
                 made, namespace = _prepare(spec, environ)
             made = _with_notes(made, script, hints, cold)
-            command = _command(script, namespace) if cold else None
-            outcome = _run(spec, made, namespace, zygote, command, announce)
+            command = _fresh_command(script, namespace) if cold else None
+            if command is not None and command.numa is not None:
+                for rank in range(made.nproc):  # what stands against it is heard before any starts
+                    command.for_rank(rank)
+            folder = make_folder(namespace.log_dir, Path(spec.script).stem)
+            announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
+            outcome = run_to_the_end(
+                plan=made,
+                namespace=namespace,
+                zygote=zygote,
+                command=command,
+                hang=spec.hang,
+                folder=folder,
+            )
         finally:
             zygote.close()
     if outcome.failure is not None:
-        from lockstep.watchdog.first_failure import render
-
         announce(render(outcome.failure))
     return outcome.exit_code
-
-
-def _run(
-    spec: LaunchSpec,
-    made: Plan,
-    namespace: argparse.Namespace,
-    zygote: Zygote,
-    command: Command | None,
-    announce: Callable[[str], None],
-) -> Outcome:
-    with nothing_collected():
-        from lockstep.launcher.run import make_folder, run_to_the_end
-
-    if command is not None and command.numa is not None:
-        for rank in range(made.nproc):  # what stands against it is heard before anything starts
-            command.for_rank(rank)
-    folder = make_folder(namespace.log_dir, Path(spec.script).stem)
-    announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-    return run_to_the_end(
-        plan=made,
-        namespace=namespace,
-        zygote=zygote,
-        command=command,
-        hang=spec.hang,
-        folder=folder,
-    )
 
 
 def _open_closed_streams() -> None:
@@ -167,9 +150,8 @@ def _with_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
 
 def _is_program(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     """Whether what is to be started is no Python script."""
-    if is_asked("--run-path", spec.torchrun, environ):
-        return False
-    return is_asked("--no-python", spec.torchrun, environ)
+    run_path = is_asked("--run-path", spec.torchrun, environ)
+    return not run_path and is_asked("--no-python", spec.torchrun, environ)
 
 
 def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> SourceHints:
@@ -288,7 +270,7 @@ def _threads_known_early(nproc: int, environ: Mapping[str, str]) -> dict[str, st
     return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), nproc))}
 
 
-def _command(script: Script, namespace: argparse.Namespace) -> Command:
+def _fresh_command(script: Script, namespace: argparse.Namespace) -> Command:
     """What a fresh process is to execute, and the variables it needs for that."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     numa = getattr(namespace, "numa_binding", None)
@@ -305,28 +287,24 @@ def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argpar
     given = [f"--nproc-per-node={spec.nproc}"] if spec.nproc is not None else []
     asked = parse_flags([*spec.torchrun, *given, spec.script])
     machine = read_machine()
-    if asked.nproc_per_node in _ASKED_WORDS or asked.nproc_per_node.lstrip("-").isdigit():
-        nproc = pure.choose_nproc(asked.nproc_per_node, machine.cores, machine.gpus)
-    else:
-        nproc = _nproc_by_torchrun(asked.nproc_per_node)
+    words = asked.nproc_per_node
+    if words in _ASKED_WORDS or words.lstrip("-").isdigit():
+        nproc = pure.choose_nproc(words, machine.cores, machine.gpus)
+    else:  # the names of other devices that torchrun knows, such as `xpu`
+        from torch.distributed.run import determine_local_world_size
+
+        try:
+            nproc = int(determine_local_world_size(words))
+        except ValueError as error:
+            raise SettingError(
+                f"--nproc {words}", str(error), "give 1 or more, auto, gpu or cpu"
+            ) from None
     check_flags(asked, nproc)
     made = pure.plan(spec, machine, environ, nproc, one_node=max_nodes(asked.nnodes) == 1)
     # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
     namespace = parse_flags([*made.flags, spec.script])
     namespace.training_script_args = list(spec.arguments)
     return made, namespace
-
-
-def _nproc_by_torchrun(asked: str) -> int:
-    """For the names of other devices that torchrun knows, such as `xpu`."""
-    from torch.distributed.run import determine_local_world_size
-
-    try:
-        return int(determine_local_world_size(asked))
-    except ValueError as error:
-        raise SettingError(
-            f"--nproc {asked}", str(error), "give 1 or more, auto, gpu or cpu"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

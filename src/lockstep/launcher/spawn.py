@@ -326,7 +326,7 @@ def run_copy(call: Call) -> NoReturn:
         daemon=False,
     )
     process._bootstrap()
-    worker.end(codes[0] if codes else 1)
+    worker.exit_now(codes[0] if codes else 1)
 
 
 def _forget_handlers() -> None:
@@ -372,8 +372,8 @@ def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
 
 def _run_fresh(file: int) -> NoReturn:
     worker.open_streams()
-    worker.settle()
-    worker.leave(worker.run_recorded(lambda folder: _run_call(_read_call(file), folder)))
+    worker.reset_after_fork()
+    worker.exit_process(worker.run_recorded(lambda folder: _run_call(_read_call(file), folder)))
 
 
 def _read_call(file: int) -> Call:

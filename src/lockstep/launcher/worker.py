@@ -82,9 +82,9 @@ class Command(NamedTuple):
 def run_and_exit(script: Script) -> NoReturn:
     """Runs the script in a copy of the zygote and ends the process as the interpreter would."""
     open_streams()
-    settle()
+    reset_after_fork()
     # Not by unwinding: the stack below is the launcher's.
-    leave(_run(script))
+    exit_process(_run(script))
 
 
 def fresh_interpreter(script: Script) -> Command:
@@ -104,7 +104,7 @@ def main() -> NoReturn:
     # Before torch is imported: as under plain Python, modules beside the script go first.
     _set_path(folder_of(script.path, module=script.module))
     # Not by sys.exit: while the interpreter is taken down, a thread of Gloo's may abort it.
-    leave(_run(script))
+    exit_process(_run(script))
 
 
 def _run(script: Script) -> int:
@@ -170,38 +170,41 @@ def _show(error: BaseException) -> None:
             sys.__excepthook__(type(failed), failed, failed.__traceback__)
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process after what the interpreter does at its end."""
+def exit_process(code: int) -> NoReturn:
+    """Ends the process after what the interpreter does at its end.
+
+    Python offers no way to do that short of taking itself down, during which a thread of Gloo's may
+    abort the process; `threading._shutdown` and `atexit._run_exitfuncs` are what it calls first
+    (Py_FinalizeEx, Python 3.11 to 3.14).
+    """
     with contextlib.suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    finish_files()
-    end(code)
-
-
-def finish_files() -> None:
-    """Writes out what stands in the buffers of files that the program has left open.
-
-    The interpreter does it when it takes down the modules, which is not done here: their objects'
-    `__del__` may wait for threads of torch that wait for the interpreter.
-    """
-    files = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase | zipfile.ZipFile)
-    ]
-    texts = [thing for thing in files if isinstance(thing, io.TextIOWrapper)]
-    inner = (io.BufferedWriter, io.BufferedRandom, io.BufferedReader, io.RawIOBase)
-    others = [thing for thing in files if not isinstance(thing, (io.TextIOWrapper, *inner))]
-    buffers = [thing for thing in files if isinstance(thing, inner)]
-    # From the outside in; what packs files is not complete before it is closed.
-    steps = [*(x.flush for x in texts), *(x.close for x in others), *(x.flush for x in buffers)]
     with contextlib.suppress(KeyboardInterrupt):
-        for step in steps:
-            with contextlib.suppress(Exception):  # closed already, or a disk that is full
-                step()
+        drop_program()
+    exit_now(code)
+
+
+def drop_program() -> None:
+    """Lets go of the program's data, so that files which it has left open are complete.
+
+    The interpreter does that when it takes down the modules, where an object's `__del__` may wait
+    for threads of torch that wait for the interpreter. Here they still run.
+    """
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    sys.unraisablehook = lambda _: None  # of what misses the data
+    threading.excepthook = lambda _: None
+    names = vars(sys.modules["__main__"])
+    for name, value in list(names.items()):
+        if not isinstance(value, types.ModuleType | types.FunctionType | type):
+            del names[name]
+    # Also the last reference of this function's own, before what is left is looked for.
+    value = None
+    gc.collect()
     ctypes.CDLL(None).fflush(None)  # of the program's C libraries
 
 
-def end(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Ends the process here and now, with an exit code or by SIGINT (-2)."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -340,7 +343,7 @@ def import_for_ranks(modules: Sequence[str]) -> None:
         import_module(name)
 
 
-def settle() -> None:
+def reset_after_fork() -> None:
     """In a copy of the zygote: what the imported libraries have read or drawn there is the rank's.
 
     numpy.random has drawn its state when it was imported: without this all ranks would share it.
