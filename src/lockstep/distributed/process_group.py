@@ -134,7 +134,7 @@ def join_run(
         run, choices = _open(topology, settings, environ, joined)
     except BaseException:
         if joined is not None:
-            joined.close(patience=0)
+            joined.close(others_leave=False)
         set_rank(None)
         raise
     _current = run
@@ -254,10 +254,7 @@ def _leave_group(run: Run, failed: bool) -> None:
         # NCCL waits for outstanding work of ranks that may never do theirs.
         if not (failed and run.device.type == "cuda"):
             close_group()
-        if failed:
-            run.joined.close(patience=0)
-        else:
-            run.joined.close()
+        run.joined.close(others_leave=not failed)
 
 
 def close_at_exit(close: Callable[..., None]) -> None:
@@ -339,7 +336,10 @@ def _topology(
         return found
     # Without a launcher nothing says which processes share this machine. With an address of
     # loopback they all do; with any other, each is taken to be alone on its machine.
-    local = means_loopback(_master_host(init_method, environ))
+    if init_method is not None and init_method.startswith("tcp://"):
+        local = means_loopback(urlsplit(init_method).hostname)
+    else:
+        local = means_loopback(environ.get("MASTER_ADDR"))
     return Topology(
         rank=rank,
         size=world_size,
@@ -350,12 +350,6 @@ def _topology(
         master_port=port(environ),
         source=_BY_SCRIPT,
     )
-
-
-def _master_host(init_method: str | None, environ: Mapping[str, str]) -> str | None:
-    if init_method is not None and init_method.startswith("tcp://"):
-        return urlsplit(init_method).hostname
-    return environ.get("MASTER_ADDR")
 
 
 def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, object]:
@@ -402,7 +396,16 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
         )
     if backend in ("nccl", CUDA_BACKENDS):
-        return _nccl(cuda, device)
+        if not cuda:
+            found = f"the device is {device}; NCCL moves data of GPUs only"
+            raise SettingError("backend='nccl'", found, "use 'gloo'")
+        if not dist.is_nccl_available():
+            raise SettingError(
+                "backend='nccl'",
+                f"torch {torch.__version__} was built without NCCL",
+                "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL",
+            )
+        return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
     if backend == "mpi" and not dist.is_mpi_available():
         raise SettingError(
             "backend='mpi'",
@@ -499,17 +502,3 @@ def close_group() -> None:
     """Closes the process group, where there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _nccl(cuda: bool, device: torch.device) -> tuple[str, str]:
-    if not cuda:
-        raise SettingError(
-            "backend='nccl'", f"the device is {device}; NCCL moves data of GPUs only", "use 'gloo'"
-        )
-    if not dist.is_nccl_available():
-        raise SettingError(
-            "backend='nccl'",
-            f"torch {torch.__version__} was built without NCCL",
-            "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL",
-        )
-    return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"

@@ -95,14 +95,15 @@ class Joined:
             raise UsageError("the store of a run", "the run has been left", "ask before close()")
         return self._store
 
-    def close(self, patience: float = _CLOSE_S) -> None:
+    def close(self, *, others_leave: bool = True) -> None:
         """Lets go of the store; to be called on every rank after the process group was closed.
 
         Where rank 0 serves the store, it waits until the others have let go of it. The file of
         `file://` is removed by the store of the rank that is the last to let go, or by rank 0.
 
         Args:
-            patience: how long rank 0 waits, in seconds; 0 where the others cannot be counted on.
+            others_leave: whether the others can be counted on to do the same; rank 0 waits for
+                them, but not long.
         """
         store, self._store = self._store, None
         if store is None or not (self._served_by_rank_0 or self._file):
@@ -112,7 +113,7 @@ class Joined:
             if self._rank != 0:
                 store.set(f"left/{self._rank}", "")
                 return
-            left = _others_have_left(store, len(self.manifests), patience)
+            left = others_leave and _others_have_left(store, len(self.manifests))
         del store
         if left and self._file is not None:
             # Of two stores that are let go at once, torch's counting may let neither be the last.
@@ -121,9 +122,9 @@ class Joined:
                 file.unlink(missing_ok=True)
 
 
-def _others_have_left(store: Store, size: int, patience: float) -> bool:
+def _others_have_left(store: Store, size: int) -> bool:
     keys = [f"left/{rank}" for rank in range(1, size)]
-    return wait_until(lambda: store.check(keys), time.monotonic() + patience)
+    return wait_until(lambda: store.check(keys), time.monotonic() + _CLOSE_S)
 
 
 def join(

@@ -270,8 +270,8 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
         return None
     rank, size = ranks
     _same_world_size(environ, size, "Slurm")
-    node_rank = _required(environ, "SLURM_NODEID", "srun")
-    counts = expand_tasks(_text(environ, "SLURM_STEP_TASKS_PER_NODE", "srun"))
+    node_rank = _number(environ, _set_by_srun(environ, "SLURM_NODEID"))
+    counts = expand_tasks(environ[_set_by_srun(environ, "SLURM_STEP_TASKS_PER_NODE")])
     if sum(counts) != size or not 0 <= node_rank < len(counts):
         raise SettingError(
             f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node_rank}",
@@ -280,12 +280,12 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "start the processes with srun, which sets all of them",
         )
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    job = f"{_text(environ, 'SLURM_JOB_ID', 'srun')}.{environ.get('SLURM_STEP_ID', '0')}"
+    job = environ[_set_by_srun(environ, "SLURM_JOB_ID")] + f".{environ.get('SLURM_STEP_ID', '0')}"
     return _in_blocks(
         Topology(
             rank=rank,
             size=size,
-            local_rank=_required(environ, "SLURM_LOCALID", "srun"),
+            local_rank=_number(environ, _set_by_srun(environ, "SLURM_LOCALID")),
             local_size=counts[node_rank],
             node_rank=node_rank,
             master_addr=environ.get("MASTER_ADDR")
@@ -373,17 +373,12 @@ def _pair(environ: Environ, rank_name: str, size_name: str) -> tuple[int, int] |
     return rank, size
 
 
-def _text(environ: Environ, name: str, launcher: str) -> str:
+def _set_by_srun(environ: Environ, name: str) -> str:
     if not environ.get(name):
         raise SettingError(
-            f"a run started by {launcher}", f"{name} is not set", f"start it with {launcher} again"
+            "a run started by srun", f"{name} is not set", "start it with srun again"
         )
-    return environ[name]
-
-
-def _required(environ: Environ, name: str, launcher: str) -> int:
-    _text(environ, name, launcher)
-    return _number(environ, name)
+    return name
 
 
 def _optional(environ: Environ, name: str) -> int | None:
