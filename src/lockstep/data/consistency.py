@@ -22,7 +22,7 @@ import math
 import multiprocessing
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.collectives import Collectives
@@ -88,51 +88,45 @@ def _read_on_all_ranks(
 
 
 def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
-    probe = _Probe(source.dataset, seed, indices)
+    digests = _Digests(source.dataset, seed, indices)
     if not source.options.get("num_workers"):
         with preserve_rng_state():
-            return probe[0]
+            return list(digests)
     context = source.options.get("multiprocessing_context")
     method = context if isinstance(context, str) or context is None else context.get_start_method()
     if (method or multiprocessing.get_start_method()) != "fork":
         return []
     worker: DataLoader[Any] = DataLoader(
-        probe,
+        digests,
         batch_size=None,
         num_workers=1,
         multiprocessing_context=context,
-        collate_fn=list,  # torch's own would make tensors of the numbers
         worker_init_fn=source.options.get("worker_init_fn"),
         generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
     )
     try:
-        (found,) = worker
+        return list(worker)
     except Exception:  # of `worker_init_fn`: the training loop meets it at its own line
         return []
-    return list(found)
 
 
-class _Probe(Dataset[Any]):
-    """A dataset of one item: what `indices` of another one hold, in short."""
+class _Digests(IterableDataset[Any]):
+    """What some samples of a dataset hold, in short, as long as there is time to read them."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, indices: Sequence[int]) -> None:
         self.dataset, self.seed, self.indices = dataset, seed, indices
 
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, _: int) -> list[Any]:
-        found: list[Any] = []
+    def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
-        for index in self.indices:
-            if found and time.perf_counter() - begun > _TIME_LIMIT_S:
-                break
+        for number, index in enumerate(self.indices):
+            if number and time.perf_counter() - begun > _TIME_LIMIT_S:
+                return
             seed_sample(self.seed, 0, index)
             try:
-                found.append(digest(self.dataset[index]))
+                found = digest(self.dataset[index])
             except Exception:  # whatever it is, the training loop meets it at its own line
-                found.append(None)
-        return found
+                found = None
+            yield found
 
 
 def check_global_batch(

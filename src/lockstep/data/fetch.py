@@ -74,8 +74,10 @@ class Fetch(Dataset[Any]):
         if self.tensors is not None:  # rows of tensors: nothing is drawn, nothing to stack
             tensors, subset = self.tensors
             rows = indices if subset is None else subset[indices]
-            rows = np.where(rows < 0, rows + len(tensors[0]), rows)  # some count from the end
-            return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
+            try:
+                return _select(tensors, rows)
+            except (IndexError, RuntimeError):  # some are counted from the end
+                return _select(tensors, np.where(rows < 0, rows + len(tensors[0]), rows))
         if not self.sample_rng:
             return self.collate(self._read_at_once(indices.tolist()))
         if get_worker_info() is not None:
@@ -93,6 +95,10 @@ class Fetch(Dataset[Any]):
     def _read_at_once(self, indices: list[int]) -> list[Any]:
         read = getattr(self.dataset, "__getitems__", None)
         return read(indices) if read else [self.dataset[index] for index in indices]
+
+
+def _select(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:
+    return [tensor.index_select(0, torch.from_numpy(rows)) for tensor in tensors]
 
 
 def _identity(item: Any) -> Any:
