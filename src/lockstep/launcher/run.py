@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 
-_NOBODYS = (signal.SIG_DFL, signal.default_int_handler)
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 """Handlers that no user has set."""
 
 _GRACE_S = 10.0
@@ -78,7 +78,7 @@ class Outcome:
         return 0 if self.interrupted is None else 128 + self.interrupted.signal
 
 
-def run_to_the_end(
+def launch_agent(
     *,
     plan: Plan,
     namespace: argparse.Namespace,
@@ -110,7 +110,7 @@ def run_to_the_end(
     namespace.log_dir = str(folder)
     config = _config(namespace)
     with (
-        _limits_named(plan.nproc),
+        _scarcity_explained(plan.nproc),
         console_for(namespace, plan.nproc) as console,
         open_rendezvous(config, console.announce) as rendezvous,
     ):
@@ -136,7 +136,7 @@ def run_to_the_end(
             with (
                 _signals(agent, watch, config.signals_to_handle),
                 stops_with(agent.pass_on, agent.give_keys),
-                _torch_logs_errors_alone(),
+                _quiet_torch_logs(),
             ):
                 agent.run()
         except SignalException:  # `watch.interrupted` has it
@@ -233,7 +233,7 @@ def make_folder(asked: str | None, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _limits_named(nproc: int) -> Iterator[None]:
+def _scarcity_explained(nproc: int) -> Iterator[None]:
     """Within it the want of processes, threads, files or memory is told as what it is."""
     try:
         yield
@@ -251,7 +251,7 @@ def _limits_named(nproc: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_logs_errors_alone() -> Iterator[None]:
+def _quiet_torch_logs() -> Iterator[None]:
     """Within it torch's agent logs no warnings, which are said better here; LOGLEVEL still wins."""
     logger = logging.getLogger(SimpleElasticAgent.__module__)
     before = logger.level
@@ -288,11 +288,11 @@ def _signals(agent: Agent, watch: Watch, names: str) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (*numbers, *passed_on)}
     try:
         for number, handler in before.items():
-            if handler in _NOBODYS:
+            if handler in _DEFAULT_HANDLERS:
                 pass_on = number in passed_on
                 signal.signal(number, (lambda n, _: agent.pass_on(n)) if pass_on else handle)
         yield
     finally:
         for number, handler in before.items():
-            if handler in _NOBODYS:
+            if handler in _DEFAULT_HANDLERS:
                 signal.signal(number, handler)

@@ -100,7 +100,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
         try:
             with nothing_collected():
-                from lockstep.launcher.run import make_folder, run_to_the_end
+                from lockstep.launcher.run import launch_agent, make_folder
                 from lockstep.watchdog.first_failure import render
 
                 made, namespace = _prepare(spec, environ)
@@ -111,7 +111,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                     command.for_rank(rank)
             folder = make_folder(namespace.log_dir, Path(spec.script).stem)
             announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-            outcome = run_to_the_end(
+            outcome = launch_agent(
                 plan=made,
                 namespace=namespace,
                 zygote=zygote,

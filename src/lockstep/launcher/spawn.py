@@ -7,6 +7,7 @@ imported torch. It then imports the user's script as a process of multiprocessin
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import mmap
@@ -96,22 +97,35 @@ def launch(
     made = plan(spec, machine, os.environ, size, one_node=True)
     if isinstance(call, Call):
         made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
-    zygote = _start_zygote(call, made, fn)
-    try:
-        outcome, folder, temporary = _run(made, spec.script, zygote, timeout)
-    finally:
-        zygote.close()
-    keep = not temporary
-    try:
-        _raise_if_interrupted(outcome)
+    with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
+        # Only now: it imports much, and the zygote has begun already.
+        from lockstep.launcher.plan import parse_flags
+        from lockstep.launcher.run import launch_agent, make_folder
+
+        flags = parse_flags(made.arguments)
+        flags.shutdown_timeout = _GRACE_S
+        keep = flags.log_dir is not None
+        folder = make_folder(flags.log_dir, spec.script)
         try:
+            outcome = launch_agent(
+                plan=made,
+                namespace=flags,
+                zygote=zygote,
+                command=None,
+                hang=HangRules(),
+                folder=folder,
+                timeout=timeout,
+                keyboard=False,
+                launcher="lockstep.launcher",
+            )
+            _raise_if_interrupted(outcome)
             return _values(outcome, was_set, timeout)
         except RankFailedError:
             keep = True
             raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_inside_a_rank() -> None:
@@ -167,37 +181,6 @@ def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zyg
         source = ""
     modules = {*large_modules(sys.modules), *read_script(source).imports}
     return start_fresh(call, made.environment, sorted(modules))
-
-
-def _run(
-    made: Plan, name: str, zygote: Zygote, timeout: float | None
-) -> tuple[Outcome, Path, bool]:
-    """How it ended, the folder of the run, and whether that is one of ours alone."""
-    # Only now: it imports much, and the zygote has begun already.
-    from lockstep.launcher.plan import parse_flags
-    from lockstep.launcher.run import make_folder, run_to_the_end
-
-    flags = parse_flags(made.arguments)
-    flags.shutdown_timeout = _GRACE_S
-    temporary = flags.log_dir is None
-    folder = make_folder(flags.log_dir, name)
-    try:
-        outcome = run_to_the_end(
-            plan=made,
-            namespace=flags,
-            zygote=zygote,
-            command=None,
-            hang=HangRules(),
-            folder=folder,
-            timeout=timeout,
-            keyboard=False,
-            launcher="lockstep.launcher",
-        )
-    except BaseException:
-        if temporary:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return outcome, folder, temporary
 
 
 def _raise_if_interrupted(outcome: Outcome) -> None:
