@@ -12,8 +12,6 @@ padded bytes); `sum`, `mean`, `max` and `min` one all-reduce for each tensor, al
 nest travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest
 first dimension; `broadcast` one exchange and one broadcast for each tensor.
 
-What a rank brings to a collective: its description, and the forms in which it can travel.
-
 Gloo and NCCL each take some of torch's dtypes only. What is merely moved travels as bytes, exact
 for every dtype; what is reduced travels in the nearest dtype that both can reduce.
 """
@@ -34,6 +32,37 @@ from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import RanksDifferError, UsageError
 
 Number = bool | int | float
+INT64_MAX = 2**63 - 1
+
+_CARRIERS = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+}
+_DTYPES = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    *_CARRIERS,
+}
+
+Problem = tuple[str, str, str]
+"""The parts of a `UsageError`."""
 
 
 class Collectives:
@@ -289,37 +318,7 @@ def _differ(calls: Sequence[Call]) -> RanksDifferError:
     )
 
 
-INT64_MAX = 2**63 - 1
-
-_CARRIERS = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    torch.float8_e8m0fnu: torch.float32,
-}
-_DTYPES = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    *_CARRIERS,
-}
-
-Problem = tuple[str, str, str]
-"""The parts of a `UsageError`."""
+# What a rank brings to a collective: its description, and the forms in which it can travel
 
 
 class Leaf(NamedTuple):

@@ -1,7 +1,4 @@
-"""Which device this process computes on, and why.
-
-Running out of memory: how it is known, and what is said to it.
-"""
+"""Which device this process computes on, and why; what to do when it runs out of memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Joining and leaving a run: from settings and environment to a process group.
 
-The process group: which backend, over which interface, opened and closed.
+Which backend, over which network interface, opened and closed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined
 
 
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+_BACKENDS = ("nccl", "gloo", "mpi")
+_BY_SCRIPT = "the script"
 # Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
 _MAIN_FIRST = timedelta(days=7)
 
@@ -86,8 +89,6 @@ def blocked() -> str | None:
     """Why a collective of the present run would hang just now, or None."""
     return None if _current is None else _current.collectives.blocked
 
-
-_BY_SCRIPT = "the script"
 
 _current: Run | None = None
 _joins = 0
@@ -367,10 +368,6 @@ def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, objec
     }
 
 
-CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
-_NAMES = ("nccl", "gloo", "mpi")
-
-
 def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
     """The backend in torch's notation, and the reason.
 
@@ -388,11 +385,11 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         if dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
-    if backend not in (*_NAMES, CUDA_BACKENDS):
-        near = difflib.get_close_matches(backend.lower(), _NAMES, n=1)
+    if backend not in (*_BACKENDS, CUDA_BACKENDS):
+        near = difflib.get_close_matches(backend.lower(), _BACKENDS, n=1)
         raise SettingError(
             f"backend={backend!r}",
-            f"the backends are {', '.join(_NAMES)}",
+            f"the backends are {', '.join(_BACKENDS)}",
             f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
         )
     if backend in ("nccl", CUDA_BACKENDS):

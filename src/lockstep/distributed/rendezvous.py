@@ -277,8 +277,7 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program has the port.
         SettingError: this user may not listen on it.
     """
-    wait_until(endpoint.addresses, time.monotonic() + timeout)
-    if not endpoint.addresses():
+    if not wait_until(endpoint.addresses, time.monotonic() + timeout):
         raise unreachable("rank 0", endpoint, UNRESOLVED)
     try:
         address = serving_address(endpoint)
