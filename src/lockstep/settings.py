@@ -38,6 +38,11 @@ AUTO = "auto"
 T = TypeVar("T")
 
 
+def is_auto(setting: Any) -> bool:
+    """Whether shares or a size are to be found by measuring; arrays compare item by item."""
+    return isinstance(setting, str) and setting == AUTO
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the user set; None where nothing was said."""

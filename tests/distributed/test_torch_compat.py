@@ -184,13 +184,15 @@ def test_a_loader_worker_can_be_without_its_worker_info(monkeypatch):
     assert torch.utils.data.get_worker_info() is info
 
 
-def test_a_shallow_copy_holds_no_parameters_and_shares_no_list_of_weights():
-    lstm = nn.LSTM(2, 4)
-    new = torch_compat.shallow_copy(lstm)
-    assert type(new) is nn.LSTM
-    assert new._is_replica
-    assert new._parameters == {}
-    assert new._flat_weights is not lstm._flat_weights
+def test_a_shallow_copy_is_torchs_and_shares_no_list_of_weights():
+    linear, lstm = nn.Linear(2, 4), nn.LSTM(2, 4)
+    new, theirs = torch_compat.shallow_copy(linear), linear._replicate_for_data_parallel()
+    assert type(new) is nn.Linear
+    set_later = {"_parameters", "_buffers", "_modules"}
+    assert {k: v for k, v in vars(new).items() if k not in set_later} == {
+        k: v for k, v in vars(theirs).items() if k not in set_later
+    }
+    assert torch_compat.shallow_copy(lstm)._flat_weights is not lstm._flat_weights
 
 
 def test_a_module_says_that_it_was_compiled():

@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.data.batch_plan import Indices, parse_shares, split_batch
 from lockstep.errors import SettingError
-from lockstep.settings import AUTO
+from lockstep.settings import is_auto
 
 _WORTH = 1.08
 """Shares are changed where a step gets this much faster: two equal devices never measure alike."""
@@ -95,7 +95,7 @@ def first_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ..
     Raises:
         SettingError: as there.
     """
-    return parse_shares(None if isinstance(shares, str) and shares == AUTO else shares, size)
+    return parse_shares(None if is_auto(shares) else shares, size)
 
 
 def parse_micro_batch(value: Any) -> int | None:
@@ -104,7 +104,7 @@ def parse_micro_batch(value: Any) -> int | None:
     Raises:
         SettingError: something else.
     """
-    if value is None or value == AUTO:
+    if value is None or is_auto(value):
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise SettingError(

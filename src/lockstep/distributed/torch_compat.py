@@ -158,12 +158,20 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A new module of the same attributes and submodules, without parameters.
+    """A new module of the same attributes, as `nn.DataParallel` makes its replicas.
 
-    What `nn.DataParallel` makes its replicas of. An RNN's copy has a list of weights of its own.
+    Its parameters, buffers and submodules are to be set. An RNN's copy has a list of weights of its
+    own.
     """
-    replicate: Any = module._replicate_for_data_parallel
-    made: nn.Module = replicate()
+    from torch import nn
+
+    replicate: Any = type(module)._replicate_for_data_parallel
+    if replicate is not nn.Module._replicate_for_data_parallel:
+        own: nn.Module = replicate(module)
+        return own
+    # What that does, in a third of the time: it sets each of its changes as an attribute.
+    made = type(module).__new__(type(module))
+    vars(made).update(vars(module), _is_replica=True)
     return made
 
 

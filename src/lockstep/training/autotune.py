@@ -35,7 +35,7 @@ from lockstep.data.shares import (
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import LockstepError, SettingError, UsageError
-from lockstep.settings import AUTO
+from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
@@ -85,7 +85,7 @@ class Autotune:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
         settings, own_devices = self._run.settings, _devices_of_process(self._run, self._strategy)
-        if shares is not None and not _is_auto(shares) and own_devices > 1:
+        if shares is not None and not is_auto(shares) and own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self._strategy.name!r} divides a batch over the devices of this "
@@ -95,8 +95,8 @@ class Autotune:
             )
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
-        open_shares = _is_auto(settings.shares if shares is None else shares)
-        if not (open_shares or micro_batch_size == AUTO):
+        open_shares = is_auto(settings.shares if shares is None else shares)
+        if not (open_shares or is_auto(micro_batch_size)):
             return None
         if not self._strategy.settles:
             raise SettingError(
@@ -105,12 +105,12 @@ class Autotune:
                 "give numbers, or use strategy='ddp'",
             )
         several = self._strategy.devices(self._run) > 1
-        if micro_batch_size != AUTO and not several:
+        if not is_auto(micro_batch_size) and not several:
             return None
         return AutotuneRequest(
             found=self.found,
             shares=open_shares and several,
-            micro_batch_size=micro_batch_size == AUTO,
+            micro_batch_size=is_auto(micro_batch_size),
             profile=self._profile,
             as_planned=self._as_planned,
         )
@@ -186,10 +186,6 @@ class Autotune:
             or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
             or getattr(self._strategy, "static_graph", False)
         )
-
-
-def _is_auto(shares: Any) -> bool:
-    return isinstance(shares, str) and shares == AUTO
 
 
 def _devices_of_process(run: Run, strategy: Strategy) -> int:

@@ -27,7 +27,7 @@ from lockstep.data.batch_plan import parse_shares, split_batch
 from lockstep.data.pytree import joined, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
-from lockstep.settings import AUTO
+from lockstep.settings import is_auto
 from lockstep.strategies.base import PLAIN
 from lockstep.strategies.data_parallel.replicas import (
     BatchNormOverReplicas,
@@ -138,7 +138,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Raises:
             SettingError: not that.
         """
-        if isinstance(shares, str) and shares == AUTO:
+        if is_auto(shares):
             raise SettingError(
                 "shares='auto' of a module",
                 "they are measured in a run, in the first global batch that is trained on",

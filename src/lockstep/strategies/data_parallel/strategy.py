@@ -19,7 +19,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
-from lockstep.settings import AUTO, Choice
+from lockstep.settings import Choice, is_auto
 from lockstep.step import BatchEvent
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
@@ -77,7 +77,7 @@ class DP(Strategy):
         """
         if not isinstance(largest, int) or largest < 1:
             return largest
-        if _measured(run) and self.devices(run) > 1:
+        if is_auto(run.settings.shares) and self.devices(run) > 1:
             raise SettingError(
                 f"micro_batch_size={largest} and shares='auto' under strategy 'dp'",
                 "how many samples that is over all devices depends on shares not yet known",
@@ -120,7 +120,7 @@ class DP(Strategy):
             self.output_device,
             self.dim,
             replicas=1 if on_cpu else self.replicas,
-            shares=None if _measured(run) else run.settings.shares,
+            shares=None if is_auto(run.settings.shares) else run.settings.shares,
             sync_batchnorm=run.settings.sync_batchnorm,
         )
 
@@ -189,11 +189,6 @@ class _WeightedMeans:
 
     def stepped(self, number: int) -> None:
         pass
-
-
-def _measured(run: Run) -> bool:
-    shares = run.settings.shares
-    return isinstance(shares, str) and shares == AUTO
 
 
 def _part_random_streams(wrapped: DataParallel, run: Run) -> None:
