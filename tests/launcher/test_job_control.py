@@ -145,6 +145,20 @@ def test_stopping_going_on_and_ending_by_keys(tmp_path: Path, shell: Shell, npro
     assert "death signal" not in shell.said  # of torch's log
 
 
+def test_several_ranks_are_told_of_the_terminal(tmp_path: Path, shell: Shell) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "print(os.environ.get('LOCKSTEP_TERMINAL_COLUMNS'), sys.stdout.isatty(), end='!\\n')\n"
+    )
+    shell.types(f"{COMMAND} --nproc 2 script.py\n")
+    for _ in range(2):
+        shell.until("70 False!")  # of 80: without the prefix, and the last column
+    shell.until("ready> ")
+    shell.types(f"{COMMAND} script.py\n")
+    shell.until("None True!")
+    shell.until("ready> ")
+
+
 def test_a_handler_of_the_users_is_left_in_place() -> None:
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:

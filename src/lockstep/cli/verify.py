@@ -148,23 +148,23 @@ def _ways(options: dict[str, Any]) -> list[Way]:
     from lockstep.verify.runs import Way, alone
 
     nproc: int = options["nproc"]
-    base = {"precision": options["precision"]}
+
+    def way(name: str, processes: int = nproc, **settings: Any) -> Way:
+        instead = {"precision": options["precision"], **settings}
+        return Way(name=name, nproc=processes, instead=instead)
+
+    several = f"{nproc} processes"
     ways = [
         alone(options["precision"], nproc if options["batch_per_process"] else 1),
-        Way(name=f"{nproc} processes", nproc=nproc, instead=base),
+        way(several),
     ]
-    if options["accumulate"]:
-        many = {**base, "pieces": options["accumulate"]}
-        name = f"{nproc} processes, {options['accumulate']} micro-batches"
-        ways.append(Way(name=name, nproc=nproc, instead=many))
-    if options["shares"]:
-        name = f"{nproc} processes, shares {options['shares']}"
-        instead = {**base, "shares": options["shares"]}
-        ways.append(Way(name=name, nproc=nproc, instead=instead))
+    if count := options["accumulate"]:
+        ways.append(way(f"{several}, {count} micro-batches", pieces=count))
+    if shares := options["shares"]:
+        ways.append(way(f"{several}, shares {shares}", shares=shares))
     for strategy in options["strategy"]:
-        name = f"strategy {strategy}"
         processes = 1 if strategy == "dp" else nproc  # for all its devices
-        ways.append(Way(name=name, nproc=processes, instead={**base, "strategy": strategy}))
+        ways.append(way(f"strategy {strategy}", processes, strategy=strategy))
     return ways
 
 
