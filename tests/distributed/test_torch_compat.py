@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed import torch_compat
+from lockstep.errors import SettingError
 
 
 def test_ddp_says_which_module_runs():
@@ -32,6 +35,19 @@ def test_ddp_awaits_a_backward_pass_as_after_a_forward_pass():
     assert "self.reducer.prepare_for_backward(" in inspect.getsource(
         DistributedDataParallel._post_forward
     )
+
+
+def test_ddp_takes_part_in_a_second_backward_pass_of_one_forward_pass():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        loss = module(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        torch_compat.await_another_backward(module, [])
+        loss.backward()
+        assert module.module.weight.grad.tolist() == [[2.0, 2.0]]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_function_that_is_never_compiled_is_called_as_it_is():
@@ -164,12 +180,21 @@ def test_the_flight_recorder_is_there():
     for name in torch_compat.RECORDERS[:1]:
         assert hasattr(c10d, name)
         assert hasattr(c10d, f"{name}_json")
+    for record in json.loads(torch_compat.flight_record(lines=False)):
+        assert "version" in record
+
+
+def test_a_thread_takes_the_gpu_that_the_default_group_is_bound_to():
+    assert "bound_device_id" in dir(dist.ProcessGroup)
     assert hasattr(dist.distributed_c10d.GroupMember, "WORLD")
+    torch_compat.take_gpu()  # without a GPU it does nothing
 
 
 def test_torchs_binding_to_processors_takes_what_it_is_given():
     from torch.numa import binding
 
+    with pytest.raises(SettingError, match="--numa-binding node"):
+        torch_compat.bound_to_processors(("python",), 10**6, "node")
     parameters = inspect.signature(binding._maybe_wrap_command_args_with_numa_binding).parameters
     assert {"numa_options"} < set(parameters)
     assert {"gpu_index", "device_index"} & set(parameters)
@@ -209,3 +234,15 @@ def test_a_backward_pass_is_seen():
     (x * 2).backward()
     assert seen == [True]
     assert not torch_compat.in_backward_pass()
+
+
+def test_every_function_has_a_test():
+    functions = [
+        name
+        for name, value in vars(torch_compat).items()
+        if inspect.isfunction(value)
+        and value.__module__ == torch_compat.__name__
+        and not name.startswith("_")
+    ]
+    text = Path(__file__).read_text()
+    assert [name for name in functions if f"torch_compat.{name}(" not in text] == []
