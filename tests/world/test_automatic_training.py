@@ -130,7 +130,7 @@ def train(
             with torch.no_grad():
                 assert world.sum(sum(len(model(x)) for x, _, _ in test)) == 50
         shares = loader.shares
-        found = loader._plan._micro_batch_size
+        found = loader._plan.micro_batch_size
         gradients = [p.grad is not None for p in net.parameters()]
     return {
         "weights": weights(net),

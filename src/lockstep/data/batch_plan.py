@@ -131,6 +131,7 @@ def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> 
     return parts
 
 
+@lru_cache(maxsize=256)
 def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int | None) -> int:
     """How many micro-batches keep every rank's part of each within `largest` samples.
 

@@ -136,7 +136,6 @@ class IterableLoader(Loader):
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
-        self._plan.update()
         return self._run(epoch, start, self._pairs(epoch, start, training), training)
 
     def _size(self) -> str:

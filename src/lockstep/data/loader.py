@@ -124,13 +124,11 @@ class Loader:
     @property
     def shares(self) -> tuple[int, ...]:
         """How a global batch is divided over the ranks: one whole number each."""
-        self._plan.update()
         return self._plan.shares
 
     @property
     def micro_batches(self) -> int:
         """Of a global batch."""
-        self._plan.update()
         return self._plan.num_micro_batches
 
     @property
@@ -241,7 +239,6 @@ class Loader:
             self.coverage.begin(epoch, start, plan)
             segments = self._plan.segments(plan, start, weighed=self.weight is not None)
             return self._run(epoch, start, self._of_segments(epoch, segments), training)
-        self._plan.update()
         wanted = self._plan.of_epoch(plan, start)
         some_skip = False
         if not self._evaluates_together:

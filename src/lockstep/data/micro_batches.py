@@ -89,14 +89,14 @@ class MicroBatchPlan:
         min_micro_batches: int,
         request: AutotuneRequest | None,
     ) -> None:
-        self.shares = shares
+        self._shares = shares
         self._batch_size = batch_size
         self._data_parallel = data_parallel
         self._varying = varying
         self._micro_batch_size = parse_micro_batch(micro_batch_size)
         self._min_micro_batches = min_micro_batches
         self._request = request
-        self.update()
+        self._needed(batch_size)  # refuses a size that cannot be
 
     @property
     def undecided(self) -> bool:
@@ -104,15 +104,25 @@ class MicroBatchPlan:
         request = self._request
         return request is not None and (request.open_shares or request.open_micro_batch_size)
 
-    def update(self) -> None:
-        """Takes up what has been found in the meantime, by whichever loader."""
-        if self._request is not None:
-            found = self._request.found
-            if self._request.shares and found.shares is not None:
-                self.shares = found.shares
-            if self._request.micro_batch_size and found.tried:
-                self._micro_batch_size = found.micro_batch_size
-        self.num_micro_batches = self._needed(self._batch_size)
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """As given, or as found in the meantime, by whichever loader."""
+        request = self._request
+        found = request.found.shares if request is not None and request.shares else None
+        return self._shares if found is None else found
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The most samples a rank computes at a time: likewise."""
+        request = self._request
+        if request is not None and request.micro_batch_size and request.found.tried:
+            return request.found.micro_batch_size
+        return self._micro_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a full global batch."""
+        return self._needed(self._batch_size)
 
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
@@ -137,7 +147,6 @@ class MicroBatchPlan:
             start: the first step.
             weighed: the user's weight of a global batch has to be known when it begins.
         """
-        self.update()
         while start < len(plan) and self.undecided:
             yield from self.autotuned(start, plan[start], weighed=weighed)
             start += 1
@@ -152,7 +161,7 @@ class MicroBatchPlan:
         first = None
         if request is not None:
             first = first_micro_batch(
-                count, self.shares, planned, self._micro_batch_size, whole=request.whole
+                count, self.shares, planned, self.micro_batch_size, whole=request.whole
             )
         if request is None or first is None:  # it is too short
             yield Segment(self._of_rank(step, batch, planned))
@@ -162,7 +171,7 @@ class MicroBatchPlan:
             local=int(end - begin),
             batch_size=self._batch_size,
             shares=self.shares,
-            micro_batch_size=self._micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
             find_shares=request.open_shares,
             find_micro_batch_size=request.open_micro_batch_size,
         )
@@ -172,13 +181,12 @@ class MicroBatchPlan:
             segment.ahead = self._of_rank(step, batch, self._rest(count, done))
         with request.profile(profiled):
             yield segment
-        self.update()
         if done < count:
             rest = self._of_rank(step, batch, self._rest(count, done))
             yield Segment(rest, weight_before=segment.weight_before)
 
     def _needed(self, count: int) -> int:
-        needed = micro_batches_needed(count, self.shares, self._micro_batch_size)
+        needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(needed, min(self._min_micro_batches, count))
 
     def _rest(self, count: int, done: int) -> Indices:
