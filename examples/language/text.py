@@ -15,7 +15,8 @@ LONGEST = 128
 def load_text() -> tuple[list[Tensor], list[Tensor]]:
     """Paragraphs to train on and to test with, each of shape `(characters,)`."""
     folder = Path(__file__).parents[2] / "docs"
-    text = "\n\n".join(path.read_text() for path in sorted(folder.glob("*.md")))
+    english = (path for path in sorted(folder.glob("*.md")) if "zh-CN" not in path.name)
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in english)
     pieces = [
         paragraph[begin : begin + LONGEST]
         for paragraph in text.encode("ascii", "replace").decode().split("\n\n")
@@ -31,7 +32,7 @@ def join(paragraphs: list[Tensor]) -> Tensor:
 
 
 def count(batch: Tensor) -> Tensor:
-    """The characters of a batch that are to be foretold."""
+    """The characters of a batch that are to be predicted."""
     return (batch[:, 1:] != 0).sum()
 
 
