@@ -46,6 +46,6 @@ class Language(nn.Module):
 
 
 def loss_sum(model: nn.Module, text: Tensor) -> Tensor:
-    """The cross entropy of all characters that are to be foretold, added up."""
+    """The cross entropy of all characters that are to be predicted, added up."""
     logits, wanted = model(text)[:, :-1], text[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
