@@ -243,10 +243,13 @@ class ReplicaBarrier:
     def __init__(self, count: int, *, in_turn: bool) -> None:
         self.error: BaseException | None = None
         """What the first replica that failed has raised."""
-        self._barrier = threading.Barrier(count)
+        # Weakly: a circle would keep what the replicas bring until the next garbage collection.
+        complete = weakref.WeakMethod(self._complete)
+        self._barrier = threading.Barrier(count, action=lambda: complete()())  # type: ignore[misc]
         self._turns = [threading.Semaphore(int(n == 0)) for n in range(count)] if in_turn else []
         self._brought: list[tuple[str, Any]] = [("", None)] * count
         self._given: Sequence[Any] = ()
+        self._join: Join = list
 
     def exchange(self, position: int, place: str, value: Any, join: Join) -> Any:
         """Waits for all replicas; `join` is called once, and each gets its part of the result.
@@ -284,13 +287,10 @@ class ReplicaBarrier:
             turn.release()
 
     def _meet(self, position: int, place: str, value: Any, join: Join) -> None:
-        self._brought[position] = place, value
+        self._brought[position], self._join = (place, value), join
         if self._turns:
             self._turns[(position + 1) % len(self._turns)].release()
         try:
-            self._barrier.wait()
-            if position == 0:
-                self._given = self._joined(join)
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise _Cancelled from None
@@ -298,7 +298,8 @@ class ReplicaBarrier:
             self.fail(error)
             raise
 
-    def _joined(self, join: Join) -> Sequence[Any]:
+    def _complete(self) -> None:
+        """By the last replica to come, before the others go on."""
         places = [place for place, _ in self._brought]
         if len(set(places)) > 1:
             raise UsageError(
@@ -310,7 +311,7 @@ class ReplicaBarrier:
             )
         brought = [value for _, value in self._brought]
         self._brought = [("", None)] * len(brought)
-        return join(brought)
+        self._given = self._join(brought)
 
 
 class _Cancelled(Exception):
