@@ -186,10 +186,12 @@ class RankBatch:
     """Collated; None where this rank has no sample of a micro-batch."""
     digests: list[Any] = field(default_factory=list)
     """Of the first samples, where they are to be compared."""
+    ended: bool = False
+    """The iterable gives this rank no more samples."""
 
 
 class IterableFetch(Dataset[Any]):
-    """This rank's part of the global batches of an iterable by key; None after the last one.
+    """This rank's part of the global batches of an iterable, by key.
 
     Args:
         source: the iterable.
@@ -217,13 +219,12 @@ class IterableFetch(Dataset[Any]):
         """Lets go of the open pass."""
         self._reader = None
 
-    def __getitem__(self, key: GlobalBatchKey) -> RankBatch | None:
+    def __getitem__(self, key: GlobalBatchKey) -> RankBatch:
         rank = self._data_parallel.rank
         found = self._planned(key)
         if self._source.shard is None:
             samples = self.read_whole(key.epoch, key.position)
-            if not samples:
-                return None
+            found.ended = not samples
             parts = split_batch(len(samples), key.shares, key.micro_batches)
             found.sizes = parts[..., 1] - parts[..., 0]
             found.counts = found.sizes.sum(axis=0)
@@ -234,8 +235,7 @@ class IterableFetch(Dataset[Any]):
             wanted = int(found.counts[rank])
             samples, order = self._read_shard(key, wanted)
             # A global batch that is smaller than the ranks are many may leave a rank out.
-            if not samples and (wanted or self._source.shard is False):
-                return None
+            found.ended = not samples and (wanted > 0 or self._source.shard is False)
             found.counts[rank] = len(samples)
             ends = np.minimum(np.cumsum([0, *found.sizes[:, rank]]), len(samples))
             own = np.stack([ends[:-1], ends[1:]], axis=1)
@@ -251,14 +251,6 @@ class IterableFetch(Dataset[Any]):
         """The samples of a whole global batch; fewer, or none, at the end of the iterable."""
         size = self._source.batch_size
         return self._read(epoch, position * size, 1, size)
-
-    def nothing(self, key: GlobalBatchKey) -> RankBatch:
-        """What a rank has when its own part of the iterable is at its end."""
-        found = self._planned(key)
-        found.counts[self._data_parallel.rank] = 0
-        found.indices = [np.empty(0, np.int64)] * len(found.sizes)
-        found.batches = [None] * len(found.sizes)
-        return found
 
     def first(self, epoch: int, count: int) -> Any:
         """A batch of the first samples that this rank can read; None where there are none."""

@@ -256,11 +256,8 @@ class IterableLoader(Loader):
             else map(self._iterable.__getitem__, keys)
         )
         for position, own in enumerate(read, begin):
-            if own is None and not endless:
+            if own.ended and not endless:
                 return
-            if own is None:
-                key = GlobalBatchKey(epoch, position, shares, micro_batches, False)
-                own = self._iterable.nothing(key)
             yield _Counted(position, own)
 
     def _first(self, epoch: int, count: int) -> Any:
