@@ -391,7 +391,7 @@ def test_the_settings_from_outside(monkeypatch):
 
 
 def test_strategies_that_cannot_try_refuse(monkeypatch):
-    monkeypatch.setattr(lockstep.strategies.Single, "settles", False)
+    monkeypatch.setattr(lockstep.strategies.Single, "autotunes", False)
     for setting in ("shares", "micro_batch_size"):
         with pytest.raises(SettingError, match=f"{setting}='auto'(.|\n)*strategy 'single'"):
             lockstep.init(**{setting: "auto"})

@@ -109,9 +109,12 @@ class Strategy(ABC):
 
     name: ClassVar[str]
 
-    settles: ClassVar[bool] = False
+    autotunes: ClassVar[bool] = False
     """`shares="auto"` and `micro_batch_size="auto"` can be found: a wrapped module computes any
     number of samples without other ranks."""
+
+    static_graph: bool = False
+    """Passes through the model are all like the first one, so a batch is not computed in parts."""
 
     unfreezes: ClassVar[bool] = False
     """Parameters that were frozen in `wrap` may be trained later."""

@@ -50,7 +50,7 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    settles: ClassVar[bool] = True
+    autotunes: ClassVar[bool] = True
 
     bucket_cap_mb: float | None = None
     """Size of a gradient bucket in MiB; None: torch's default."""

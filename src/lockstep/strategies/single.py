@@ -18,7 +18,7 @@ class Single(Strategy):
     """Plain torch; the reference that all other strategies are compared with."""
 
     name: ClassVar[str] = "single"
-    settles: ClassVar[bool] = True
+    autotunes: ClassVar[bool] = True
 
     def check(self, run: Run) -> None:
         """Raises SettingError on more than one process."""

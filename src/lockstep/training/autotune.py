@@ -98,7 +98,7 @@ class Autotune:
         open_shares = is_auto(settings.shares if shares is None else shares)
         if not (open_shares or is_auto(micro_batch_size)):
             return None
-        if not self._strategy.settles:
+        if not self._strategy.autotunes:
             raise SettingError(
                 "shares='auto'" if open_shares else "micro_batch_size='auto'",
                 f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
@@ -184,7 +184,7 @@ class Autotune:
             any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
             or len(self._optimizers) > 1
             or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
-            or getattr(self._strategy, "static_graph", False)
+            or self._strategy.static_graph
         )
 
 

@@ -30,7 +30,7 @@ class DP(Strategy):
     """Options of DataParallel. The devices' shares are those of the run: `--shares 2:3:3`."""
 
     name: ClassVar[str] = "dp"
-    settles: ClassVar[bool] = True
+    autotunes: ClassVar[bool] = True
 
     device_ids: Sequence[int] | None = None
     """GPUs, the first of which is the run's device; None: all that are visible."""
