@@ -46,6 +46,28 @@ _GRACE_S = 3.0
 _ONE_START = ("--standalone", "--nnodes=1", "--max-restarts=0")
 
 
+RESULT = "result.pickle"
+"""In a rank's folder: what the function returned."""
+
+_FRESH = """\
+import json, sys
+sys.path = json.loads(sys.argv[1])
+from lockstep.launcher.spawn import zygote_main
+zygote_main(*map(json.loads, sys.argv[2:]))
+"""
+
+
+class Call(NamedTuple):
+    """What a rank is to do."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class NoMainGuard(SystemExit):
+    """The script that a rank imports called `launch` while it was being imported."""
+
+
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -116,7 +138,7 @@ def launch(
                 folder=folder,
                 timeout=timeout,
                 keyboard=False,
-                launcher="lockstep.launcher",
+                launcher="lockstep.launch",
             )
             _raise_if_interrupted(outcome)
             return _values(outcome, was_set, timeout)
@@ -129,8 +151,8 @@ def launch(
 
 
 def _refuse_inside_a_rank() -> None:
-    if importing_the_script():
-        # The process that launched us explains it, once.
+    # A rank that has not come to its function yet; the process that launched it explains it, once.
+    if "RANK" in os.environ and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise NoMainGuard(1)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UsageError(
@@ -201,7 +223,14 @@ def _values(outcome: Outcome, was_set: str, timeout: float | None) -> list[Any]:
         if outcome.failure is not None:
             raise _failed(outcome.failure, outcome.attempt, was_set)
         if outcome.late:
-            raise _late(outcome.late, outcome.attempt, f"{was_set}, timeout={timeout}")
+            numbers = ", ".join(map(str, outcome.late))
+            raise RankFailedError(
+                f"{was_set}, timeout={timeout}",
+                f"rank{'s' if len(outcome.late) > 1 else ''} {numbers} had not ended in time\n"
+                f"    logs: {outcome.attempt.folder}",
+                "allow more time, or see what those ranks wait for",
+                outcome.late[0],
+            )
         return [
             _read(process.folder, process.rank, was_set) for process in outcome.attempt.processes
         ]
@@ -225,7 +254,7 @@ def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
     rank = next((rank for rank, record in records.items() if record), min(first.ranks, default=0))
     record = records.get(rank)
     text = render(replace(first, advice=())).removeprefix("FIRST FAILURE: ")
-    default = "mend what its traceback shows" if record else "look at what the process printed last"
+    default = "fix what its traceback shows" if record else "look at what the process printed last"
     return RankFailedError(
         was_set,
         text.replace("\n", "\n    "),
@@ -235,26 +264,13 @@ def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
     )
 
 
-def _late(ranks: tuple[int, ...], attempt: Attempt, was_set: str) -> RankFailedError:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    return RankFailedError(
-        was_set,
-        f"rank{'s' if len(ranks) > 1 else ''} {numbers} had not ended in time\n"
-        f"    logs: {attempt.folder}",
-        "allow more time, or see what those ranks wait for",
-        ranks[0],
-    )
-
-
 def _read(folder: Path, rank: int, was_set: str) -> Any:
     try:
         with open(folder / RESULT, "rb") as file:
             return pickle.load(file)  # written by our own process, in a folder of this user alone
     except FileNotFoundError:
-        found, do = "without returning (os._exit?)", "let the function return"
-        raise RankFailedError(
-            was_set, f"rank {rank} ended with exit code 0, but {found}", do, rank
-        ) from None
+        found = f"rank {rank} ended with exit code 0, but without returning (os._exit?)"
+        raise RankFailedError(was_set, found, "let the function return", rank) from None
     except Exception as error:
         raise RankFailedError(
             was_set,
@@ -262,34 +278,6 @@ def _read(folder: Path, rank: int, was_set: str) -> Any:
             "return plain values, tensors, or objects of importable classes",
             rank,
         ) from error
-
-
-RESULT = "result.pickle"
-"""In a rank's folder: what the function returned."""
-
-_FRESH = """\
-import json, sys
-sys.path = json.loads(sys.argv[1])
-from lockstep.launcher.spawn import zygote_main
-zygote_main(*map(json.loads, sys.argv[2:]))
-"""
-
-
-class Call(NamedTuple):
-    """What a rank is to do."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-class NoMainGuard(SystemExit):
-    """The script that a rank imports called `launch` while it was being imported."""
-
-
-def importing_the_script() -> bool:
-    """Whether this process is a rank that has not come to its function yet."""
-    process = multiprocessing.current_process()
-    return "RANK" in os.environ and getattr(process, "_inheriting", False)
 
 
 def run_copy(call: Call) -> NoReturn:
