@@ -200,7 +200,7 @@ PLAIN = ("batch_norm", "weighted", "options", "own_batches", "steps")
 
 
 def call(case: dict[str, Any], *, plainly: bool = False) -> dict[str, Any]:
-    shares._MOST = 3  # how noise is met is tested in `data.test_automatic`
+    shares._MOST = 3  # how noise is met is tested in `data.test_shares`
     if plainly:
         return train(**{name: case[name] for name in PLAIN if name in case})
     return train(**case)
@@ -426,7 +426,7 @@ def test_the_devices_of_one_process(monkeypatch, settings):
     expected = on_replicas()[0]
     assert difference(expected, on_replicas(strategy=DP(replicas=2), **settings)[0]) < 1e-9
     times = [2.0, 1.0]
-    monkeypatch.setattr(ProfilingRun, "seconds", lambda trial, samples, device: times[device])
+    monkeypatch.setattr(ProfilingRun, "seconds", lambda run, samples, device: times[device])
     found, shares, loader, said = on_replicas(strategy=DP(replicas=2), **settings)
     assert difference(expected, found) < 1e-9
     assert shares == (1, 2)

@@ -30,7 +30,7 @@ def kept_by(samples: int) -> tuple[int, int]:
 
 
 def ask(strategy: Any = None, shares: str | None = None, **options: Any) -> list[Memory]:
-    """Counted only, then with steps on trial."""
+    """Counted only, then with training steps."""
     with lockstep.init(strategy, shares=shares) as world:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -87,7 +87,7 @@ def test_state_of_an_optimizer_is_known_before_its_first_step(kind, options, cop
     assert before == {CPU: copies * WEIGHTS * DOUBLE}
 
 
-def test_the_question_leaves_an_optimizer_as_it_was():
+def test_asking_leaves_an_optimizer_as_it_was():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     called = []

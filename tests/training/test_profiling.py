@@ -1,4 +1,4 @@
-"""Passes taken on trial: what they find, and that they leave nothing behind."""
+"""Profiling runs: what they find, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def call(model: nn.Module, local: int = 2) -> Call:
     return Call(model, (x,), {"extra": extra, "mask": torch.ones(5, 3)})
 
 
-def trial(world: lockstep.World, *calls: Call, local: int = 2) -> ProfilingRun:
+def profiled(world: lockstep.World, *calls: Call, local: int = 2) -> ProfilingRun:
     return ProfilingRun(world._run, calls, local)
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_left_behind(world):
     seen, buffer = call(model), model.count
     model.last = last = torch.ones(())
     before = state(model)
-    tried = trial(world, seen)
+    tried = profiled(world, seen)
     assert tried.fits(7)
     assert tried.seconds(5) > 0
     model.fits = 8
@@ -102,7 +102,7 @@ def test_nothing_is_left_behind(world):
 def test_several_calls_are_alive_together(world):
     """As where two views of a batch are compared."""
     model = Model()
-    assert trial(world, call(model), call(model)).fits(4)
+    assert profiled(world, call(model), call(model)).fits(4)
     assert model.sizes == [4, 4]
 
 
@@ -112,14 +112,14 @@ def test_several_calls_are_alive_together(world):
 def test_the_allocator_of_the_cpu_is_known_too(world, text):
     model = Model()
     model.fits, model.error = 3, text
-    assert not trial(world, call(model)).fits(4)
+    assert not profiled(world, call(model)).fits(4)
 
 
 def test_other_errors_are_raised_and_leave_nothing_behind(world):
     model = Model()
     model.fits, model.error = 3, "something else"
     with pytest.raises(RuntimeError, match="something else"):
-        trial(world, call(model)).fits(4)
+        profiled(world, call(model)).fits(4)
     assert "forward" not in vars(model.norm)
     assert world.collectives.blocked is None
     assert not model.norm.num_batches_tracked
@@ -143,7 +143,7 @@ def test_the_backward_pass_counts(world):
             return Backward.apply(super().forward(x))
 
     late = Late(3, 4)
-    tried = trial(world, Call(late, (torch.randn(2, 3),), {}))
+    tried = profiled(world, Call(late, (torch.randn(2, 3),), {}))
     assert tried.fits(3)
     assert not tried.fits(4)
     assert late.weight.grad is None
@@ -159,7 +159,7 @@ def test_the_backward_pass_counts(world):
 )
 def test_what_cannot_be_tried(world, calls, said):
     with pytest.raises(UsageError, match=said):
-        trial(world, *calls).fits(4)
+        profiled(world, *calls).fits(4)
 
 
 def test_calls_with_gradients_are_seen_until_closed():
@@ -190,7 +190,7 @@ def test_outputs_of_all_kinds(world, kind):
         def forward(self, x: Tensor) -> Any:
             return OUTPUTS[kind](super().forward(x))
 
-    assert trial(world, Call(Some(3, 4), (torch.randn(2, 3),), {})).fits(6)
+    assert profiled(world, Call(Some(3, 4), (torch.randn(2, 3),), {})).fits(6)
 
 
 class Wide(nn.Module):
