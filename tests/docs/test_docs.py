@@ -81,7 +81,7 @@ def test_the_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_make_targets_are_there() -> None:
     makefile = (pages.ROOT / "Makefile").read_text()
     asked = {w for line in commands() if line.startswith("make") for w in line.split()[1:2]}
-    assert asked == {"train", "test"}
+    assert asked == {"train", "test", "check"}
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in asked)
 
 
@@ -174,3 +174,7 @@ def test_the_pages_are_few_and_all_on_the_site() -> None:
     words = " ".join(page.read_text(encoding="utf-8") for page in english).split()
     assert len(english) <= 14
     assert sum(bool(re.search(r"\w", word)) for word in words) <= 24_000
+
+
+def test_the_readme_is_read_to_the_end() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 1_200
