@@ -1,8 +1,8 @@
 """Was every sample of the plan trained once, and is it another order every epoch?
 
-Samples are counted, not stored: how many were handed out, and a sum over their indices that does
-not depend on the order and takes no sample for another, some hundred micro-batches at a time. What
-all ranks together were handed must be what the plan has. The ranks compare in the optimizer step
+Samples are counted, not stored: how many were delivered, and a sum over their indices that does not
+depend on the order and takes no sample for another, some hundred micro-batches at a time. What was
+delivered to all ranks together must be what the plan has. The ranks compare in the optimizer step
 that follows the end of a pass, where they are together: after the first two passes, and then
 whenever 1000 more global batches are done.
 """
@@ -58,7 +58,7 @@ class _OpenPass:
 
 
 class Coverage:
-    """What one loader has handed out on this rank.
+    """What one loader has delivered on this rank.
 
     Args:
         sampler, batch_sampler: the user's own; None, both: the order is Lockstep's.
@@ -91,7 +91,7 @@ class Coverage:
             self._last = now
 
     def add(self, epoch: int, position: int, samples: Indices, micro: MicroBatch) -> None:
-        """A micro-batch of a pass is handed out on this rank."""
+        """A micro-batch of a pass is delivered on this rank."""
         found = self._open
         if found is None or found.epoch != epoch:
             return
@@ -110,7 +110,7 @@ class Coverage:
 
         Raises:
             RanksDifferError: the ranks went through different orders.
-            DataError: together they were not handed what the plan has.
+            DataError: together they did not get what the plan has.
         """
         if not self._due:
             return
@@ -118,10 +118,10 @@ class Coverage:
         planned, own, orders = self._planned, self._delivered, self._orders
         self._planned, self._delivered, self._orders = _Sum(), _Sum(), 0
         mine = orders, planned.count, planned.checksum, own.count, own.checksum, *evaluated
-        brought = collectives.exchange(mine)
-        _check_orders(brought)
-        self._check_evaluations([row[5:] for row in brought])
-        contributing = brought[: collectives.data_parallel.size]
+        rows = collectives.exchange(mine)
+        _check_orders(rows)
+        self._check_evaluations([row[5:] for row in rows])
+        contributing = rows[: collectives.data_parallel.size]
         count = sum(row[3] for row in contributing)
         same = sum(row[4] for row in contributing) % 2**64 == planned.checksum
         if count != planned.count or not same:
@@ -186,8 +186,8 @@ def checksum(samples: Indices) -> int:
     return int(words.sum())
 
 
-def _check_orders(brought: list[list[int]]) -> None:
-    orders = [row[:3] for row in brought]
+def _check_orders(rows: list[list[int]]) -> None:
+    orders = [row[:3] for row in rows]
     if any(order != orders[0] for order in orders):
         raise RanksDifferError(
             "a sampler that gives every rank the same order",

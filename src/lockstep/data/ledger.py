@@ -49,7 +49,8 @@ class Ledger:
     ) -> None:
         self._folder = Path(folder)
         self._loaders = loaders
-        self._known: dict[Loader, int] = {}
+        self._numbers: dict[Loader, int] = {}
+        """Of the loaders that have been written down."""
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         rank = collectives.data_parallel.rank
@@ -93,7 +94,7 @@ class Ledger:
         """Modules do not matter here."""
 
     def handed_out(self, handed: BatchEvent) -> None:
-        """Keeps in mind what the training loop is about to get."""
+        """Remembers what the training loop is about to get."""
         if handed.micro_batch.first:
             self._open[handed.loader] = []
         self._open.setdefault(handed.loader, []).append(handed)
@@ -103,22 +104,21 @@ class Ledger:
 
     def stepped(self, number: int) -> None:
         """Writes down what the step of this number was made of."""
-        # What an earlier pass handed out last was not trained now.
-        trained = {loader: pieces for loader, pieces in self._open.items() if loader.mid_epoch}
+        # The last global batch of an earlier pass was not trained now.
+        trained = {loader: events for loader, events in self._open.items() if loader.mid_epoch}
         self._open.clear()
-        for loader, pieces in trained.items():
-            self._write_step(number, loader, pieces)
+        for loader, events in trained.items():
+            self._write_step(number, loader, events)
         if not trained:
             self._write(b"S" + STEP.pack(number, NO_LOADER, 0, 0, 0))
 
-    def _write_step(self, number: int, loader: Loader, pieces: list[BatchEvent]) -> None:
-        first = pieces[0]
-        place = self._known.get(loader)
-        if place is None:
-            place = self._known[loader] = self._introduce(loader)
+    def _write_step(self, number: int, loader: Loader, events: list[BatchEvent]) -> None:
+        if loader not in self._numbers:
+            self._numbers[loader] = self._introduce(loader)
+        first = events[0]
         count = first.micro_batch.count
-        head = STEP.pack(number, place, first.epoch, first.position, count)
-        samples: Indices = np.concatenate([piece.samples for piece in pieces])
+        head = STEP.pack(number, self._numbers[loader], first.epoch, first.position, count)
+        samples: Indices = np.concatenate([event.samples for event in events])
         self._write(b"S" + head + samples.astype("<i8", copy=False).tobytes())
 
     def _introduce(self, loader: Loader) -> int:
