@@ -47,7 +47,6 @@ _SMALL = 16
 """Numbers that are compared one by one, whatever they are."""
 _TOLERANCE = 1e-3
 """Relative; machines decode images and round sums a little differently."""
-_END = "end "
 
 
 def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
@@ -174,17 +173,17 @@ def check_length(collectives: Collectives, epoch: int, samples: int) -> None:
     Raises:
         RanksDifferError: on every rank.
     """
-    _check_ends(epoch, collectives.exchange(f"{_END}{samples}"))
+    _check_ends(epoch, collectives.exchange(samples))
 
 
-def _check_ends(epoch: int, texts: list[str]) -> None:
-    """Of ranks whose stream is at its end, and ranks whose stream goes on."""
-    if len(set(texts)) > 1 and any(text.startswith(_END) for text in texts):
+def _check_ends(epoch: int, found: Sequence[int | str]) -> None:
+    """Of ranks whose stream is at its end after a number of samples, and ranks that go on."""
+    if len(set(found)) > 1 and any(isinstance(samples, int) for samples in found):
         ends = [
-            f"after {text.removeprefix(_END)} samples on rank {rank}"
-            if text.startswith(_END)
+            f"after {samples} samples on rank {rank}"
+            if isinstance(samples, int)
             else f"not yet on rank {rank}"
-            for rank, text in enumerate(texts)
+            for rank, samples in enumerate(found)
         ]
         raise RanksDifferError(
             f"a stream that every rank reads (epoch {epoch})",
