@@ -153,9 +153,10 @@ def _resharded(value: Any, own: Any) -> Any:
     if isinstance(value, ShardedEntry):
         local = value.region(offsets, sizes)
     else:
-        local = value[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        box = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
+        local = value[tuple(box)].clone()  # not of a mapped file, which may go
     return DTensor.from_local(
-        local.contiguous().to(own.device, copy=True),
+        local.to(own.device),
         own.device_mesh,
         own.placements,
         run_check=False,

@@ -89,16 +89,14 @@ class Entry(LazyTensor):
 
     def part(self, begin: int, end: int) -> Tensor:
         """The elements from `begin` to before `end`, flat, in memory of their own."""
-        size = self.dtype.itemsize
-        memory = bytearray((end - begin) * size)
-        if not memory:
-            return torch.empty(0, dtype=self.dtype)
+        result = torch.empty(end - begin, dtype=self.dtype)
+        memory = _memory(result)
         with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
-            file.seek(self.offset + begin * size)
+            file.seek(self.offset + begin * self.dtype.itemsize)
             got = file.readinto(memory)
         if got != len(memory):
             raise _broken(self.file, "it became shorter while it was read")
-        return torch.frombuffer(memory, dtype=self.dtype)
+        return result
 
     def check(self) -> None:
         """Nothing is left to look at: headers are read in full."""
