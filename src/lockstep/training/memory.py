@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lockstep.data.loader import Loader
 from lockstep.distributed.process_group import Run
-from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
@@ -186,7 +185,8 @@ def measure(
     profile = None
     state = {} if optimizer is None else state_bytes(optimizer)
     if loader is not None or loss is not None:
-        profile = _steps(run, precision, backward, model, optimizer, loader, loss).profile()
+        steps = TrainingSteps(run, precision, backward, model, optimizer, loader, loss)
+        profile = steps.profile()
         columns |= profile.sizes
     else:
         columns["state"] = state or {}
@@ -301,45 +301,6 @@ def _without_data(parameter: Tensor) -> nn.Parameter:
     made = nn.Parameter(torch.empty_like(own, device="meta"))
     made.grad = torch.empty_like(own, device="meta")
     return made
-
-
-def _steps(
-    run: Run,
-    precision: Precision,
-    backward: Callable[[Tensor], None],
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    loader: Loader | None,
-    loss: Callable[[nn.Module, Any], Tensor] | None,
-) -> TrainingSteps:
-    if loss is None or not isinstance(optimizer, PreparedOptimizer):
-        raise UsageError(
-            "world.memory with a loader or a loss alone",
-            "to take training steps it needs the model, the optimizer, the loader and the loss",
-            "call world.memory(model, optimizer, loader, loss) with what world.prepare returned, "
-            "or world.memory(model, optimizer) to count without a step",
-        )
-    if not isinstance(loader, Loader):
-        raise UsageError(
-            f"world.memory with a {type(loader).__name__} as the loader",
-            "it is not a prepared loader",
-            "give what world.prepare or world.loader returned for it",
-        )
-    if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
-        raise UsageError(
-            "world.memory with a loader that has no batch to give",
-            "it is empty" if loader.steps == 0 else "a loop over it is running",
-            "call it before the loop, with data for one global batch at least",
-        )
-    return TrainingSteps(
-        run=run,
-        precision=precision,
-        backward=backward,
-        model=model,
-        optimizer=optimizer,
-        loader=loader,
-        loss=loss,
-    )
 
 
 def _size(tensor: Tensor) -> int:

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -295,23 +294,54 @@ class StepProfile(NamedTuple):
     """Bytes by device: `copies`, `activations`, `loss`, `state` and `peak`, see `DeviceMemory`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingSteps:
     """Training steps to be measured: collective, all ranks take them.
 
     Args:
-        model, optimizer, loader: prepared.
-        loss: of the model and a batch; the mean over its samples.
+        run: the present one.
+        precision: of its passes.
         backward: as `World.backward`.
+        model: prepared.
+        optimizer: prepared.
+        loader: prepared.
+        loss: of the model and a batch; the mean over its samples.
+
+    Raises:
+        UsageError: a part is missing or not prepared, or the loader is in use or empty.
     """
 
-    run: Run
-    precision: Precision
-    backward: Callable[[Tensor], None]
-    model: nn.Module
-    optimizer: PreparedOptimizer
-    loader: Loader
-    loss: Callable[[nn.Module, Any], Tensor]
+    def __init__(
+        self,
+        run: Run,
+        precision: Precision,
+        backward: Callable[[Tensor], None],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loader: Loader | None,
+        loss: Callable[[nn.Module, Any], Tensor] | None,
+    ) -> None:
+        if loss is None or not isinstance(optimizer, PreparedOptimizer):
+            raise UsageError(
+                "world.memory with a loader or a loss alone",
+                "to take training steps it needs the model, the optimizer, the loader and the loss",
+                "call world.memory(model, optimizer, loader, loss) with what world.prepare "
+                "returned, or world.memory(model, optimizer) to count without a step",
+            )
+        if not isinstance(loader, Loader):
+            raise UsageError(
+                f"world.memory with a {type(loader).__name__} as the loader",
+                "it is not a prepared loader",
+                "give what world.prepare or world.loader returned for it",
+            )
+        if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
+            raise UsageError(
+                "world.memory with a loader that has no batch to give",
+                "it is empty" if loader.steps == 0 else "a loop over it is running",
+                "call it before the loop, with data for one global batch at least",
+            )
+        self._run, self._precision, self._backward = run, precision, backward
+        self._model, self._optimizer, self._loader, self._loss = model, optimizer, loader, loss
+        self._gpus = _gpus(run, [model])
 
     def profile(self) -> StepProfile:
         """Takes some steps and puts everything back.
@@ -319,13 +349,13 @@ class TrainingSteps:
         The first step shows what is kept, the second the peak, the others are timed.
         """
         with self._put_back(), closing(self._endless()) as batches:
-            kept = _Kept(self.model)
+            kept = _Kept(self._model)
             self._step(batches, kept=kept)
             sizes = {
                 "copies": kept.copies,
                 "activations": kept.activations,
                 "loss": kept.loss,
-                "state": bytes_by_device(storages(state_of(self.optimizer.inner)).values()),
+                "state": bytes_by_device(storages(state_of(self._optimizer.inner)).values()),
                 "peak": self._peak(batches, kept),
             }
             seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
@@ -333,7 +363,7 @@ class TrainingSteps:
 
     def _endless(self) -> Generator[Any]:
         while True:
-            yield from self.loader
+            yield from self._loader
 
     def _step(
         self,
@@ -342,52 +372,52 @@ class TrainingSteps:
         kept: _Kept | None = None,
     ) -> float:
         """One training step, under `watch()`; the seconds it took without the loader."""
-        seconds, gpus, last = 0.0, _gpus(self.run, [self.model]), False
+        seconds, last = 0.0, False
         while not last:
             batch = next(batches)
-            present = self.loader.current
+            present = self._loader.current
             last = present.last
-            begin = _now(gpus)
+            begin = _now(self._gpus)
             with watch():
                 with kept.forward(present.local) if kept and present.first else nullcontext():
-                    loss = self.loss(self.model, batch)
-                self.backward(loss)
+                    loss = self._loss(self._model, batch)
+                self._backward(loss)
                 if kept:
                     kept.note_gradients()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            seconds += _now(gpus) - begin
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            seconds += _now(self._gpus) - begin
         return seconds
 
     def _peak(self, batches: Iterator[Any], kept: _Kept) -> dict[torch.device, int]:
         """The most memory that tensors take at one time in a step, by device."""
-        if self.run.device.type == "cuda":
-            devices = {self.run.device, *kept.activations, *kept.loss}
+        if self._run.device.type == "cuda":
+            devices = {self._run.device, *kept.activations, *kept.loss}
             for device in devices:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
         live = LiveTensors()
-        live.hold(storages([*self.model.parameters(), *self.model.buffers()]).values())
-        live.hold(storages(state_of(self.optimizer.inner)).values())
+        live.hold(storages([*self._model.parameters(), *self._model.buffers()]).values())
+        live.hold(storages(state_of(self._optimizer.inner)).values())
         live.hold(held for gradient in kept.gradients for held in [gradient()] if held is not None)
         here = threading.get_ident()
 
         def in_other_threads(args: Any) -> AbstractContextManager[Any]:
             return nullcontext() if threading.get_ident() == here else live.watch()
 
-        with _around_calls(self.model, in_other_threads):
+        with _around_calls(self._model, in_other_threads):
             self._step(batches, live.watch)
         return {torch.device("cpu"): live.peak}
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Restores model, optimizer, loader, scaler, counters and random streams on leaving."""
-        loader, inner, scaler = self.loader, self.optimizer.inner, self.precision.scaler
-        self.precision.settle()
+        loader, inner, scaler = self._loader, self._optimizer.inner, self._precision.scaler
+        self._precision.settle()
         # Those of a pipeline's other stages have no data.
-        held = [*self.model.parameters(), *self.model.buffers()]
+        held = [*self._model.parameters(), *self._model.buffers()]
         values = [tensor for tensor in held if not tensor.is_meta]
         kept: list[dict[Any, Any]] = [*inner.state.values(), *inner.param_groups]
         state: dict[Any, Any] = inner.state
@@ -395,14 +425,14 @@ class TrainingSteps:
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
         scaler_before = None if scaler is None else scaler.state_dict()
         position, trained = loader.state_dict(), loader.trained
-        with _restored(old, values, _gpus(self.run, [self.model])), self.run.step.kept():
+        with _restored(old, values, self._gpus), self._run.step.kept():
             try:
                 yield
             finally:
                 loader.load_state_dict(position)
                 loader.trained = trained
-                self.optimizer.zero_grad()
-                self.precision.settle()
+                self._optimizer.zero_grad()
+                self._precision.settle()
                 if scaler is not None and scaler_before is not None:
                     scaler.load_state_dict(scaler_before)
 

@@ -426,8 +426,8 @@ class BatchNormOverReplicas:
         layer, here = self.layer, present.get()
         if here is None or not self.meets:
             if not in_backward_pass():
-                layer._met_replicas = False
-            elif self.meets and layer._met_replicas:
+                layer.met_replicas = False
+            elif self.meets and layer.met_replicas:
                 raise UsageError(
                     "activation checkpointing of a block with BatchNorm under strategy 'dp'",
                     f"{self.name!r} takes statistics over all replicas, and in the backward pass "
@@ -436,7 +436,7 @@ class BatchNormOverReplicas:
                     "statistics of its own with sync_batchnorm=False",
                 )
             return BatchNorm.forward(layer, x)
-        layer._met_replicas = True
+        layer.met_replicas = True
         if not 2 <= x.dim() <= 5 or x.shape[1] != layer.num_features:
             raise DataError(
                 f"{type(layer).__name__}({layer.num_features}) {self.name!r}",
@@ -461,7 +461,7 @@ def synchronise_batchnorm(module: nn.Module) -> tuple[list[str], list[str]]:
         if isinstance(part, BatchNorm):
             layer: Any = part
             if isinstance(layer, SyncBatchNorm) or is_plain(layer):
-                layer.forward, layer._met_replicas = BatchNormOverReplicas(layer, name), False
+                layer.forward, layer.met_replicas = BatchNormOverReplicas(layer, name), False
             ours = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
             (synchronised if ours else left).append(name)
     return synchronised, left
