@@ -379,3 +379,23 @@ def test_on_a_gpu_the_peak_is_that_of_the_allocator():
     assert device.device == "cuda:0"
     assert device.state == 2 * device.parameters
     assert device.counted - device.activations <= device.peak < 3 * device.counted
+
+
+def test_a_buffer_that_a_forward_pass_sets_anew_is_put_back():
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.layers(x)
+
+    with lockstep.init() as world:
+        model = Counts()
+        before = model.calls
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        world.memory(model, optimizer, world.loader(tensors(), BATCH), mean_loss)
+        assert model.calls is before
+        assert float(before) == 0

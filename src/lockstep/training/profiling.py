@@ -423,6 +423,7 @@ class TrainingSteps:
         state: dict[Any, Any] = inner.state
         values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
+        old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
         scaler_before = None if scaler is None else scaler.state_dict()
         position, trained = loader.state_dict(), loader.trained
         with _restored(old, values, self._gpus), self._run.step.kept():
