@@ -265,7 +265,7 @@ class _Orders:
 
     def connect(self, address: str, port: int, greeting: bytes) -> bytes:
         """Connects as a stranger; returns what comes after the greeting, until the end."""
-        with socket.create_connection((address, port), timeout=30) as link:
+        with socket.create_connection((address, port), timeout=600) as link:
             link.sendall(greeting)
             link.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: link.recv(4096), b""))
@@ -307,7 +307,7 @@ class _Orders:
         self._rendezvous.close(why)
 
 
-def until(look: Any, seconds: float = 40.0) -> Any:
+def until(look: Any, seconds: float = 600.0) -> Any:
     """The first true result; a launcher polls in the same way."""
     over = threading.Event()
     for _ in range(int(seconds / 0.02)):

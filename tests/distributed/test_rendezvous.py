@@ -55,7 +55,7 @@ def train_a_little(init_method: str | None) -> float:
     assert topology is not None
     device = torch.device("cpu")
     manifest = collect(topology, {})
-    joined = join(topology, init_method, manifest=manifest, timeout=30)
+    joined = join(topology, init_method, manifest=manifest, timeout=600)
     open_group(topology, choose_backend(None, device)[0], device, joined.store, timeout=None)
     total = torch.tensor(float(topology.rank + 1))
     dist.all_reduce(total)
@@ -107,7 +107,7 @@ def test_ranks_meet_and_reduce(
 def test_the_same_place_serves_again(free_port: Callable[[], int], tmp_path: Path) -> None:
     for place in (f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/f"):
         for _ in range(2):
-            outcomes = run_ranks(try_to_join, 2, place, 30, environment=by_hand(2))
+            outcomes = run_ranks(try_to_join, 2, place, 600, environment=by_hand(2))
             assert outcomes == [("joined", "0,1")] * 2
 
 
@@ -118,14 +118,14 @@ def test_ipv6(free_port: Callable[[], int]) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
     place = f"tcp://[::1]:{free_port()}"
-    outcomes = run_ranks(try_to_join, 2, place, 30, environment=by_hand(2))
+    outcomes = run_ranks(try_to_join, 2, place, 600, environment=by_hand(2))
     assert outcomes == [("joined", "0,1")] * 2
 
 
 def where_rank_0_listens() -> list[str]:
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, manifest=collect(topology, {}), timeout=30)
+    joined = join(topology, None, manifest=collect(topology, {}), timeout=600)
     listening = [
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"
     ]
@@ -185,14 +185,14 @@ def test_two_equal_ranks(place: Place, doubled: int) -> None:
     init_method, environment = place
     three = environment(3)
     outcomes = run_ranks(
-        try_to_join, 3, init_method, 10, environment=lambda p: three(doubled if p == 2 else p)
+        try_to_join, 3, init_method, 600, environment=lambda p: three(doubled if p == 2 else p)
     )
     same(outcomes, DuplicateRankError, f"two processes claim rank {doubled}: process ")
 
 
 def test_two_ranks_0_and_nobody_else(free_port: Callable[[], int]) -> None:
     environment = by_hand(2, free_port())
-    outcomes = run_ranks(try_to_join, 2, None, 10, environment=lambda p: environment(0))
+    outcomes = run_ranks(try_to_join, 2, None, 600, environment=lambda p: environment(0))
     same(outcomes, DuplicateRankError, "two processes claim rank 0: process ")
 
 
@@ -200,7 +200,7 @@ def test_disagreeing_world_sizes(place: Place) -> None:
     init_method, environment = place
     fewer = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     outcomes = run_ranks(
-        try_to_join, 3, init_method, 10, environment=changed(environment(3), p1=fewer)
+        try_to_join, 3, init_method, 600, environment=changed(environment(3), p1=fewer)
     )
     same(outcomes, WorldSizeError, "rank 1 says world size 2; rank", "0", "world size 3")
 
@@ -211,7 +211,7 @@ def test_differing_settings(place: Place) -> None:
         try_to_join,
         3,
         init_method,
-        30,
+        600,
         environment=changed(environment(3), p2={"SEED": "7"}),
     )
     same(outcomes, RanksDifferError, "seed: ranks 0-1 have '0', rank 2 has '7'")
@@ -241,12 +241,12 @@ def begin_or_intrude(folder: str) -> Outcome:
     begun, tried = Path(folder, "begun"), Path(folder, "tried")
     if os.environ.get("INTRUDER"):
         wait_until(begun.exists, float("inf"))
-        outcome = try_to_join(None, 10)
+        outcome = try_to_join(None, 600)
         tried.touch()
         return outcome
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, manifest=collect(topology, {"seed": "0"}), timeout=30)
+    joined = join(topology, None, manifest=collect(topology, {"seed": "0"}), timeout=600)
     begun.touch()
     wait_until(tried.exists, float("inf"))
     joined.close()
@@ -370,7 +370,7 @@ def test_a_file_left_over_by_a_run_that_died(tmp_path: Path) -> None:
     process.start()
     process.join()
     before = path.read_bytes()
-    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 10, environment=by_hand(2))
+    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 600, environment=by_hand(2))
     same(
         outcomes,
         StaleInitFileError,
@@ -386,7 +386,7 @@ def test_an_old_file_that_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "init"
     path.write_bytes(b"something")
     os.utime(path, (0, path.stat().st_mtime - 3 * 86400))
-    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 10, environment=by_hand(2))
+    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 600, environment=by_hand(2))
     same(outcomes, StaleInitFileError, "last changed 3 days ago", "before this process was started")
     assert path.read_bytes() == b"something"
 
@@ -395,7 +395,7 @@ def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
     path = tmp_path / "init"
     path.touch()
     os.utime(path, (0, 0))
-    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 30, environment=by_hand(2))
+    outcomes = run_ranks(try_to_join, 2, f"file://{path}", 600, environment=by_hand(2))
     assert outcomes == [("joined", "0,1")] * 2
 
 

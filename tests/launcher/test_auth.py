@@ -57,7 +57,7 @@ class Proxy:
         self.said.append("attended")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection((LOOPBACK, self.port), timeout=30)
+        return socket.create_connection((LOOPBACK, self.port), timeout=600)
 
     def close(self) -> None:
         self.thread.wait(self._proxy.close())
@@ -91,7 +91,7 @@ def forwarder(
 
 def exchange(port: int, data: bytes) -> bytes:
     """Sends to a port and reads as much, or to the end."""
-    with socket.create_connection((LOOPBACK, port), timeout=30) as link:
+    with socket.create_connection((LOOPBACK, port), timeout=600) as link:
         link.sendall(data)
         return receive(link, len(data))
 
@@ -111,7 +111,7 @@ def receive(link: socket.socket, size: int) -> bytes:
 
 def until(look: Callable[[], bool]) -> None:
     over = threading.Event()
-    for _ in range(3000):
+    for _ in range(60_000):
         if look():
             return
         over.wait(0.01)
@@ -249,7 +249,7 @@ def test_what_is_behind_a_port_is_told_apart(
 def test_connections_end_together(thread: auth.NetworkThread, door: Proxy) -> None:
     with (
         forwarder(thread, door.port, TOKEN) as (carrier, port),
-        socket.create_connection((LOOPBACK, port), timeout=30) as link,
+        socket.create_connection((LOOPBACK, port), timeout=600) as link,
     ):
         link.sendall(b"x")
         assert receive(link, 1) == b"x"

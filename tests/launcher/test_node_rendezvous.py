@@ -33,7 +33,7 @@ TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 
 def static(port: int, rank: int, nodes: int = 2, **more: Any) -> dict[str, Any]:
     own = {"backend": "static", "endpoint": f"127.0.0.1:{port}", "nodes": nodes, "rank": rank}
-    return {**own, "timeout": 60} | more
+    return {**own, "timeout": 600} | more
 
 
 def both(pair: list[Launcher], order: str, *args: Any) -> list[Any]:

@@ -33,12 +33,12 @@ def node(machines: tuple[Machine, Machine], rank: int, **more: Any) -> dict[str,
         "endpoint": endpoint,
         "nodes": 2,
         "rank": rank,
-        "timeout": 60,
+        "timeout": 600,
     } | more
 
 
 def dynamic(machines: tuple[Machine, Machine], **more: Any) -> dict[str, Any]:
-    return {"endpoint": f"{machines[0].address}:{PORT}", "nodes": 2, "join_timeout": 60} | more
+    return {"endpoint": f"{machines[0].address}:{PORT}", "nodes": 2, "join_timeout": 600} | more
 
 
 def both(pair: list[Launcher], order: str, *args: Any) -> list[Any]:
@@ -172,7 +172,7 @@ def test_a_pulled_cable_is_noticed_on_both_sides(
     machines: tuple[Machine, Machine], pair: list[Launcher]
 ) -> None:
     start_static(machines, pair)
-    pair[1].start("wait_for_a_key")  # the store's own timeout is 60 s
+    pair[1].start("wait_for_a_key")  # the store's own timeout is 600 s
     with machines[1].unplugged():
         with pytest.raises(Refusal, match="DistNetworkError"):
             pair[1].result()
