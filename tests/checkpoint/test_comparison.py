@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.checkpoint.tools import diff
-from lockstep.checkpoint.tools.contents import Stored, open_contents
-from lockstep.checkpoint.tools.diff import Values, compare, compare_values, renamed
+from lockstep.checkpoint import diff
+from lockstep.checkpoint.contents import Stored, open_contents
+from lockstep.checkpoint.diff import Values, compare, compare_values, renamed
 
 NAN, INF = math.nan, math.inf
 

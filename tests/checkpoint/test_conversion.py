@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from saved import checkpoint
 from torch import Tensor, nn
 
-from lockstep.checkpoint.tools.contents import open_contents
-from lockstep.checkpoint.tools.convert import convert
+from lockstep.checkpoint.contents import open_contents
+from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError, SettingError
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lockstep.checkpoint.formats.dcp import DTYPES, NAMES, read_dcp, tensors_in
-from lockstep.checkpoint.formats.shards import ShardedEntry
+from lockstep.checkpoint.contents import open_contents
+from lockstep.checkpoint.formats.pytorch import DTYPES, NAMES, read_dcp, tensors_in
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.tools.contents import open_contents
+from lockstep.checkpoint.sharding import ShardedEntry
 from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.checkpoint import command
 from lockstep.errors import CheckpointError

@@ -13,8 +13,8 @@ from saved import checkpoint
 from torch import nn
 
 from lockstep.checkpoint import layout
+from lockstep.checkpoint.health import RECENT, Repair, carry_out, examine, plan_repairs
 from lockstep.checkpoint.storage import sealed
-from lockstep.checkpoint.tools.health import RECENT, Repair, carry_out, examine, plan_repairs
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 

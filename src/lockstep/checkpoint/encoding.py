@@ -23,8 +23,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.formats.shards import LazyTensor, Shape, ShardedEntry
-from lockstep.checkpoint.sharding import address, is_sharded, replica
+from lockstep.checkpoint.sharding import (
+    LazyTensor,
+    Shape,
+    ShardedEntry,
+    address,
+    is_sharded,
+    replica,
+)
 from lockstep.distributed.torch_compat import (
     local_box,
     set_state_dict_metadata,

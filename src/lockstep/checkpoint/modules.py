@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.formats.safetensors import short
-from lockstep.checkpoint.formats.shards import LazyTensor
-from lockstep.checkpoint.sharding import reshard
+from lockstep.checkpoint.sharding import LazyTensor, reshard
 from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import some
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.convert import cast, cast_to
 from lockstep.checkpoint.encoding import on_cpu, unstorable
 from lockstep.checkpoint.formats.reading import Found, read_states
 from lockstep.checkpoint.formats.safetensors import TensorToWrite, in_bytes, write_weights
-from lockstep.checkpoint.formats.shards import ShardedEntry
 from lockstep.checkpoint.modules import (
     Differences,
     Match,
@@ -26,8 +26,7 @@ from lockstep.checkpoint.modules import (
     shape_of,
     unwrap,
 )
-from lockstep.checkpoint.sharding import address, run_on_all_ranks
-from lockstep.checkpoint.tools.convert import cast, cast_to
+from lockstep.checkpoint.sharding import ShardedEntry, address, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.tools.contents import Contents, Stored
-    from lockstep.checkpoint.tools.diff import Pair
-    from lockstep.checkpoint.tools.health import Inspection
+    from lockstep.checkpoint.contents import Contents, Stored
+    from lockstep.checkpoint.diff import Pair
+    from lockstep.checkpoint.health import Inspection
 
 
 _PATH = click.Path(path_type=Path)
@@ -67,7 +67,7 @@ def inspect_command(
 
     Ends with 0, or with 1 where something is broken.
     """
-    from lockstep.checkpoint.tools.health import inspect
+    from lockstep.checkpoint.health import inspect
 
     found = inspect(path, name=name, trust=trust)
     if as_json:
@@ -112,8 +112,8 @@ def diff_command(
 
     Ends with 0 where they are equal, 1 where they differ, 2 where they cannot be compared.
     """
-    from lockstep.checkpoint.tools.contents import open_contents
-    from lockstep.checkpoint.tools.diff import compare, renamed
+    from lockstep.checkpoint.contents import open_contents
+    from lockstep.checkpoint.diff import compare, renamed
     from lockstep.errors import LockstepError
 
     try:
@@ -183,9 +183,9 @@ def convert_command(
 
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
+    from lockstep.checkpoint.contents import open_contents
+    from lockstep.checkpoint.convert import DTYPES, convert
     from lockstep.checkpoint.formats.safetensors import in_bytes, index_of
-    from lockstep.checkpoint.tools.contents import open_contents
-    from lockstep.checkpoint.tools.convert import DTYPES, convert
     from lockstep.errors import SettingError
 
     size = in_bytes(shard_size)
@@ -221,7 +221,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
     Ends with 0 where nothing is wrong any more. Complete checkpoints are not touched.
     """
-    from lockstep.checkpoint.tools.health import carry_out, plan_repairs
+    from lockstep.checkpoint.health import carry_out, plan_repairs
 
     plan = plan_repairs(folder)
     for repair in plan:
@@ -247,7 +247,7 @@ _REPAIRS = {
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
-    from lockstep.checkpoint.tools.contents import totals
+    from lockstep.checkpoint.contents import totals
 
     contents = found.contents
     return {
@@ -274,7 +274,7 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
 
 def _tensor_rows(tensors: Iterable[Stored]) -> list[dict[str, Any]]:
-    from lockstep.checkpoint.tools.contents import dtype_name
+    from lockstep.checkpoint.contents import dtype_name
 
     return [
         {
@@ -300,7 +300,7 @@ def _show_health(found: Inspection) -> None:
 
 
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
-    from lockstep.checkpoint.tools.contents import dtype_name, totals
+    from lockstep.checkpoint.contents import dtype_name, totals
 
     _say(f"{contents.path}: {contents.kind}")
     for key, value in contents.facts.items():
@@ -362,7 +362,7 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 
 
 def _kind(stored: Stored) -> str:
-    from lockstep.checkpoint.tools.contents import dtype_name
+    from lockstep.checkpoint.contents import dtype_name
 
     return f"{dtype_name(stored)} {_shape(stored)}"
 
@@ -385,7 +385,7 @@ def _table(
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    from lockstep.checkpoint.tools.diff import same_extra
+    from lockstep.checkpoint.diff import same_extra
 
     both = a.keys() & b.keys()
     return [name for name in {**a, **b} if name not in both or not same_extra(a[name], b[name])]

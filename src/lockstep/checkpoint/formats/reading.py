@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import FindShards, decode
-from lockstep.checkpoint.formats.dcp import Objects, is_dcp, read_dcp
+from lockstep.checkpoint.formats.pytorch import (
+    Objects,
+    is_dcp,
+    read_dcp,
+    read_torch,
+    read_torch_index,
+)
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
     Entry,
@@ -27,9 +33,8 @@ from lockstep.checkpoint.formats.safetensors import (
     short,
     weight_map,
 )
-from lockstep.checkpoint.formats.shards import Shape, Shard, ShardedEntry, sharded_entry
-from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
 from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.sharding import Shape, Shard, ShardedEntry, sharded_entry
 from lockstep.errors import CheckpointError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]

@@ -28,12 +28,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import separate
-from lockstep.checkpoint.formats.shards import LazyTensor
+from lockstep.checkpoint.sharding import LazyTensor
 from lockstep.errors import CheckpointError, SettingError
 
 MAX_HEADER = 100_000_000
@@ -89,14 +90,15 @@ class Entry(LazyTensor):
 
     def part(self, begin: int, end: int) -> Tensor:
         """The elements from `begin` to before `end`, flat, in memory of their own."""
-        result = torch.empty(end - begin, dtype=self.dtype)
-        memory = _memory(result)
+        memory = np.empty((end - begin) * self.dtype.itemsize, np.uint8)
+        if not len(memory):
+            return torch.empty(0, dtype=self.dtype)
         with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
             file.seek(self.offset + begin * self.dtype.itemsize)
-            got = file.readinto(memory)
+            got = file.readinto(memory.data)
         if got != len(memory):
             raise _broken(self.file, "it became shorter while it was read")
-        return result
+        return torch.frombuffer(memory, dtype=self.dtype)
 
     def check(self) -> None:
         """Nothing is left to look at: headers are read in full."""

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.contents import Contents, leaves, open_contents
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.formats.reading import shard_finder
 from lockstep.checkpoint.formats.safetensors import in_place, read_header
-from lockstep.checkpoint.tools.contents import Contents, leaves, open_contents
 from lockstep.errors import CheckpointError
 
 RECENT = 600.0

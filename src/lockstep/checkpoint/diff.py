@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.contents import Stored
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import match_names
-from lockstep.checkpoint.tools.contents import Stored
 from lockstep.errors import CheckpointError
 
 _ELEMENTS = 2**22  # compared at a time, in at most 16 bytes each

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import unstorable
-from lockstep.checkpoint.formats.dcp import METADATA, read_dcp, tensors_in
+from lockstep.checkpoint.formats.pytorch import (
+    METADATA,
+    read_dcp,
+    read_torch,
+    read_torch_index,
+    tensors_in,
+)
 from lockstep.checkpoint.formats.reading import (
     Found,
     locate,
@@ -34,9 +40,7 @@ from lockstep.checkpoint.formats.safetensors import (
     short,
     weight_map,
 )
-from lockstep.checkpoint.formats.shards import LazyTensor, ShardedEntry
-from lockstep.checkpoint.formats.torch_file import read_torch, read_torch_index
-from lockstep.checkpoint.sharding import in_memory
+from lockstep.checkpoint.sharding import LazyTensor, ShardedEntry, in_memory
 from lockstep.errors import CheckpointError, SettingError
 
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
+from lockstep.checkpoint.contents import Contents, Stored
 from lockstep.checkpoint.encoding import separate
 from lockstep.checkpoint.formats.safetensors import (
     SHARD_SIZE,
@@ -22,7 +23,6 @@ from lockstep.checkpoint.formats.safetensors import (
     write_weights,
 )
 from lockstep.checkpoint.storage import sync_folder
-from lockstep.checkpoint.tools.contents import Contents, Stored
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

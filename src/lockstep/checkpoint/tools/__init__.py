@@ -1,1 +1,0 @@
-"""What `lockstep checkpoint` does: inspect, diff, convert, repair."""
