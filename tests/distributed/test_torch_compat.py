@@ -149,6 +149,24 @@ def test_the_pytree_and_the_dispatch_mode_of_torch():
     assert torch.ops.aten.add_.Tensor in seen
 
 
+def test_subclasses_of_tensor_can_be_asked_nothing():
+    asked = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    tensor = torch.ones(2).as_subclass(Asked)
+    asked.clear()
+    with torch_compat.DisableTorchFunctionSubclass():
+        assert tensor.shape == (2,)
+    assert asked == []
+    assert tensor.sum() == 2
+    assert asked
+
+
 def test_a_store_is_known_by_its_answer():
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)

@@ -27,6 +27,7 @@ from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -47,13 +48,15 @@ T = TypeVar("T")
 
 _NAMES = {
     "BatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
+    "DisableTorchFunctionSubclass": ("torch._C", "DisableTorchFunctionSubclass"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
     "NormBase": ("torch.nn.modules.batchnorm", "_NormBase"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "pytree": ("torch.utils", "_pytree"),
 }
 """Classes and modules that torch has no public name for: where they are, and what they are called.
-The base classes of its BatchNorm, norm and dropout layers, its pytree, and its dispatch mode."""
+The base classes of its BatchNorm, norm and dropout layers, its pytree, its dispatch mode, and the
+context in which subclasses of Tensor are asked nothing (named in torch's "Extending PyTorch")."""
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import pytree
+from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass, pytree
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline.shapes import (
     Arguments,
@@ -321,7 +321,7 @@ class _Stub:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, arguments: Arguments) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
+        with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
             kind = signature(arguments)
         if kind is None or kind not in self._known:
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
