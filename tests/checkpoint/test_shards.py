@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.checkpoint.formats.safetensors import TensorToWrite, in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import in_bytes, write_weights
 from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.sharding import HeldTensor
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, SettingError
 
@@ -153,7 +154,11 @@ def test_one_files_tensors_at_a_time(tmp_path: Path) -> None:
         seen.append(len(list(tmp_path.glob("w-*"))))
         return torch.ones(4)
 
-    pieces = [TensorToWrite(f"t{i}", 16, get) for i in range(6)]
+    class Counted(HeldTensor):
+        def part(self, begin: int, end: int) -> torch.Tensor:
+            return get()
+
+    pieces = {f"t{i}": Counted(torch.ones(4)) for i in range(6)}
     write_weights(tmp_path / "w.safetensors", pieces, 32)
     assert seen == [0, 0, 1, 1, 2, 2]
     with pytest.raises(CheckpointError, match="is a folder"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from lockstep.checkpoint.formats.safetensors import (
     short,
     weight_map,
 )
-from lockstep.checkpoint.sharding import LazyTensor, ShardedEntry, in_memory
+from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, ShardedEntry, in_memory
 from lockstep.errors import CheckpointError, SettingError
 
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do
@@ -250,13 +249,7 @@ def _of_state(
         _check_tensor(path, key, value)
         view = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         tied_to = first.setdefault(view, key) if value.numel() else key
-        tensors[key] = Stored(
-            key,
-            value.dtype,
-            tuple(value.shape),
-            partial(_part, value.detach()),
-            None if tied_to == key else tied_to,
-        )
+        tensors[key] = _stored(key, HeldTensor(value), None if tied_to == key else tied_to)
     return Contents(
         path,
         kind,
@@ -312,10 +305,6 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
             f"{name} {problem}",
             "save plain tensors, as the state_dict of a model on the CPU has them",
         )
-
-
-def _part(tensor: Tensor, begin: int, end: int) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1)[begin:end]
 
 
 def _no_such(path: Path, name: str, there: tuple[str, ...] | list[str]) -> SettingError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from lockstep.checkpoint.encoding import separate
 from lockstep.checkpoint.formats.safetensors import (
     SHARD_SIZE,
     TORCH_ENDINGS,
-    TensorToWrite,
+    cast,
+    cast_to,
     in_place,
     index_of,
     write_weights,
@@ -27,9 +28,6 @@ from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `--dtype` may be."""
-
-# Not the 8-bit ones: their scales stand beside them, in tensors of their own.
-_CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def convert(
                 f"{next(iter(extra))} is no tensor, and the file can hold plain tensors alone",
                 f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
             )
-        files = write_weights(out, _to_write(tensors, dtype), shard_size)
+        files = write_weights(out, tensors, shard_size, dtype)
     else:
         files = [out]
         _write_torch(out, tensors, extra, dtype)
@@ -94,42 +92,6 @@ def convert(
         sum(cast_to(s.dtype, dtype) is not s.dtype for s in tensors.values()),
         sum(old != new for old, new in names.items()),
     )
-
-
-def cast_to(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """What becomes of a tensor's own dtype where another is asked for."""
-    return own if dtype is None or own not in _CAST else dtype
-
-
-def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
-    """A tensor in another dtype, if it has fractions and at least 16 bits; else itself.
-
-    Raises:
-        CheckpointError: a finite value would become infinite.
-    """
-    result = tensor.to(dtype := cast_to(tensor.dtype, dtype))
-    if result is tensor:
-        return tensor
-    if dtype.itemsize <= tensor.dtype.itemsize and not torch.equal(result.isinf(), tensor.isinf()):
-        raise CheckpointError(
-            f"converting {name} to {str(dtype).removeprefix('torch.')}",
-            f"its largest value {float(tensor.abs().nan_to_num(0, 0).max()):.3g} is beyond what "
-            f"that dtype can hold ({torch.finfo(dtype).max:.3g})",
-            "use bf16, which has the range of fp32, or leave the dtype as it is",
-        )
-    return result
-
-
-def _to_write(tensors: Mapping[str, Stored], dtype: torch.dtype | None) -> list[TensorToWrite]:
-    def getter(name: str, stored: Stored) -> Callable[[], Tensor]:
-        return lambda: cast(stored.full(), dtype, name)
-
-    return [
-        TensorToWrite(
-            name, stored.count * cast_to(stored.dtype, dtype).itemsize, getter(name, stored)
-        )
-        for name, stored in tensors.items()
-    ]
 
 
 def _write_torch(

@@ -74,6 +74,18 @@ class LazyTensor:
         return self.part(0, self.count).reshape(self.shape)
 
 
+class HeldTensor(LazyTensor):
+    """One that is in memory, on any device, or is mapped."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+
+    def part(self, begin: int, end: int) -> Tensor:
+        """The elements from `begin` to before `end`, flat and on the CPU."""
+        return self._tensor.resolve_conj().resolve_neg().cpu().reshape(-1)[begin:end]
+
+
 class Source(Protocol):
     """Where the values of a shard are."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.convert import cast, cast_to
-from lockstep.checkpoint.encoding import on_cpu, unstorable
+from lockstep.checkpoint.encoding import unstorable
 from lockstep.checkpoint.formats.reading import Found, read_states
-from lockstep.checkpoint.formats.safetensors import TensorToWrite, in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import in_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
     Match,
@@ -26,7 +25,13 @@ from lockstep.checkpoint.modules import (
     shape_of,
     unwrap,
 )
-from lockstep.checkpoint.sharding import ShardedEntry, address, run_on_all_ranks
+from lockstep.checkpoint.sharding import (
+    HeldTensor,
+    LazyTensor,
+    ShardedEntry,
+    address,
+    run_on_all_ranks,
+)
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
 
@@ -83,7 +88,7 @@ def save_weights(
             "it holds no fractions",
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
-    tensors = []
+    tensors: dict[str, LazyTensor] = {}
     for name, value in plain_state_dict(model).items():
         held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         if held:
@@ -92,13 +97,9 @@ def save_weights(
                 f"{name} {held}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
-        size = value.numel() * cast_to(value.dtype, dtype).itemsize
-        tensors.append(TensorToWrite(name, size, _getter(name, value, dtype)))
-    write_weights(path, tensors, None if shard_size is None else in_bytes(shard_size))
-
-
-def _getter(name: str, value: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    return lambda: cast(on_cpu(value), dtype, name)
+        tensors[name] = HeldTensor(value)
+    size = None if shard_size is None else in_bytes(shard_size)
+    write_weights(path, tensors, size, dtype)
 
 
 def load_weights(

@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -70,6 +70,8 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 SHARD_SIZE = 5_000_000_000
 """Bytes; above it `convert` writes several files."""
 
+# Not the 8-bit ones: their scales stand beside them, in tensors of their own.
+_CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MAX_INDEX = 100_000_000  # bytes
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{middle}b": base**power
@@ -262,16 +264,6 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-@dataclass(frozen=True)
-class TensorToWrite:
-    """One tensor to be written."""
-
-    name: str
-    nbytes: int
-    get: Callable[[], Tensor]
-    """Gives it, contiguous and on the CPU; called once, when its file is written."""
-
-
 def in_bytes(size: int | str) -> int:
     """A size such as `5GB`, `500MB` or `2GiB` in bytes.
 
@@ -326,12 +318,21 @@ def _unlike(path: Path, found: str) -> CheckpointError:
 
 
 def write_weights(
-    path: Path, tensors: Sequence[TensorToWrite], shard_size: int | None
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    shard_size: int | None,
+    dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Writes tensors in one file, or in several with an index where they exceed `shard_size`.
 
     What was there under that name goes once the new is complete. At most one file's tensors are
     in memory at a time.
+
+    Args:
+        path: of the file.
+        tensors: by name.
+        shard_size: bytes; None: one file.
+        dtype: see `cast`.
 
     Returns:
         What was written; the index, if there is one, first.
@@ -339,7 +340,7 @@ def write_weights(
     Raises:
         CheckpointError: it cannot be written; nothing is left of it then.
     """
-    groups = _groups(tensors, shard_size)
+    groups = _groups(tensors, shard_size, dtype)
     index = index_of(path)
     with layout.plain_errors("saving weights to", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,10 +349,10 @@ def write_weights(
         former = _former(index)
         if len(groups) == 1:
             with in_place(path) as temporary:
-                write_tensors(temporary, _tensors(groups[0]))
+                write_tensors(temporary, _in_memory(tensors, groups[0], dtype))
             written, stale = [path], [index, *former]
         else:
-            written, stale = _write_several(path, groups), [path, *former]
+            written, stale = _write_several(path, tensors, groups, dtype), [path, *former]
         for old in stale:
             old.unlink(missing_ok=True)
     return written
@@ -370,16 +371,21 @@ def in_place(path: Path) -> Iterator[Path]:
     storage.sync_folder(path.parent)
 
 
-def _write_several(path: Path, groups: Sequence[Sequence[TensorToWrite]]) -> list[Path]:
+def _write_several(
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    groups: Sequence[Sequence[str]],
+    dtype: torch.dtype | None,
+) -> list[Path]:
     files = _free_names(path, len(groups))
     made: list[Path] = []
     try:
         for file, group in zip(files, groups, strict=True):
             with in_place(file) as temporary:
-                write_tensors(temporary, _tensors(group))
+                write_tensors(temporary, _in_memory(tensors, group, dtype))
             made.append(file)
-        total = sum(piece.nbytes for group in groups for piece in group)
-        places = {p.name: f.name for f, group in zip(files, groups, strict=True) for p in group}
+        total = sum(_size(tensor, dtype) for tensor in tensors.values())
+        places = {name: f.name for f, group in zip(files, groups, strict=True) for name in group}
         content = {"metadata": {"total_size": total}, "weight_map": places}
         with in_place(index_of(path)) as temporary, storage.new_file(temporary) as descriptor:
             storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
@@ -390,22 +396,55 @@ def _write_several(path: Path, groups: Sequence[Sequence[TensorToWrite]]) -> lis
     return [index_of(path), *files]
 
 
-def _groups(tensors: Sequence[TensorToWrite], shard_size: int | None) -> list[list[TensorToWrite]]:
+def _groups(
+    tensors: Mapping[str, LazyTensor], shard_size: int | None, dtype: torch.dtype | None
+) -> list[list[str]]:
     """In the given order, each group within the size but for one tensor that alone exceeds it."""
-    groups: list[list[TensorToWrite]] = [[]]
+    groups: list[list[str]] = [[]]
     size = 0
-    for piece in tensors:
-        if groups[-1] and shard_size is not None and size + piece.nbytes > shard_size:
+    for name, tensor in tensors.items():
+        more = _size(tensor, dtype)
+        if groups[-1] and shard_size is not None and size + more > shard_size:
             groups.append([])
             size = 0
-        groups[-1].append(piece)
-        size += piece.nbytes
+        groups[-1].append(name)
+        size += more
     return groups
 
 
-def _tensors(group: Sequence[TensorToWrite]) -> dict[str, Tensor]:
+def _size(tensor: LazyTensor, dtype: torch.dtype | None) -> int:
+    return tensor.count * cast_to(tensor.dtype, dtype).itemsize
+
+
+def _in_memory(
+    tensors: Mapping[str, LazyTensor], names: Sequence[str], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     memory: set[int] = set()
-    return {piece.name: separate(piece.get(), memory) for piece in group}
+    return {name: separate(cast(tensors[name].full(), dtype, name), memory) for name in names}
+
+
+def cast_to(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """What becomes of a tensor's own dtype where another is asked for."""
+    return own if dtype is None or own not in _CAST else dtype
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
+    """A tensor in another dtype, if it has fractions and at least 16 bits; else itself.
+
+    Raises:
+        CheckpointError: a finite value would become infinite.
+    """
+    result = tensor.to(dtype := cast_to(tensor.dtype, dtype))
+    if result is tensor:
+        return tensor
+    if dtype.itemsize <= tensor.dtype.itemsize and not torch.equal(result.isinf(), tensor.isinf()):
+        raise CheckpointError(
+            f"converting {name} to {str(dtype).removeprefix('torch.')}",
+            f"its largest value {float(tensor.abs().nan_to_num(0, 0).max()):.3g} is beyond what "
+            f"that dtype can hold ({torch.finfo(dtype).max:.3g})",
+            "use bf16, which has the range of fp32, or leave the dtype as it is",
+        )
+    return result
 
 
 def _free_names(path: Path, number: int) -> list[Path]:
