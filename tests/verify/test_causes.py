@@ -9,7 +9,7 @@ import pytest
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Case, Cause, cause_of
 from lockstep.verify.compare import FLOAT64, Divergence, first_divergence
-from lockstep.verify.updates import Call, RankUpdate, Taken
+from lockstep.verify.record import Call, RankUpdate, Taken
 
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.verify import recorder, samples
+from lockstep.verify import patches, recorder
 from lockstep.verify.recorder import Models
 
 
 def test_what_was_recorded_can_be_freed() -> None:
     gathered = torch.ones(3, dtype=torch.float64)
-    samples.digest(gathered)
+    patches.digest(gathered)
     arrays = recorder._arrays([("weight", gathered)])
     gathered.untyped_storage().resize_(0)  # as FSDP does
     assert arrays["weight"].tolist() == [1.0, 1.0, 1.0]

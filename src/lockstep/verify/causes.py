@@ -33,7 +33,7 @@ from lockstep.verify.compare import (
     replicas_that_differ,
     same_samples,
 )
-from lockstep.verify.updates import (
+from lockstep.verify.record import (
     Array,
     Call,
     Sample,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.verify.updates import (
+from lockstep.verify.record import (
     Array,
     Sample,
     Update,

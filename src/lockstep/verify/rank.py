@@ -1,21 +1,240 @@
-"""What `lockstep verify` starts in the place of the script, on every rank: it, being recorded."""
+"""What `lockstep verify` starts in the place of the script, on every rank: it, being recorded.
+
+Torch's hooks, and wrappers of the functions that have none, tell a `Recorder` what happens: what
+loaders deliver (torch's, and Lockstep's own), losses, forward passes, collectives and steps.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lockstep import step
+from lockstep.data.loader import Loader
 from lockstep.launcher.worker import Script, run_as_main
-from lockstep.verify.determinism import Neutral
-from lockstep.verify.hooks import install
+from lockstep.verify.patches import DeterminismPatches
 from lockstep.verify.record import Writer
-from lockstep.verify.recorder import Recorder
+from lockstep.verify.recorder import Recorder, random_streams
 from lockstep.verify.runs import read_plan
+
+# Some have new names since torch 2.13, beside the old ones.
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object")
+_REDUCES = (
+    "all_reduce", "reduce", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+)  # fmt: skip
+
+
+def install(
+    recorder: Recorder, patches: DeterminismPatches, batch_times: int, folder: Path
+) -> None:
+    """For the rest of this process.
+
+    Args:
+        recorder: is told of everything.
+        patches: changes what would not be comparable.
+        batch_times: the DataLoaders of torch get so many times the batch size.
+        folder: what the script saves goes there.
+    """
+    step.standing.append(recorder)
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    register_module_forward_pre_hook(recorder.enters)
+    register_module_forward_hook(recorder.leaves, always_call=True)
+    _watch_losses(recorder)
+    _watch_ddp(recorder)
+    _watch_functions(recorder)
+    watch_loaders(recorder, patches)
+    if batch_times > 1:
+        enlarge_batches(batch_times)
+    if patches.double:
+        torch.set_default_dtype(torch.float64)
+        patches.no_autocast()
+    patches.no_files(folder)
+    mode: Any = patches
+    mode.__enter__()
+
+
+def _watch_losses(recorder: Recorder) -> None:
+    tensor: Any = Tensor
+    autograd: Any = torch.autograd
+    of_tensor, of_autograd = tensor.backward, autograd.backward
+    inside: list[bool] = []
+
+    def seen(loss: Any, call: Callable[[], None]) -> None:
+        single = loss[0] if isinstance(loss, list | tuple) and len(loss) == 1 else loss
+        if not inside and isinstance(single, Tensor) and single.numel() == 1:
+            recorder.lost(single)
+        inside.append(True)
+        try:
+            call()
+        finally:
+            inside.pop()
+
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        seen(self, lambda: of_tensor(self, *args, **kwargs))
+
+    def autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        seen(tensors, lambda: of_autograd(tensors, *args, **kwargs))
+
+    tensor.backward = backward
+    autograd.backward = autograd_backward
+
+
+def _watch_ddp(recorder: Recorder) -> None:
+    build: Any = DistributedDataParallel.__init__
+
+    def built(self: DistributedDataParallel, module: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.wraps(module)
+        build(self, module, *args, **kwargs)
+        recorder.wrapped(self)
+
+    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
+
+
+def _watch_functions(recorder: Recorder) -> None:
+    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
+        # The tensor that goes in comes first, but for the gathers, which put what comes out there.
+        place = 1 if name in _GATHERS else 0
+        setattr(dist, name, _told(recorder, name, getattr(dist, name), place))
+    schedule = LRScheduler.step
+
+    def scheduled(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        recorder.called("schedule", None)
+        schedule(self, *args, **kwargs)
+
+    LRScheduler.step = scheduled  # type: ignore[method-assign]
+    utils: Any = torch.nn.utils
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        told = _told(recorder, "clip", getattr(utils, name), 0)
+        setattr(utils, name, told)
+        setattr(utils.clip_grad, name, told)
+
+
+def _told(recorder: Recorder, name: str, function: Any, place: int) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # Clipping by Lockstep is asked for by the script, its exchanges are not.
+        if name == "clip" or not sys._getframe(1).f_globals["__name__"].startswith("lockstep."):
+            tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
+            recorder.called(name, args[place] if len(args) > place else tensor)
+        return function(*args, **kwargs)
+
+    return called
+
+
+Queues = dict[int, deque[list[int]]]
+"""The indices of batches that were drawn and not handed out yet, by the id of their sampler."""
+
+
+def watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
+    """For the rest of this process.
+
+    Args:
+        recorder: is told what is handed out to be trained on.
+        patches: changes it first.
+    """
+    waiting: Queues = {}
+    _keep_indices(waiting, patches)
+    plain, pieces = DataLoader.__iter__, Loader.__iter__
+
+    def of_torch(self: DataLoader[Any]) -> Iterator[Any]:
+        if _is_ours(self.dataset):
+            return plain(self)
+        queue: deque[list[int]] | None = None
+        stream = isinstance(self.dataset, IterableDataset)
+        if type(self.batch_sampler) is BatchSampler and not stream:
+            queue = waiting[id(self.batch_sampler)] = deque()
+        if torch.is_grad_enabled():
+            recorder.begins_pass(self)
+        return _told_of_batches(recorder, patches, self, plain(self), queue)
+
+    def of_lockstep(self: Loader) -> Iterator[Any]:
+        return map(patches.batch, pieces(self))
+
+    DataLoader.__iter__ = of_torch  # type: ignore[method-assign, assignment]
+    Loader.__iter__ = of_lockstep  # type: ignore[method-assign]
+
+
+def enlarge_batches(times: int) -> None:
+    """DataLoaders of torch get so many times the batch size, for the rest of this process."""
+    build: Any = DataLoader.__init__
+
+    def built(
+        self: DataLoader[Any], dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        if batch_size is not None and not _is_ours(dataset):
+            batch_size *= 1 if kwargs.get("batch_sampler") else times
+        build(self, dataset, batch_size, *args, **kwargs)
+
+    DataLoader.__init__ = built  # type: ignore[method-assign]
+
+
+def _is_ours(dataset: Any) -> bool:
+    """The inside of one of Lockstep's loaders, not what a training loop is handed."""
+    return type(dataset).__module__.startswith("lockstep.")
+
+
+def _keep_indices(waiting: Queues, patches: DeterminismPatches) -> None:
+    batches = BatchSampler.__iter__
+
+    def of_sampler(self: BatchSampler) -> Iterator[list[int]]:
+        queue = waiting.pop(id(self), None)
+        running = batches(self)
+        while True:
+            with patches.unwatched():  # the order of samples is drawn, not what is in them
+                batch = next(running, None)
+            if batch is None:
+                return
+            if queue is not None:
+                queue.append([int(index) for index in batch])
+            yield batch
+
+    BatchSampler.__iter__ = of_sampler  # type: ignore[method-assign]
+
+
+def _told_of_batches(
+    recorder: Recorder,
+    patches: DeterminismPatches,
+    loader: DataLoader[Any],
+    running: Iterator[Any],
+    queue: deque[list[int]] | None,
+) -> Iterator[Any]:
+    while True:
+        patches.watch_draws()
+        before = random_streams()
+        try:
+            batch = patches.batch(next(running))
+        except StopIteration:
+            return
+        ids = None if queue is None else queue.popleft()
+        if torch.is_grad_enabled():
+            # torch's numbers are seen themselves; of the others, the streams they come from.
+            others = zip(before[1:], random_streams()[1:], strict=False)
+            moved = [a for a, b in others if a != b]
+            recorder.took(loader, ids, batch, patches.draws() + "".join(moved))
+        yield batch
 
 
 def main(folder: Path) -> None:
@@ -27,13 +246,13 @@ def main(folder: Path) -> None:
     plan = read_plan(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = Writer(folder, rank)
-    neutral = Neutral(double=plan.double)
+    patches = DeterminismPatches(double=plan.double)
     # A script that seeds nothing draws other numbers on every process, but the same each time.
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
-    recorder = Recorder(writer, plan.steps, neutral)
-    install(recorder, neutral, plan.batch_times, folder / "saved")
+    recorder = Recorder(writer, plan.steps, patches)
+    install(recorder, patches, plan.batch_times, folder / "saved")
     script = Script(
         path=plan.script,
         arguments=plan.arguments,
@@ -48,7 +267,7 @@ def main(folder: Path) -> None:
         error = None if fine else caught
         raise
     finally:
-        writer.end(error, neutral.notes(), of_lockstep=recorder.of_lockstep)
+        writer.end(error, patches.notes(), of_lockstep=recorder.of_lockstep)
 
 
 if __name__ == "__main__":

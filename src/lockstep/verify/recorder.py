@@ -4,27 +4,102 @@ It sees calls and values alone: torch's hooks for optimizer steps and forward pa
 hand out, what backward passes are made of, and a few functions of torch.distributed.
 
 The models of a script that knows nothing of being watched, and the names of their tensors.
+
+What can be told of a batch is a digest of each sample, and what it may weigh.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names, unwrap
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent
-from lockstep.verify.determinism import Neutral
-from lockstep.verify.record import Writer
-from lockstep.verify.samples import digest, look_at, random_streams
-from lockstep.verify.updates import Array, Call, RankUpdate, Taken, scale_of
+from lockstep.verify.patches import DeterminismPatches, digest
+from lockstep.verify.record import Array, Call, RankUpdate, Taken, Writer, scale_of
+
+_IGNORED = -100
+"""torch's `ignore_index`: labels that count for nothing."""
+
+
+class Seen(NamedTuple):
+    """Of a batch."""
+
+    size: int
+    """Samples."""
+    contents: tuple[str, ...]
+    shape: str
+    weights: dict[str, float]
+
+
+def look_at(batch: Any, count: int | None = None) -> Seen:
+    """Takes a batch apart.
+
+    Args:
+        batch: a nest of tensors, each with one row a sample.
+        count: of samples; None: the rows of the first tensor.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [t.detach().cpu() for t in leaves if t.layout == torch.strided and t.dim()]
+    if count is None:
+        count = len(tensors[0]) if tensors else 0
+    rows = [t for t in tensors if len(t) == count]
+    shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
+    return Seen(count, _digests(rows, count), shape, _weights(rows, count))
+
+
+def random_streams() -> list[str]:
+    """A digest of each stream that reading and training may draw from: torch's, numpy's, Python's.
+
+    That of a GPU comes last, where one is used.
+    """
+    kind, keys, position, *_ = np.random.get_state()
+    states = [
+        torch.get_rng_state().numpy().tobytes(),
+        np.asarray(keys).tobytes() + f"{kind}{position}".encode(),
+        repr(random.getstate()).encode(),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return [hashlib.blake2b(state, digest_size=8).hexdigest() for state in states]
+
+
+def _digests(rows: list[Tensor], count: int) -> tuple[str, ...]:
+    if not rows:
+        return ()
+    plain = [t.reshape(count, -1).contiguous().view(torch.uint8).numpy() for t in rows if t.numel()]
+    found = []
+    for number in range(count):
+        each = (hashlib.blake2b(v[number].tobytes(), digest_size=6).hexdigest() for v in plain)
+        found.append(".".join(each))
+    return tuple(found)
+
+
+def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
+    """Samples, and of each whole-number tensor what is not ignored, not zero, or set."""
+    found = {"samples": float(count)}
+    for number, tensor in enumerate(rows):
+        if tensor.is_complex() or tensor.is_floating_point():
+            is_mask = bool(((tensor == 0) | (tensor == 1)).all())
+            if is_mask and tensor.dim() > 1:
+                found[f"ones in tensor {number}"] = float(tensor.sum())
+            continue
+        kept = tensor[tensor != _IGNORED] if tensor.dtype != torch.bool else tensor
+        found[f"labels in tensor {number}"] = float(kept.numel())
+        found[f"non-zero values in tensor {number}"] = float(kept.count_nonzero())
+    return found
+
 
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
@@ -58,16 +133,16 @@ class Recorder:
     Args:
         writer: of this rank.
         steps: of the first optimizer; then the script ends.
-        neutral: what is switched off in the models.
+        patches: what is switched off in the models.
     """
 
-    def __init__(self, writer: Writer, steps: int, neutral: Neutral) -> None:
+    def __init__(self, writer: Writer, steps: int, patches: DeterminismPatches) -> None:
         self.models = Models()
         self.of_lockstep = False
         """Whether the script trains by Lockstep."""
         self._writer = writer
         self._steps = steps
-        self._neutral = neutral
+        self._neutral = patches
         self._pending = _Pending()
         self._optimizers: dict[int, Optimizer] = {}
         self._taken: dict[int, int] = {}

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.settings import INSTEAD
-from lockstep.verify.record import read_ends, read_updates
-from lockstep.verify.updates import Update
+from lockstep.verify.record import Update, read_ends, read_updates
 
 _TAIL = 15
 """Last lines of what a run printed."""

@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Case, Cause, cause_of, shown
 from lockstep.verify.compare import Divergence, Tolerance, first_divergence
+from lockstep.verify.record import Update, count_of, loss_of, merged
 from lockstep.verify.runs import Recorded
-from lockstep.verify.updates import Update, count_of, loss_of, merged
 
 _WHAT = {
     "initial": "the parameters before the first step",

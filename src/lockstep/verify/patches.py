@@ -7,6 +7,7 @@ a checkpoint would be resumed by one run and overwritten by the other. All of it
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from lockstep.distributed.torch_compat import DropoutNd
 from lockstep.errors import user_line
 from lockstep.optim.precision import in_double
-from lockstep.verify.samples import digest
 
 _DROPOUTS = {
     F.dropout,
@@ -41,7 +41,7 @@ _DRAWS = {
 }
 
 
-class Neutral(TorchFunctionMode):
+class DeterminismPatches(TorchFunctionMode):
     """Makes two runs of a script comparable.
 
     Args:
@@ -127,12 +127,13 @@ class Neutral(TorchFunctionMode):
         """`torch.autocast` does nothing from here on."""
         own: Any = torch.autocast
         build = own.__init__
+        signature = inspect.signature(build)
 
-        def disabled(autocast: Any, *args: Any, **kwargs: Any) -> None:
-            build(autocast, *args, **kwargs)
-            if autocast._enabled:
-                self.off["autocast"] += 1
-                autocast._enabled = False
+        def disabled(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs)
+            self.off["autocast"] += given.arguments.get("enabled", True)
+            given.arguments["enabled"] = False
+            build(*given.args, **given.kwargs)
 
         own.__init__ = disabled
 
@@ -201,3 +202,10 @@ class Neutral(TorchFunctionMode):
 def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of all values of a dense tensor, bit for bit."""
+    # A copy: storage that numpy looks at cannot be freed, as FSDP does with what it has gathered.
+    plain = tensor.detach().cpu().clone().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
