@@ -67,4 +67,4 @@ gpu: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build
