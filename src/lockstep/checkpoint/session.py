@@ -121,7 +121,7 @@ class Checkpoint:
         """Saves the present step; returns its folder, in which it will be complete soon.
 
         What is saved is the state of this moment, the random state of every rank with it: the
-        training may go on while rank 0 writes. The checkpoint is complete or not there at all; an
+        training may go on while the ranks write. The checkpoint is complete or not there at all; an
         earlier one of the same step is replaced. With `asynchronous=False` it is safely on disk
         when this returns, else when `wait()` does.
 
@@ -151,6 +151,7 @@ class Checkpoint:
         rank = self._collectives.topology.rank
 
         def hand_over() -> tuple[tuple[Part, dict[str, Any]], str]:
+            self._writer.finish()  # rank 0 has: this one may have thought of leaving the save out
             if rank and rank not in others:
                 return (Part({}), {}), ""
             part, trees = self._part(states, answers)
