@@ -481,7 +481,7 @@ _BY_SIGNAL: dict[int, str] = {
     signal.SIGTERM: "it came from outside of this run: a scheduler that ends the job, or a user",
     signal.SIGSEGV: "a library of C or C++ code failed; crash.txt has the Python stack of every "
     "thread",
-    signal.SIGABRT: "a library ended the process itself and says why at the end of stderr.log; "
+    signal.SIGABRT: "a library ended the process itself and says why at the end of its output; "
     "crash.txt has the Python stack of every thread",
     signal.SIGBUS: f"if shared memory was full: {_SHARED_MEMORY}; crash.txt has the Python stack",
     signal.SIGFPE: "crash.txt has the Python stack of every thread",
