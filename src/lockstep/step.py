@@ -19,6 +19,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 
+CHECK_EVERY = 200
+"""Global batches from one comparison of the ranks to the next, by default."""
+_EARLY = frozenset({1, 2, 3, 10})
+
+
+def check_due(number: int, every: int = CHECK_EVERY) -> bool:
+    """Whether to compare the ranks at this global batch: in the first ones, and now and then."""
+    return number in _EARLY or number % every == 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:

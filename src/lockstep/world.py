@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,13 +32,12 @@ from lockstep.distributed.process_group import (
 )
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError
-from lockstep.guards.loss import LossGuard
 from lockstep.optim.precision import Precision
 from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, print_closing, progress
 from lockstep.settings import Choice, resolve_settings
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Plan, Strategy
 from lockstep.strategies.registry import strategy as find_strategy
 from lockstep.training.prepare import Preparer, agree_on_loader
 
@@ -71,7 +69,7 @@ class World:
         strategy: the name of the strategy.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, choices: list[Choice]) -> None:
+    def __init__(self, run: Run, strategy: Strategy, plan: Plan, choices: list[Choice]) -> None:
         self.topology = run.topology
         self.rank = run.topology.rank
         self.size = run.topology.size
@@ -85,21 +83,17 @@ class World:
         self.settings = settings = run.settings
         self.means = self._outside = RunningMeans(run.topology, run.device, 0)
         self.precision = Precision(settings.precision, run.device)
-        self.shares = strategy.shares(run)
+        self._plan = plan
         self._run = run
-        self._check_loss = LossGuard(run.step)
         self._choices = choices
         self._preparer = Preparer(
             run,
             strategy,
+            plan,
             self.precision,
             make_loader=lambda loader: self._make_loader(make_source(loader)),
             say=self.print,
         )
-        self._evaluates_together = strategy.evaluates_together
-        self._pieces = strategy.pieces(run)
-        self._devices = strategy.devices(run)
-        self._of_process = partial(strategy.micro_batch_size, run)
         self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
@@ -197,7 +191,7 @@ class World:
             data,
             batch_size,
             per_device=batch_size_per_device,
-            devices=self._devices,
+            devices=self._plan.devices,
             shuffle=shuffle,
             drop_last=drop_last,
             collate=collate_fn,
@@ -228,17 +222,7 @@ class World:
             UsageError: the loss is not a scalar tensor with a gradient, or is NaN; or gradients of
                 earlier micro-batches are gone, or would be mixed with another optimizer's.
         """
-        if self.collectives.contributes:  # elsewhere it is made of nothing, and not used
-            self._check_loss(loss)
-        running = self._run.step.running
-        present = running.micro_batch
-        if not (present.first and present.last):
-            self._preparer.check_accumulation(running)
-        self._preparer.backward(self._run.step.weighted(loss), **options)
-        running.backwards += 1
-        scaled = self.precision.scaler is not None  # which sees to what is not finite anywhere
-        if present.scale == 0.0 and self.collectives.contributes and (present.local or not scaled):
-            self._check_loss.after_backward(loss, self._preparer.gradients())
+        self._preparer.backward(loss, **options)
 
     def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
@@ -364,7 +348,7 @@ class World:
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
-        self._check_loss.settle()
+        self._preparer.guards.settle()
         self.precision.settle()
         scaler = self.precision.scaler
         state = None if scaler is None else scaler.state_dict()
@@ -390,24 +374,25 @@ class World:
         self._preparer.release()
         leave(self._run, failed=failed)
         if not failed:
-            self._check_loss.settle()
+            self._preparer.guards.settle()
         if self.is_main and not failed:
             print_closing(self._run.step, self._folders)
 
     def _make_loader(self, source: Source, **options: Any) -> Loader:
+        plan = self._plan
         shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
         made = make_loader(
             source,
             request=self._preparer.autotune.request(shares, own),
-            shares=self.shares if shares is None else first_shares(shares, len(self.shares)),
-            micro_batch_size=self._of_process(
+            shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
+            micro_batch_size=plan.micro_batch_size(
                 self.settings.micro_batch_size if own is None else own
             ),
             seed=self.settings.seed,
             collectives=self.collectives,
             step=self._run.step,
-            evaluates_together=self._evaluates_together,
-            min_micro_batches=self._pieces,
+            evaluates_together=plan.evaluates_together,
+            min_micro_batches=plan.num_micro_batches,
             **options,
         )
         self._preparer.choices.append(made.choice)
@@ -481,13 +466,14 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
         chosen, reason = find_strategy(settings.strategy, run.topology.size)
-        chosen.check(run)
+        plan = chosen.plan(run)
         if run.topology.size > 1:
             reason = f"{reason}; ranks given by {run.topology.source}"
-        run.collectives.data_parallel = chosen.part(run.topology)
+        run.collectives.data_parallel = plan.rank
+        run.step.devices = len(plan.own_devices)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
-        world = World(run, chosen, choices)
+        world = World(run, chosen, plan, choices)
         if settings.ledger is not None:
             from lockstep.data.ledger import Ledger  # not all runs keep one
 

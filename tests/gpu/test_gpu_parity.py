@@ -51,7 +51,7 @@ def train(device: str, strategy: Any, shares: str | None) -> dict[str, Tensor]:
         model, optimizer = world.prepare(model, optimizer)
         micro = None
         if world.strategy != "pipeline":  # which has said how many
-            micro = -(-BATCH * max(world.shares) // (PIECES * sum(world.shares)))
+            micro = -(-BATCH * max(world._plan.shares) // (PIECES * sum(world._plan.shares)))
         loader = world.loader(Augmented(44), BATCH, shuffle=True, micro_batch_size=micro)
         assert loader.micro_batches == PIECES
         for _ in world.epochs(2):

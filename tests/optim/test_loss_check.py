@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lockstep
 from lockstep.errors import UsageError
 from lockstep.guards.loss import LossGuard
-from lockstep.step import Step
+from lockstep.optim.precision import Precision
 
 
 class Copied:
@@ -22,7 +23,8 @@ class Copied:
 @pytest.mark.parametrize("was_nan", [True, False])
 def test_the_last_loss_is_waited_for(was_nan):
     """On CUDA a loss is looked at one step late; the last one when the run is saved or left."""
-    check, copied = LossGuard(Step()), Copied()
+    world = lockstep.init(device="cpu")
+    check, copied = LossGuard(world._run, Precision("fp32", world.device)), Copied()
     check.settle()
     check._pending = torch.tensor(was_nan), copied, 7  # type: ignore[assignment]
     if was_nan:
@@ -32,3 +34,4 @@ def test_the_last_loss_is_waited_for(was_nan):
         check.settle()
     assert copied.waited
     assert check._pending is None
+    world.close()

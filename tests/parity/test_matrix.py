@@ -105,7 +105,7 @@ def train(cell: tuple[Any, ...], strategy: str | None) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         samples = data(kind, 36 if tail == "even" else 31, dtype)
         model, optimizer, _ = world.prepare(model, optimizer, DataLoader(samples, 4))
-        parts = len(world.shares) * (2 if strategy == "dp" else 1)
+        parts = len(world._plan.shares) * (2 if strategy == "dp" else 1)
         micro = None if pieces == 1 or "pipeline" in str(strategy) else -(-BATCH // pieces // parts)
         loader = world.loader(samples, BATCH, shuffle=True, micro_batch_size=micro)
         assert loader.micro_batches == pieces

@@ -231,8 +231,8 @@ MESSAGES: dict[str, str] = {
         "  more:  [LS206: lockstep explain LS206]"
     ),
     "layer added after prepare": (
-        "parameters added, replaced or unfrozen after world.prepare\n"
-        "  found: DDP does not average the gradients of 0.weight, 0.bias\n"
+        "parameters added, replaced, unfrozen or moved after world.prepare\n"
+        "  found: 0.weight replaced, 0.bias replaced; their gradients are not averaged over the ranks\n"
         "  do:    change the model first, then call world.prepare\n"
         "  more:  [LS303: lockstep explain LS303]"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -391,7 +392,10 @@ def test_the_settings_from_outside(monkeypatch):
 
 
 def test_strategies_that_cannot_try_refuse(monkeypatch):
-    monkeypatch.setattr(lockstep.strategies.Single, "autotunes", False)
+    plan = lockstep.strategies.Single.plan
+    monkeypatch.setattr(
+        lockstep.strategies.Single, "plan", lambda *a: replace(plan(*a), autotunes=False)
+    )
     for setting in ("shares", "micro_batch_size"):
         with pytest.raises(SettingError, match=f"{setting}='auto'(.|\n)*strategy 'single'"):
             lockstep.init(**{setting: "auto"})

@@ -1,1 +1,50 @@
-"""The checks that are always on: one file each."""
+"""The checks that are always on: one file each, and one line in `GUARDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.distributed.process_group import Run
+from lockstep.guards.base import Guard
+from lockstep.guards.coverage import CoverageGuard
+from lockstep.guards.gradients import GradientVersionGuard
+from lockstep.guards.loss import LossGuard
+from lockstep.guards.parameters import ParameterGuard
+from lockstep.guards.replicas import ReplicaGuard
+from lockstep.guards.unit_order import UnitOrderGuard
+from lockstep.optim.precision import Precision
+
+GUARDS: tuple[type[Guard], ...] = (
+    LossGuard,
+    GradientVersionGuard,
+    UnitOrderGuard,
+    ParameterGuard,
+    ReplicaGuard,
+    CoverageGuard,
+)
+
+
+class Guards(Guard):
+    """All guards of a run; each is told, in the order above, what it has a method for."""
+
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        guards = [guard(run, precision) for guard in GUARDS]
+
+        def tell(event: str) -> Callable[..., None]:
+            calls = [
+                getattr(guard, event)
+                for guard in guards
+                if getattr(type(guard), event) is not getattr(Guard, event)
+            ]
+
+            def tell_all(*args: Any) -> None:
+                for call in calls:
+                    call(*args)
+
+            return tell_all
+
+        for event in vars(Guard):
+            if not event.startswith("_"):
+                setattr(self, event, tell(event))

@@ -6,26 +6,44 @@ Clipping or unscaling them there gives other numbers than on a whole batch, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
+from lockstep.guards.base import Guard
+from lockstep.optim.precision import Precision
+from lockstep.strategies.base import Wrapped
 
 
-class GradientVersionGuard:
-    """What the last backward pass has left."""
+class GradientVersionGuard(Guard):
+    """Remembers what the last backward pass has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        self._modules: list[nn.Module] = []
         self._marks: list[tuple[nn.Parameter, int, int]] = []
         """Of each gradient: its parameter, its id, and how often it was written to."""
 
-    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A backward pass has ended."""
-        self._marks = [(p, id(g), g._version) for p in parameters if (g := p.grad) is not None]
+    def prepared(self, wrapped: Wrapped) -> None:
+        """Its gradients are remembered where they are written in backward passes alone."""
+        if not wrapped.gradients_later:
+            self._modules.append(wrapped.module)
 
-    def check_between(self) -> None:
-        """Before the pass of a further micro-batch: raises UsageError where they differ."""
+    def after_backward(self, loss: Any) -> None:
+        """The gradients wait, for further micro-batches or for the loss scaler."""
+        if not self.run.step.current.last or self.precision.scaler is not None:
+            parameters = (p for module in self._modules for p in module.parameters())
+            self._marks = [(p, id(g), g._version) for p in parameters if (g := p.grad) is not None]
+
+    def before_backward(self, loss: Any) -> None:
+        """Raises UsageError where the gradients of earlier micro-batches were written to."""
+        running = self.run.step.running
+        if running.micro_batch.first or running.backwards:
+            return
         if any(map(_changed, self._marks)):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
@@ -36,9 +54,11 @@ class GradientVersionGuard:
                 code="LS406",
             )
 
-    def check_scaled(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before a step on gradients that are still scaled: raises UsageError where they differ."""
-        stepped = set(map(id, parameters))
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises UsageError where gradients that are still scaled were written to."""
+        if not self.precision.scales(optimizer):
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(_changed(mark) for mark in self._marks if id(mark[0]) in stepped):
             raise UsageError(
                 "gradients that are written to before optimizer.step() under precision='fp16'",

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
-from lockstep.step import Step
+from lockstep.guards.base import Guard
+from lockstep.optim.precision import Precision
+from lockstep.strategies.base import Wrapped
 
 
-class LossGuard:
+class LossGuard(Guard):
     """Checks losses; on CUDA a NaN is reported one step late, because reading it would wait."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        self._wrapped: list[Wrapped] = []
         self._pending: tuple[Tensor, torch.cuda.Event, int] | None = None
 
-    def __call__(self, loss: Any) -> None:
+    def prepared(self, wrapped: Wrapped) -> None:
+        """Its gradients are looked at where a loss counts for nothing."""
+        self._wrapped.append(wrapped)
+
+    def before_backward(self, loss: Any) -> None:
         """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
+        if not self.run.collectives.contributes:  # the loss is made of nothing, and is not used
+            return
         if not isinstance(loss, Tensor):
             raise UsageError(
                 f"world.backward of a {type(loss).__name__}",
@@ -41,20 +51,24 @@ class LossGuard:
                 "compute it from the output of the prepared model, with gradients enabled",
             )
         # The mean over no samples, or over none that count, is NaN and is weighted with 0.
-        if self._step.current.scale == 0.0:
+        if self.run.step.current.scale == 0.0:
             return
         if loss.is_cuda:
             self._look_back(loss)
             return
         value = loss.item()
         if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
-            self._complain(self._step.number + 1)
+            self._complain(self.run.step.number + 1)
 
-    def after_backward(self, loss: Tensor, gradients: Iterable[Tensor]) -> None:
+    def after_backward(self, loss: Tensor) -> None:
         """Raises UsageError where a loss of weight 0 has made gradients NaN."""
-        if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in gradients):
+        present = self.run.step.current
+        if present.scale != 0.0 or not self.run.collectives.contributes:
             return
-        present = self._step.current
+        if self.precision.scaler is not None and not present.local:
+            return  # it sees to what is not finite on any rank
+        if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in self._gradients()):
+            return
         if not present.local:
             raise UsageError(
                 "world.backward(loss) on a rank without samples",
@@ -68,6 +82,15 @@ class LossGuard:
             "the loss is NaN, a division by that 0, and so are its gradients",
             "divide by the number that counts, at least 1: .sum().clamp(min=1)",
         )
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """What backward passes have left on this rank, in whatever form."""
+        for wrapped in self._wrapped:
+            for parameter in (*wrapped.module.parameters(), *wrapped.whole):
+                if parameter.grad is not None:
+                    # Of a shard this rank's part: what asks a DTensor waits for other ranks.
+                    local = getattr(parameter.grad, "to_local", None)
+                    yield parameter.grad if local is None else local()
 
     def settle(self) -> None:
         """Waits for the last loss; raises UsageError where it was NaN."""
@@ -90,7 +113,7 @@ class LossGuard:
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # On a model spread over several GPUs the loss is not on the present device.
         copied.record(torch.cuda.current_stream(loss.device))
-        self._pending = (flag, copied, self._step.number + 1)
+        self._pending = (flag, copied, self.run.step.number + 1)
 
     def _complain(self, number: int) -> None:
         raise UsageError(

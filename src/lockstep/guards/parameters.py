@@ -8,16 +8,61 @@ of another type or device.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names
+from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError, some, warn
+from lockstep.guards.base import Guard
+from lockstep.optim.precision import Precision
+from lockstep.step import check_due
+from lockstep.strategies.base import Wrapped
 
 
-class _Kept(NamedTuple):
+class ParameterGuard(Guard):
+    """Compares prepared modules with what they were, in the first steps and now and then."""
+
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        self._parameters: dict[int, _Parameters] = {}
+        """Of each module, by its id."""
+        self._warned = False
+
+    def prepared(self, wrapped: Wrapped) -> None:
+        """The parameters are to stay as they are now."""
+        self._parameters[id(wrapped.module)] = _Parameters(wrapped)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Compares; on one process, where such a change does no harm yet, it warns once.
+
+        Raises:
+            UsageError: a parameter that is trained has changed, and there are several processes.
+        """
+        step = self.run.step
+        first = step.running.number == 1  # an epoch may begin otherwise
+        if self._warned or not (first or check_due(step.number + 1)):
+            return
+        changed = [change for m in modules for change in self._parameters[id(m)].changes()]
+        if not changed:
+            return
+        shown = some(changed)
+        was_set = "parameters added, replaced, unfrozen or moved after world.prepare"
+        do = "change the model first, then call world.prepare"
+        if self.run.collectives.alone:
+            self._warned = True
+            found = f"{shown}; with several processes their gradients would not be averaged"
+            warn(was_set, found, do, code="LS303")
+        else:
+            found = f"{shown}; their gradients are not averaged over the ranks"
+            raise UsageError(was_set, found, do, code="LS303")
+
+
+class _Parameter(NamedTuple):
     parameter: weakref.ref[nn.Parameter]
     trained: bool
     """Or may be."""
@@ -25,62 +70,36 @@ class _Kept(NamedTuple):
     device: torch.device
 
 
-class ParameterGuard:
-    """The parameters of a prepared module, as they were then.
+class _Parameters:
+    """Those of a prepared module, as they were then."""
 
-    Args:
-        module: as the strategy has wrapped it.
-        alone: the run has one process, where such a change does no harm yet.
-        may_unfreeze: the strategy averages what is trained later, too.
-    """
-
-    def __init__(self, module: nn.Module, *, alone: bool, may_unfreeze: bool = False) -> None:
+    def __init__(self, wrapped: Wrapped) -> None:
+        module = wrapped.module
         self._module = weakref.ref(module)
-        self._alone = alone
-        self._said = False
         self._plain = plain_names(module)
         self._names = {self._plain(name) for name, _ in module.named_parameters()}
-        self._kept = {
-            id(p): _Kept(weakref.ref(p), p.requires_grad or may_unfreeze, p.dtype, p.device)
+        self._before = {
+            id(p): _Parameter(
+                weakref.ref(p), p.requires_grad or wrapped.may_unfreeze, p.dtype, p.device
+            )
             for p in module.parameters()
         }
 
-    def check(self) -> None:
-        """Compares with what is there now; warns once on one process.
-
-        Raises:
-            UsageError: a parameter that is trained has changed, and there are several processes.
-        """
-        if self._said:
-            return
+    def changes(self) -> list[str]:
+        """In words, of those that are trained."""
         module = self._module()
-        changed = [] if module is None else self._changes(module)
-        if not changed:
-            return
-        self._said = True
-        shown = some(changed)
-        was_set = "parameters added, replaced, unfrozen or moved after world.prepare"
-        do = "change the model first, then call world.prepare"
-        if self._alone:
-            found = f"{shown}; with several processes their gradients would not be averaged"
-            warn(was_set, found, do, code="LS303")
-        else:
-            found = f"{shown}; their gradients are not averaged over the ranks"
-            raise UsageError(was_set, found, do, code="LS303")
-
-    def _changes(self, module: nn.Module) -> list[str]:
-        found = []
-        for full_name, parameter in module.named_parameters():
+        found: list[str] = []
+        for full_name, parameter in module.named_parameters() if module is not None else ():
             if not parameter.requires_grad:
                 continue
             name = self._plain(full_name)
-            kept = self._kept.get(id(parameter))
-            if kept is None or kept.parameter() is not parameter:
+            before = self._before.get(id(parameter))
+            if before is None or before.parameter() is not parameter:
                 found.append(f"{name} {'replaced' if name in self._names else 'added'}")
-            elif not kept.trained:
+            elif not before.trained:
                 found.append(f"{name} unfrozen")
-            elif parameter.dtype != kept.dtype:
-                found.append(f"{name} now {parameter.dtype}, was {kept.dtype}")
-            elif parameter.device != kept.device:
-                found.append(f"{name} now on {parameter.device}, was on {kept.device}")
+            elif parameter.dtype != before.dtype:
+                found.append(f"{name} now {parameter.dtype}, was {before.dtype}")
+            elif parameter.device != before.device:
+                found.append(f"{name} now on {parameter.device}, was on {before.device}")
         return found

@@ -6,79 +6,61 @@ equal. Gradients are averaged to the same bits on all ranks, so anything else is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from lockstep.errors import RanksDifferError
-
-EVERY = 200
-"""Global batches from one look to the next, by default."""
-_EARLY = frozenset({1, 2, 3, 10})
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**17
-"""Numbers summed at a time on the CPU, where torch first makes 64-bit ones of all of them."""
+from lockstep.distributed.process_group import Run
+from lockstep.errors import RanksDifferError, some
+from lockstep.guards.base import Guard
+from lockstep.optim.precision import Precision
+from lockstep.step import check_due
+from lockstep.strategies.base import Replicas, Wrapped
+from lockstep.strategies.broadcast import fingerprint
 
 
-def due(number: int, every: int = EVERY) -> bool:
-    """Whether to look after this global batch: in the first ones, and now and then."""
-    return number in _EARLY or number % every == 0
+class ReplicaGuard(Guard):
+    """Compares what several ranks have in common, in the first steps and now and then."""
+
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        self._wrapped: list[Wrapped] = []
+
+    def prepared(self, wrapped: Wrapped) -> None:
+        """Its parameters and buffers are compared from now on."""
+        if wrapped.check_every:
+            self._wrapped.append(wrapped)
+
+    def after_step(self) -> None:
+        """Raises RanksDifferError, on all ranks, where they have parted."""
+        number = self.run.step.number
+        for wrapped in self._wrapped:
+            if check_due(number, wrapped.check_every):
+                for replicas in wrapped.replicas():
+                    check_equal(replicas, f"step {number}")
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """One 64-bit sum of the bits of each tensor, shape `(number of tensors,)`."""
-    sums = []
-    for tensor in tensors:
-        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        bits = real.contiguous().view(_INTEGERS[real.element_size()])
-        if bits.is_cuda or bits.numel() <= _CHUNK:
-            sums.append(bits.sum(dtype=torch.int64))
-        else:
-            parts = [part.sum(dtype=torch.int64) for part in torch.split(bits.view(-1), _CHUNK)]
-            sums.append(torch.stack(parts).sum())
-    return torch.stack([part.to(sums[0].device) for part in sums])
-
-
-def check_replicas(module: nn.Module, when: str, group: dist.ProcessGroup | None = None) -> None:
-    """Compares the parameters and buffers of a module over all ranks, or those of a group.
-
-    What is on the meta device is on other ranks, and is left out.
+def check_equal(replicas: Replicas, when: str) -> None:
+    """Compares tensors over the ranks that have them.
 
     Raises:
         RanksDifferError: on every rank, naming the tensors.
     """
-    check_equal(dict(module.named_parameters()), dict(module.named_buffers()), when, group)
-
-
-def check_equal(
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    when: str,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Compares tensors over all ranks, or those of a group, but for those on the meta device.
-
-    Raises:
-        RanksDifferError: on every rank, naming the tensors.
-    """
-    named = {n: t for n, t in {**parameters, **buffers}.items() if t.numel() and not t.is_meta}
+    named = {**replicas.parameters, **replicas.buffers}
+    named = {name: t for name, t in named.items() if t.numel() and not t.is_meta}
     if not named:
         return
     mine = fingerprint(named.values())
     extremes = torch.cat([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
     largest, smallest = extremes.chunk(2)
     differ = [
         name for name, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same
     ]
     if differ:
-        shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
         raise RanksDifferError(
             f"replicas that stay equal ({when})",
-            f"{len(differ)} of {len(named)} tensors differ between ranks: {shown}",
+            f"{len(differ)} of {len(named)} tensors differ between ranks: {some(differ)}",
             "look for a forward pass that goes around the prepared model, parameters changed by "
             "hand on some ranks, or a step taken on some ranks only",
-            code="LS309" if all(name in buffers for name in differ) else "LS304",
+            code="LS309" if all(name in replicas.buffers for name in differ) else "LS304",
         )

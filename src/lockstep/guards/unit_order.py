@@ -8,65 +8,88 @@ all-reduce on the host, looked at when the next step or forward pass begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, some, warn
+from lockstep.guards.base import Guard
+from lockstep.optim.precision import Precision
+from lockstep.strategies.base import Wrapped
 
 _LARGEST = 2**62 - 1
 _AT_CLOSE = timedelta(seconds=5)
 """How long the last comparison is waited for; another rank may have failed."""
 
 
-class UnitOrderGuard:
-    """Compares what the ranks use.
+class UnitOrderGuard(Guard):
+    """Compares what the ranks use of each module with units."""
 
-    Args:
-        units: their names; that of the whole model is empty.
-    """
+    def __init__(self, run: Run, precision: Precision) -> None:
+        super().__init__(run, precision)
+        self._uses: dict[int, _Use] = {}
+        """Of modules, by the id of each."""
 
-    def __init__(self, units: Sequence[str]) -> None:
-        self._units = list(units)
+    def prepared(self, wrapped: Wrapped) -> None:
+        """Follows its units, where it has some."""
+        if wrapped.units:
+            self._uses[id(wrapped.module)] = use = _Use(wrapped)
+            self.run.at_end.append(lambda failed: use.release())
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises RanksDifferError, on all ranks, where the comparison before found a difference."""
+        for module in modules:
+            if (use := self._uses.get(id(module))) is not None:
+                use.compare()
+
+
+class _Use:
+    """What is used of one module: passes of its units, states that were loaded, gradients."""
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        root = wrapped.module
+        self._units = list(wrapped.units)
+        self._parameters = dict(root.named_parameters())
         self._passes = [0] * len(self._units)
         self._order = 0
         """A sum of which came after which, equal on ranks where all came in the same order."""
-        self.loads = 0
+        self._loads = 0
         """States that were loaded into the model; each rank takes its own shards of them."""
-        self._under_way: tuple[dist.Work, Tensor, list[str]] | None = None
+        self._under_way: tuple[dist.Work, Tensor] | None = None
+        for number, unit in enumerate(wrapped.units.values()):
+            unit.register_forward_hook(partial(self._passed, number))
+        root.register_forward_pre_hook(lambda *_: self.finish(), prepend=True)
+        root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
 
-    def counter(self, unit: int) -> Callable[[], None]:
-        """What is to be called after each forward pass of a unit."""
+    def _passed(self, unit: int, *_: Any) -> None:
+        self._passes[unit] += 1
+        self._order = hash((self._order, unit)) & _LARGEST
 
-        def passed() -> None:
-            self._passes[unit] += 1
-            self._order = hash((self._order, unit)) & _LARGEST
+    def _count_load(self, *_: Any) -> None:
+        self._loads += 1
 
-        return passed
-
-    def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Begins to compare, after a backward pass that has averaged gradients.
-
-        Raises:
-            RanksDifferError: on all ranks, where the comparison before found a difference.
-        """
+    def compare(self) -> None:
+        """Begins to compare, after a backward pass that has averaged gradients."""
         self.finish()
-        used = [p.grad is not None for p in parameters.values()]
-        mine = torch.tensor([*self._passes, self._order, self.loads, *used])
+        used = [p.grad is not None for p in self._parameters.values()]
+        mine = torch.tensor([*self._passes, self._order, self._loads, *used])
         extremes = torch.cat([mine, -mine])
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True)
-        self._under_way = cast(dist.Work, work), extremes, list(parameters)
+        self._under_way = cast(dist.Work, work), extremes
 
-    def finish(self, *patience: timedelta) -> None:
+    def finish(self, timeout: timedelta | None = None) -> None:
         """Ends the comparison that is under way.
 
         Args:
-            *patience: how long to wait for it; left out: as long as for any collective.
+            timeout: how long to wait for it; None: as long as for any collective.
 
         Raises:
             RanksDifferError: on all ranks, where it found a difference.
@@ -74,12 +97,12 @@ class UnitOrderGuard:
         """
         if self._under_way is None:
             return
-        (work, extremes, parameters), self._under_way = self._under_way, None
-        work.wait(*patience)
+        (work, extremes), self._under_way = self._under_way, None
+        work.wait() if timeout is None else work.wait(timeout)
         largest, smallest = extremes.chunk(2)
         differ = (largest != -smallest).tolist()
         if any(differ):
-            raise self._difference(differ, parameters)
+            raise self._difference(differ)
 
     def release(self) -> None:
         """Warns where the last step was wrong, which no later one has said."""
@@ -89,7 +112,7 @@ class UnitOrderGuard:
             except RanksDifferError as error:
                 warn(error.was_set, error.found, error.do, code="LS301")
 
-    def _difference(self, differ: Sequence[bool], parameters: Sequence[str]) -> RanksDifferError:
+    def _difference(self, differ: Sequence[bool]) -> RanksDifferError:
         count = len(self._units)
         if differ[count + 1]:
             return RanksDifferError(
@@ -112,7 +135,7 @@ class UnitOrderGuard:
                 "some ranks run (the experts of a layer), with find_unused_parameters=True",
                 code="LS301",
             )
-        names = [n for n, d in zip(parameters, differ[count + 2 :], strict=True) if d]
+        names = [n for n, d in zip(self._parameters, differ[count + 2 :], strict=True) if d]
         return RanksDifferError(
             "gradients of a sharded model",
             f"{some(names)} had one on some ranks only, and were averaged with those of others",

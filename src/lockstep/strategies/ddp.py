@@ -3,13 +3,7 @@
 Communication: the parameters of rank 0 are broadcast once; every backward pass that closes a
 global batch averages the gradients bucket by bucket while it still runs (Li et al., VLDB 2020).
 Nothing is sent for the other micro-batches, and nothing in a forward pass, so one rank may evaluate
-alone. Buffers that move are taken from rank 0 after each step (`buffers`).
-
-Buffers under DDP: those that move are taken from rank 0 after every step.
-
-The statistics of a SyncBatchNorm are equal on all ranks by construction, and most other buffers
-(masks, tables) never change; sending them would be waste. What moves is found by looking, in the
-first steps and now and then, with one small all-reduce so that all ranks agree.
+alone. Buffers that move are taken from rank 0 after each step (`broadcast`).
 """
 
 from __future__ import annotations
@@ -18,11 +12,10 @@ import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -31,11 +24,11 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
 from lockstep.errors import SettingError, UsageError, some
-from lockstep.guards.replicas import EVERY, check_replicas, due, fingerprint
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
-from lockstep.strategies.base import Strategy, Wrapped, place, take_from_first
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.step import CHECK_EVERY
+from lockstep.strategies.base import Plan, Replicas, Strategy, Wrapped, place
+from lockstep.strategies.broadcast import MovingBuffers, take_from_first
 
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
@@ -50,7 +43,6 @@ class DDP(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
-    autotunes: ClassVar[bool] = True
 
     bucket_cap_mb: float | None = None
     """Size of a gradient bucket in MiB; None: torch's default."""
@@ -58,7 +50,7 @@ class DDP(Strategy):
     """Look for parameters without gradient in every step; costs a walk over the graph."""
     static_graph: bool = False
     """The same parameters are used in every step: torch may then reorder more freely."""
-    check_every: int = EVERY
+    check_every: int = CHECK_EVERY
     """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
 
     def __post_init__(self) -> None:
@@ -73,8 +65,9 @@ class DDP(Strategy):
                 f"check_every={self.check_every}", "a number of steps is at least 0", "0: never"
             )
 
-    def check(self, run: Run) -> None:
-        """DDP runs on any number of processes, one included."""
+    def plan(self, run: Run) -> Plan:
+        """A part of the batch for every rank."""
+        return replace(super().plan(run), autotunes=True, static_graph=self.static_graph)
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module in DDP, with rank 0's parameters and buffers on all ranks.
@@ -96,11 +89,11 @@ class DDP(Strategy):
                 "move all its parameters to GPUs",
             )
         if run.topology.size == 1:
-            return Wrapped(module, choices)
+            return Wrapped(module=module, choices=choices)
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
-            return Wrapped(module, choices)
+            return Wrapped(module=module, choices=choices)
         wrapped = ExactDDP(
             module,
             run,
@@ -113,13 +106,13 @@ class DDP(Strategy):
             init_sync=False,
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        in_place = Choice("gradients", sized(size), "averaged in buckets during backward, in place")
         return Wrapped(
-            wrapped,
-            [
-                *choices,
-                Choice("gradients", sized(size), "averaged in buckets during backward, in place"),
-                self._bucket_choice(size),
-            ],
+            module=wrapped,
+            choices=[*choices, in_place, self._bucket_choice(size)],
+            replicas=lambda: [Replicas.of(module)],
+            check_every=self.check_every,
+            release=wrapped.release,
         )
 
     def alone(
@@ -143,21 +136,9 @@ class DDP(Strategy):
             module.check_gradients(optimizer)
 
     def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move; compares the replicas now and then."""
-        if not isinstance(module, ExactDDP):
-            return
-        number = module.run.step.number
-        if due(number):
-            module.moving_buffers.find()
-        module.moving_buffers.share()
-        if self.check_every and due(number, self.check_every):
-            module.check_parameters()
-            check_replicas(module.module, f"step {number}")
-
-    def release(self, module: nn.Module) -> None:
-        """Lets go of the process group."""
+        """Shares buffers that move."""
         if isinstance(module, ExactDDP):
-            module.release()
+            module.moving_buffers.follow(module.run.step.number)
 
     def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_cap_mb is not None:
@@ -338,8 +319,6 @@ class ExactDDP(DistributedDataParallel):
                 "call the object that world.prepare returned, not its .module or a method of it",
                 code="LS302",
             )
-        if missing:
-            self.check_parameters()
         if missing and not (self.options.find_unused_parameters or self.options.static_graph):
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
@@ -349,69 +328,3 @@ class ExactDDP(DistributedDataParallel):
                 "strategy=lockstep.strategies.DDP(find_unused_parameters=True)",
                 code="LS301",
             )
-
-    def check_parameters(self) -> None:
-        """Raises UsageError where the module's parameters are not those that were wrapped."""
-        known = {id(parameter) for _, parameter in self._trained}
-        new = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known
-        ]
-        if new:
-            raise UsageError(
-                "parameters added, replaced or unfrozen after world.prepare",
-                f"DDP does not average the gradients of {some(new)}",
-                "change the model first, then call world.prepare",
-                code="LS303",
-            )
-
-
-class MovingBuffers:
-    """Keeps the buffers of a module equal on all ranks, or on those of a group.
-
-    Buffers that are on other ranks, and here on the meta device, are left out.
-    """
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._module = module
-        self._group = group
-        synchronised = {
-            id(buffer)
-            for child in module.modules()
-            if isinstance(child, SyncBatchNorm)
-            for buffer in child.buffers(recurse=False)
-        }
-        self._watched = [
-            name
-            for name, buffer in module.named_buffers()
-            if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
-        ]
-        self._before = self._bits(self._watched)
-        self.moving: list[str] = []
-
-    def find(self) -> None:
-        """Looks which buffers have changed on any rank since the module was wrapped.
-
-        It compares their bits: torch does not count what its BatchNorm writes as a change.
-        """
-        if not self._watched:
-            return
-        now = self._bits(self._watched)
-        changed = (now != self._before).to(torch.uint8)
-        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
-        self.moving = [
-            name
-            for name, flag in zip(self._watched, changed.tolist(), strict=True)
-            if flag or name in self.moving
-        ]
-
-    def _bits(self, names: list[str]) -> Tensor:
-        now = dict(self._module.named_buffers())
-        return fingerprint(now[name] for name in names) if names else torch.empty(0)
-
-    def share(self) -> None:
-        """Gives every rank the first rank's values."""
-        if self.moving:
-            now = dict(self._module.named_buffers())
-            take_from_first((now[name] for name in self.moving), self._group)

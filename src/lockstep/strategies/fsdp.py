@@ -10,8 +10,8 @@ device ever holds the whole model. Every forward pass gathers each unit once, wi
 without, so every rank makes every pass. A backward pass gathers each unit but the last once more
 (`reshard_after_forward`); the one that closes a global batch scatters the average of the gradients,
 unit by unit, while it still runs. `HSDP` shards within groups of ranks and averages over the groups
-with one all-reduce more. Buffers that move are taken from rank 0 after each step (`buffers`). What
-the ranks have used is compared in each step, in the background (`same_use`).
+with one all-reduce more. Buffers that move are taken from rank 0 after each step (`broadcast`).
+What the ranks have used is compared in each step, in the background (`guards.unit_order`).
 
 Micro-batches before the last send no gradients: they add up in whole on every rank. That is fast
 and takes the memory of one whole gradient; `accumulate_shards` sends them each time instead.
@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -50,12 +50,11 @@ from torch.utils import swap_tensors
 from lockstep.distributed.process_group import Run, further_groups
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
-from lockstep.guards.unit_order import UnitOrderGuard
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
-from lockstep.optim.module_filter import ModuleFilter as Chosen
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
-from lockstep.strategies.base import Strategy, Wrapped, take_from_first
+from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.broadcast import take_from_first
 from lockstep.strategies.fsdp_state import (
     Outputs,
     Replaced,
@@ -71,10 +70,8 @@ class FSDP(Strategy):
     """Options of FSDP: every parameter is spread over all ranks."""
 
     name: ClassVar[str] = "fsdp"
-    evaluates_together: ClassVar[bool] = True
-    unfreezes: ClassVar[bool] = True
 
-    blocks: Chosen | None = None
+    blocks: ModuleFilter | None = None
     """The parts that are gathered as units: a class or tuple of classes, a pattern of names as in
     `named_modules()`, or a function of a module; None: the blocks that the model repeats."""
     reshard_after_forward: bool = True
@@ -89,7 +86,7 @@ class FSDP(Strategy):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
 
-    def check(self, run: Run) -> None:
+    def plan(self, run: Run) -> Plan:
         """Raises SettingError: an option that this run or this torch cannot honour."""
         if self.cpu_offload and (run.device.type == "cpu" or run.topology.size == 1):
             raise SettingError(
@@ -107,6 +104,7 @@ class FSDP(Strategy):
                 f"torch {torch.__version__} cannot do that",
                 "use every parameter on every rank, or a newer torch",
             )
+        return replace(super().plan(run), evaluates_together=True)
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The same module, its parameters replaced by shards of rank 0's.
@@ -118,10 +116,11 @@ class FSDP(Strategy):
             UsageError: parameters that cannot be sharded.
         """
         if run.topology.size == 1:
-            return Wrapped(module.to(run.device), [])
+            return Wrapped(module=module.to(run.device), may_unfreeze=True)
         if next(module.parameters(), None) is None:
             _take_from_first(list(module.buffers()), run.device)
-            return Wrapped(module, [Choice(self.name, "not sharded", "no parameters")])
+            nothing = Choice(self.name, "not sharded", "no parameters")
+            return Wrapped(module=module, choices=[nothing], may_unfreeze=True)
         check_parameters(module)
         check_hooks(module)
         blocks = find_blocks(module, self.blocks)
@@ -132,17 +131,15 @@ class FSDP(Strategy):
         choices = [self._units_choice(blocks)]  # before torch changes the names of classes
         mesh, choice = self._mesh(run)
         _take_from_first(list(module.buffers()), run.device)
-        use = UnitOrderGuard(list(units))
-        for number, unit in enumerate(units.values()):
+        for unit in units.values():
             inside = [block for _, block in blocks.found] if unit is module else []
-            outputs = Outputs(unit, inside, use.counter(number), lambda: held.keep())
+            outputs = Outputs(unit, inside, lambda: held.keep())
             unit.register_forward_hook(outputs.before)
             self._shard(unit, mesh, run)
             unit.register_forward_hook(outputs.after)
         held = Sharded(
             module,
             units,
-            use,
             mesh,
             run,
             keep_whole=not self.reshard_after_forward,
@@ -153,9 +150,15 @@ class FSDP(Strategy):
         after = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): (old, after[name]) for name, old in before.items()}
         return Wrapped(
-            module,
-            [*choices, choice._replace(value=f"{sized(size)} over {choice.value}")],
-            list(replaced.values()),
+            module=module,
+            choices=[*choices, choice._replace(value=f"{sized(size)} over {choice.value}")],
+            replaced=list(replaced.values()),
+            may_unfreeze=True,
+            whole=held.whole,
+            gradients_apart=not self.accumulate_shards,
+            units=units,
+            replicas=held.replicas,
+            release=held.release,
         )
 
     def _shard(self, unit: nn.Module, mesh: DeviceMesh, run: Run) -> None:
@@ -191,17 +194,6 @@ class FSDP(Strategy):
         for held in sides:
             held.end_keeping()
 
-    def gradients(self, module: nn.Module) -> Iterator[Tensor]:
-        """This rank's shards, and whole gradients that wait for the last micro-batch."""
-        for gradient in super().gradients(module):
-            yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if (held := sharded(module)) is not None:
-            yield from (p.grad for p in held.whole if p.grad is not None)
-
-    def keeps_gradients(self, module: nn.Module) -> bool:
-        """True where whole gradients wait apart from the parameters."""
-        return sharded(module) is not None and not self.accumulate_shards
-
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the whole gradient: one all-reduce of one number."""
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
@@ -233,20 +225,14 @@ class FSDP(Strategy):
 
         Raises:
             UsageError: gradients that were not averaged.
-            RanksDifferError: the ranks used different parts of the model.
         """
         if (held := sharded(module)) is not None:
             held.before_step()
 
     def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move; compares the ranks now and then."""
+        """Shares buffers that move."""
         if (held := sharded(module)) is not None:
-            held.after_step()
-
-    def release(self, module: nn.Module) -> None:
-        """Lets go of the process group; forward passes are refused from then on."""
-        if (held := sharded(module)) is not None:
-            held.release()
+            held.moving_buffers.follow(held.run.step.number)
 
     def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
         size = run.topology.size
@@ -285,14 +271,13 @@ class HSDP(FSDP):
                 f"HSDP(shard_size={self.shard_size})", "it is a number of ranks", "give 1 or more"
             )
 
-    def check(self, run: Run) -> None:
+    def plan(self, run: Run) -> Plan:
         """Raises on every rank where the ranks do not make groups of the shard size.
 
         Raises:
             SettingError: it does not divide the number of ranks.
             RanksDifferError: machines have different numbers of ranks, and none is set.
         """
-        super().check(run)
         size, shard = run.topology.size, self._size(run)
         everyone = run.collectives.exchange(str(shard))
         if len(set(everyone)) > 1:
@@ -307,6 +292,7 @@ class HSDP(FSDP):
                 f"{size} ranks cannot be cut into groups of {shard}",
                 "give a shard_size that divides the number of ranks",
             )
+        return super().plan(run)
 
     def _size(self, run: Run) -> int:
         return self.shard_size or run.topology.local_size

@@ -36,10 +36,9 @@ from lockstep.distributed.torch_compat import (
     pytree,
 )
 from lockstep.errors import UsageError, some
-from lockstep.guards.replicas import check_equal, due
-from lockstep.guards.unit_order import UnitOrderGuard
-from lockstep.strategies.base import PLAIN, may_set
-from lockstep.strategies.ddp import MovingBuffers
+from lockstep.step import check_due
+from lockstep.strategies.base import PLAIN, Replicas, may_set
+from lockstep.strategies.broadcast import MovingBuffers
 
 _ATTRIBUTE = "_lockstep_sharded"
 
@@ -51,7 +50,6 @@ class Sharded:
         root: the module, after `fully_shard`.
         units: the names of all modules that `fully_shard` was applied to, and the modules; the
             root, whose name is empty, is the last.
-        use: counts the passes of these units.
         mesh: of the ranks.
         run: whose steps it follows.
         keep_whole: gathered parameters stay until the last micro-batch is through.
@@ -62,7 +60,6 @@ class Sharded:
         self,
         root: nn.Module,
         units: Mapping[str, nn.Module],
-        use: UnitOrderGuard,
         mesh: DeviceMesh,
         run: Run,
         *,
@@ -74,7 +71,6 @@ class Sharded:
         self._module = root
         self._mesh = mesh
         self._units = [cast(FSDPModule, unit) for unit in units.values()]
-        self._use = use
         self._keep_whole = keep_whole
         self._accumulate_shards = accumulate_shards
         self._whole = dict(_whole_parameters(units))
@@ -146,8 +142,6 @@ class Sharded:
 
         Raises:
             UsageError: some stayed on this rank, or what the user has changed does not take hold.
-            RanksDifferError: in the step before, the ranks had run different units or used
-                different parameters.
         """
         self.end_keeping()
         self.reshard()
@@ -160,34 +154,22 @@ class Sharded:
                 "compute the loss of every micro-batch from what the model returns, in tensors, "
                 "tuples, lists or dicts",
             )
-        if due(self.run.step.number + 1):
+        if check_due(self.run.step.number + 1):
             self._shards.guard()
             self._shards.check()
-        self._use.compare(self._shards.named)
-
-    def after_step(self) -> None:
-        """Shares buffers that move; compares what is the same on several ranks."""
-        number = self.run.step.number
-        looks = due(number)
-        if looks:
-            self.moving_buffers.find()
-        self.moving_buffers.share()
-        if looks:
-            self._compare(f"step {number}")
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
         self._released = True
-        self._use.release()
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
         drop_fsdp_groups(self._units, self._mesh)
 
-    def _compare(self, when: str) -> None:
+    def replicas(self) -> Iterator[Replicas]:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
-        check_equal({}, dict(self._module.named_buffers()), when)
+        yield Replicas({}, dict(self._module.named_buffers()))
         if self._mesh.ndim > 1:
             shards = {name: cast(DTensor, p).to_local() for name, p in self._shards.named.items()}
-            check_equal(shards, {}, when, self._mesh.get_group(0))
+            yield Replicas(shards, {}, self._mesh.get_group(0))
 
     def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Raises UsageError unless a move or conversion of the model leaves it as it is."""
@@ -205,8 +187,7 @@ class Sharded:
     def _before_load(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
-        """Counts the loading of a state; raises UsageError where it has whole tensors."""
-        self._use.loads += 1
+        """Raises UsageError where a state that is loaded has whole tensors."""
         found = {name: state.get(prefix + name) for name in self._shards.named}
         whole = [
             n for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)
@@ -244,7 +225,6 @@ class Sharded:
                 f"torch {torch.__version__} cannot take up such a model",
                 "let the error end the run, or use a newer torch",
             )
-        self._use.finish()
         if torch.is_grad_enabled():
             self.follow()
             if self._keep_whole and not self.run.step.current.first:
@@ -400,7 +380,6 @@ class Outputs:
     Args:
         unit: a module, before `fully_shard`.
         others: units inside of it, which have outputs of their own.
-        passed: called after each forward pass.
         second: called in a backward pass that is differentiated itself.
     """
 
@@ -408,14 +387,12 @@ class Outputs:
         self,
         unit: nn.Module,
         others: Sequence[nn.Module],
-        passed: Callable[[], None],
         second: Callable[[], None],
     ) -> None:
         theirs = {id(part) for other in others for part in other.modules()}
         self._attributes = [
             vars(part) for part in unit.modules() if id(part) not in theirs and may_set(part)
         ]
-        self._passed = passed
         self._second = second
 
     def before(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -424,7 +401,6 @@ class Outputs:
         Outputs that are views become tensors of their own over the same memory: an operation in
         place on a view would drop what torch hangs on it, and torch warns of each.
         """
-        self._passed()
         if not torch.is_grad_enabled():
             return output
         leaves, structure = pytree.tree_flatten(output)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError
-from lockstep.strategies.base import Strategy, Wrapped, place
+from lockstep.strategies.base import Plan, Strategy, Wrapped, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +17,8 @@ class Single(Strategy):
     """Plain torch; the reference that all other strategies are compared with."""
 
     name: ClassVar[str] = "single"
-    autotunes: ClassVar[bool] = True
 
-    def check(self, run: Run) -> None:
+    def plan(self, run: Run) -> Plan:
         """Raises SettingError on more than one process."""
         if run.topology.size > 1:
             raise SettingError(
@@ -28,16 +26,8 @@ class Single(Strategy):
                 f"world size {run.topology.size}: the processes would train apart",
                 "use strategy='ddp', or start one process",
             )
+        return replace(super().plan(run), autotunes=True)
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module on its device."""
-        return Wrapped(module, place(module, run.device))
-
-    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Nothing can differ."""
-
-    def after_step(self, module: nn.Module) -> None:
-        """Nothing can differ."""
-
-    def release(self, module: nn.Module) -> None:
-        """Nothing is held."""
+        return Wrapped(module=module, choices=place(module, run.device))

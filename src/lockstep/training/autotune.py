@@ -36,7 +36,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.settings import is_auto
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Plan, Strategy
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.profiling import Calls, ProfilingRun
@@ -52,6 +52,7 @@ class Autotune:
     Args:
         run: whose settings say what is open.
         strategy: of the modules.
+        plan: the strategy's.
         modules: as they are called; the list may still grow.
         optimizers: prepared ones; likewise.
         say: prints a line on rank 0.
@@ -64,6 +65,7 @@ class Autotune:
         self,
         run: Run,
         strategy: Strategy,
+        plan: Plan,
         modules: list[nn.Module],
         optimizers: list[PreparedOptimizer],
         say: Callable[[str], None],
@@ -71,6 +73,7 @@ class Autotune:
         self.found = Autotuned()
         self._run = run
         self._strategy = strategy
+        self._plan = plan
         self._modules = modules
         self._optimizers = optimizers
         self._say = say
@@ -84,7 +87,7 @@ class Autotune:
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        settings, own_devices = self._run.settings, _devices_of_process(self._run, self._strategy)
+        settings, own_devices = self._run.settings, len(self._plan.own_devices)
         if shares is not None and not is_auto(shares) and own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
@@ -98,13 +101,13 @@ class Autotune:
         open_shares = is_auto(settings.shares if shares is None else shares)
         if not (open_shares or is_auto(micro_batch_size)):
             return None
-        if not self._strategy.autotunes:
+        if not self._plan.autotunes:
             raise SettingError(
                 "shares='auto'" if open_shares else "micro_batch_size='auto'",
                 f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
-        several = self._strategy.devices(self._run) > 1
+        several = self._plan.devices > 1
         if not is_auto(micro_batch_size) and not several:
             return None
         return AutotuneRequest(
@@ -127,12 +130,12 @@ class Autotune:
             return
         self._stop()
         profiling = ProfilingRun(self._run, calls, profiled.local)
-        search = _Search(self._run, self._strategy, profiled, profiling)
+        search = _Search(self._run, self._plan, profiled, profiling)
         shares = profiled.shares
         if profiled.find_shares:
             before, after, times = search.shares()
             kind = "rank"
-            if _devices_of_process(self._run, self._strategy) == 1:
+            if len(self._plan.own_devices) == 1:
                 shares = after
             else:  # its modules divide what the loader gives to the process as a whole
                 kind = "device"
@@ -184,27 +187,20 @@ class Autotune:
             any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
             or len(self._optimizers) > 1
             or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
-            or self._strategy.static_graph
+            or self._plan.static_graph
         )
-
-
-def _devices_of_process(run: Run, strategy: Strategy) -> int:
-    """How many devices divide this process's part of a batch."""
-    return strategy.devices(run) // run.collectives.data_parallel.size
 
 
 class _Search:
     """The search of one rank, in step with the others; it may compute on several devices."""
 
     def __init__(
-        self, run: Run, strategy: Strategy, profiled: ProfiledMicroBatch, profiling: ProfilingRun
+        self, run: Run, plan: Plan, profiled: ProfiledMicroBatch, profiling: ProfilingRun
     ) -> None:
         self._exchange = run.collectives.exchange
         self._rank = run.collectives.data_parallel.rank
-        self._devices = strategy.devices(run)
-        own = _devices_of_process(run, strategy)
-        self._own = range(self._rank * own, self._rank * own + own)
-        """The devices of this process, among all that divide a batch."""
+        self._devices = plan.devices
+        self._own = plan.own_devices
         self._profiled = profiled
         self._profiling = profiling
         self._fitting: dict[int | None, int] = {}

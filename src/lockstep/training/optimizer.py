@@ -6,13 +6,11 @@ The training loop runs once per micro-batch. On all but the last of a global bat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -109,7 +107,6 @@ class PreparedOptimizer(Optimizer):
             self._check_rates()
         self._asked = batch = running, running.number
         if not present.last:
-            _check_own_scaler()
             self._rates = self._learning_rates()
             return None
         if not self.scheduled and ("step" in vars(self.inner) or "step" in vars(self)):
@@ -213,6 +210,25 @@ class PreparedOptimizer(Optimizer):
                 "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
             )
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler when it is about to step (torch 2.11 and 2.13).
+
+        Raises:
+            UsageError: in the middle of a global batch. The scaler has divided the gradients by its
+                scale, and those of later micro-batches come on top.
+        """
+        if not self._step.current.last:
+            raise UsageError(
+                "a GradScaler of your own with micro-batches",
+                "it divides the gradients by its scale at each of them, those of the micro-batches "
+                "before once more",
+                "leave it out and scale with lockstep.init(precision='fp16'), or leave "
+                "micro_batch_size out",
+                code="LS406",
+            )
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+
     def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, checked for how it calls backward before anything is updated."""
 
@@ -276,25 +292,6 @@ class PreparedOptimizer(Optimizer):
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
-
-
-def _check_own_scaler() -> None:
-    """Raises UsageError where a GradScaler of the user's takes a step that is not the last.
-
-    It has divided the gradients by its scale, and those of later micro-batches come on top.
-    """
-    frame = sys._getframe(2).f_back  # of `PreparedOptimizer.step`, which schedulers may wrap
-    for _ in range(2):
-        if frame is not None and frame.f_globals.get("__name__") == GradScaler.__module__:
-            raise UsageError(
-                "a GradScaler of your own with micro-batches",
-                "it divides the gradients by its scale at each of them, those of the micro-batches "
-                "before once more",
-                "leave it out and scale with lockstep.init(precision='fp16'), or leave "
-                "micro_batch_size out",
-                code="LS406",
-            )
-        frame = frame and frame.f_back
 
 
 class PreparedScheduler(LRScheduler):

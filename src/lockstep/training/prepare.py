@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,14 +28,11 @@ from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import RanksDifferError, UsageError, some
-from lockstep.guards.gradients import GradientVersionGuard
-from lockstep.guards.parameters import ParameterGuard
-from lockstep.guards.replicas import due
+from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
-from lockstep.step import Pass
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Plan, Strategy
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -47,6 +44,7 @@ class Preparer:
         self,
         run: Run,
         strategy: Strategy,
+        plan: Plan,
         precision: Precision,
         *,
         make_loader: Callable[[DataLoader[Any]], Loader],
@@ -56,17 +54,19 @@ class Preparer:
         self.loaders: list[Loader] = run.loaders
         self._run = run
         self._strategy = strategy
+        self._plan = plan
         self._precision = precision
+        self.guards = Guards(run, precision)
         self._make_loader = make_loader
         self._modules: list[nn.Module] = []
-        self._kept: dict[int, ParameterGuard] = {}
-        """Of the modules, by the id of each."""
+        self._releases: list[Callable[[], None]] = []
+        self._gradients_apart = False
+        """Those of micro-batches of some module add up where no `zero_grad` reaches them."""
         self._owners: dict[int, nn.Module] = {}
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
         """What an optimizer holds in the place of a parameter that is gone, by its id."""
         self._optimizers: list[PreparedOptimizer] = []
-        self._left = GradientVersionGuard()
-        self.autotune = Autotune(run, strategy, self._modules, self._optimizers, say)
+        self.autotune = Autotune(run, strategy, plan, self._modules, self._optimizers, say)
         self._end_advice = add_memory_advice_at_end(run.step)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -103,39 +103,34 @@ class Preparer:
     def release(self) -> None:
         """Lets go of the process group."""
         self._end_advice()
-        for module in self._modules:
-            self._strategy.release(module)
+        for release in self._releases:
+            release()
         for loader in self.loaders:
             loader.release()
 
-    def gradients(self) -> Iterator[Tensor]:
-        """What is on this rank of those of all prepared modules."""
-        return (g for module in self._modules for g in self._strategy.gradients(module))
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (p for module in self._modules for p in module.parameters())
-
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass of a loss that is weighted already.
+        """The backward pass of a loss, as much as it counts in that of the global batch.
 
         Raises:
-            UsageError: under fp16, no optimizer was prepared.
+            UsageError: a loss that cannot be trained on; under fp16, no optimizer was prepared.
         """
+        step = self._run.step
+        self.guards.before_backward(loss)
+        self._check_accumulation()
         if self._precision.scaler is not None and self._modules and not self._optimizers:
             raise _not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
             )
+        weighted = step.weighted(loss)
         try:
-            self._strategy.backward(self._modules, loss, self._precision, **options)
+            self._strategy.backward(self._modules, weighted, self._precision, **options)
         except Exception as error:
-            add_memory_advice(error, self._run.step.current.local, self._run.step.devices)
+            add_memory_advice(error, step.current.local, step.devices)
             raise
-        present = self._run.step.current
-        waits = not present.last or self._precision.scaler is not None
-        if waits and self._strategy.writes_at_backward:
-            self._left.remember(self._parameters())
         self.autotune.after_backward()
+        step.running.backwards += 1
+        self.guards.after_backward(loss)
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
         """Clips the gradients of a module by the norm of all of them; returns that norm."""
@@ -154,14 +149,17 @@ class Preparer:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def check_accumulation(self, running: Pass) -> None:
-        """To be called before the backward pass of one of several micro-batches.
+    def _check_accumulation(self) -> None:
+        """Before the backward pass of one of several micro-batches.
 
         Raises:
-            UsageError: gradients of earlier micro-batches were cleared or written to, or a second
-                backward pass for another optimizer would mix with them.
+            UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
+                for another optimizer would mix with them.
         """
+        running = self._run.step.running
         present = running.micro_batch
+        if present.first and present.last:
+            return
         if running.backwards and len(self._optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
@@ -169,18 +167,16 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
-        if present.first or running.backwards:
+        if present.first or running.backwards or self._gradients_apart:
             return
-        if not any(map(self._strategy.keeps_gradients, self._modules)):
-            gone = self._modules and all(p.grad is None for p in self._parameters())
-            if gone and not self._optimizers:
-                raise _not_prepared(
-                    "the gradients of the micro-batches before are gone: it steps and clears them "
-                    "in each micro-batch, not once in a global batch"
-                )
-            for optimizer in self._optimizers:
-                optimizer.check_kept()
-        self._left.check_between()
+        parameters = (p for module in self._modules for p in module.parameters())
+        if self._modules and not self._optimizers and all(p.grad is None for p in parameters):
+            raise _not_prepared(
+                "the gradients of the micro-batches before are gone: it steps and clears them "
+                "in each micro-batch, not once in a global batch"
+            )
+        for optimizer in self._optimizers:
+            optimizer.check_kept()
 
     def inner(self, module: nn.Module) -> nn.Module:
         """The user's module inside a prepared one."""
@@ -225,7 +221,7 @@ class Preparer:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
         shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]
-        wrapped, choices, replaced = self._strategy.wrap(module, run)
+        wrapped = self._strategy.wrap(module, run)
         if shared and not run.collectives.alone:
             raise UsageError(
                 "world.prepare of two modules with the same parameters",
@@ -233,18 +229,19 @@ class Preparer:
                 "too, and each would average their gradients",
                 "prepare one module that holds both, and call them in its forward",
             )
-        self.choices += choices
-        self._modules.append(wrapped)
-        self._kept[id(wrapped)] = ParameterGuard(
-            wrapped, alone=run.collectives.alone, may_unfreeze=self._strategy.unfreezes
-        )
-        run.prepared.append(weakref.ref(wrapped))
+        made = wrapped.module
+        self.choices += wrapped.choices
+        self._modules.append(made)
+        self._releases.append(wrapped.release)
+        self._gradients_apart |= wrapped.gradients_apart
+        run.prepared.append(weakref.ref(made))
+        self.guards.prepared(wrapped)
         for watcher in run.step.watchers:
-            watcher.prepared(wrapped)
-        self._replaced |= {id(old): (weakref.ref(old), new) for old, new in replaced}
-        own += [p for pair in replaced for p in pair if p is not None]
-        self._owners |= {id(parameter): wrapped for parameter in own}
-        return wrapped
+            watcher.prepared(made)
+        self._replaced |= {id(old): (weakref.ref(old), new) for old, new in wrapped.replaced}
+        own += [p for pair in wrapped.replaced for p in pair if p is not None]
+        self._owners |= {id(parameter): made for parameter in own}
+        return made
 
     def _convert(self, module: nn.Module) -> nn.Module:
         has = sum(isinstance(m, BatchNorm) for m in module.modules())
@@ -254,8 +251,7 @@ class Preparer:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
             return module
-        group = self._strategy.statistics_group(self._run)
-        conversion = sync_batchnorm.convert(module, group)
+        conversion = sync_batchnorm.convert(module, self._plan.statistics_group)
         if conversion.converted:
             self._choose(
                 "batchnorm",
@@ -277,21 +273,14 @@ class Preparer:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
         def before() -> None:
-            step = self._run.step
-            if self._precision.scales(optimizer):
-                self._left.check_scaled(p for g in optimizer.param_groups for p in g["params"])
-            looks = due(step.number + 1) or step.running.number == 1  # an epoch may begin otherwise
+            self.guards.before_step(optimizer, modules)
             for module in modules:
                 self._strategy.before_step(module, optimizer)
-                if looks:
-                    self._kept[id(module)].check()
 
         def after() -> None:
             for module in modules:
                 self._strategy.after_step(module)
-            for loader in self.loaders:
-                evaluated = (each.evaluated for each in self.loaders)  # looked at where it is due
-                loader.coverage.settle(self._run.collectives, evaluated)
+            self.guards.after_step()
 
         prepared = PreparedOptimizer(
             optimizer, self._run.step, self._precision, before, after, self._whole_loss

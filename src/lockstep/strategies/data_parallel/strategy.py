@@ -13,15 +13,15 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
+from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.settings import Choice, is_auto
 from lockstep.step import BatchEvent
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import Plan, Strategy, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
 
 
@@ -30,7 +30,6 @@ class DP(Strategy):
     """Options of DataParallel. The devices' shares are those of the run: `--shares 2:3:3`."""
 
     name: ClassVar[str] = "dp"
-    autotunes: ClassVar[bool] = True
 
     device_ids: Sequence[int] | None = None
     """GPUs, the first of which is the run's device; None: all that are visible."""
@@ -41,16 +40,19 @@ class DP(Strategy):
     replicas: int | None = None
     """So many on the run's device instead, sharing its parameters; for trying it out."""
 
-    def check(self, run: Run) -> None:
-        """Raises SettingError: several processes, or devices or shares that do not fit."""
+    def plan(self, run: Run) -> Plan:
+        """The loader sees one part; the devices divide it.
+
+        Raises:
+            SettingError: several processes, or devices or shares that do not fit.
+        """
         if run.topology.size > 1:
             raise SettingError(
                 "strategy='dp'",
                 f"world size {run.topology.size}: dp is one process for all its devices",
                 "use strategy='ddp', or start one process",
             )
-        run.step.devices = self.devices(run)  # where devices and shares are checked
-        run.step.watchers.append(_WeightedMeans())
+        example = self._wrapped(nn.Identity(), run)  # where devices and shares are checked
         home = self._device_ids(run)
         if home and home[0] != run.device.index:
             raise SettingError(
@@ -58,33 +60,17 @@ class DP(Strategy):
                 f"the first of them holds the parameters, and batches arrive on {run.device}",
                 f"begin with {run.device.index}, or set device='cuda:{home[0]}'",
             )
-
-    def shares(self, run: Run) -> tuple[int, ...]:
-        """The loader sees one part; the devices divide it."""
-        return (1,)
-
-    def devices(self, run: Run) -> int:
-        """Devices that compute a global batch."""
-        return self._wrapped(nn.Identity(), run).count
-
-    def micro_batch_size(self, run: Run, largest: int | str | None) -> int | str | None:
-        """The most samples of a micro-batch of which no device gets more than `largest`.
-
-        A device's part of m samples is at most ceil(m * its share / all shares).
-
-        Raises:
-            SettingError: the shares are not known yet.
-        """
-        if not isinstance(largest, int) or largest < 1:
-            return largest
-        if is_auto(run.settings.shares) and self.devices(run) > 1:
-            raise SettingError(
-                f"micro_batch_size={largest} and shares='auto' under strategy 'dp'",
-                "how many samples that is over all devices depends on shares not yet known",
-                "set micro_batch_size='auto' too, or give the shares",
-            )
-        shares = self._wrapped(nn.Identity(), run).shares
-        return largest * sum(shares) // max(shares)
+        return Plan(
+            rank=DataParallelRank(0, 1),
+            shares=(1,),
+            devices=example.count,
+            own_devices=range(example.count),
+            device_shares=None
+            if is_auto(run.settings.shares) and example.count > 1
+            else tuple(example.shares),
+            num_micro_batches=run.settings.pieces,
+            autotunes=True,
+        )
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module in `DataParallel`.
@@ -100,16 +86,8 @@ class DP(Strategy):
             )
         wrapped = self._wrapped(module.to(run.device), run)
         _part_random_streams(wrapped, run)
-        return Wrapped(wrapped, self._choices(wrapped, run))
-
-    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Nothing can differ."""
-
-    def after_step(self, module: nn.Module) -> None:
-        """Nothing can differ."""
-
-    def release(self, module: nn.Module) -> None:
-        """Nothing is held."""
+        run.step.watchers.append(_WeightedMeans(wrapped))
+        return Wrapped(module=wrapped, choices=self._choices(wrapped, run))
 
     def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
         device_ids = self._device_ids(run)
@@ -160,32 +138,28 @@ class DP(Strategy):
 class _WeightedMeans:
     """Warns of losses that the devices took means of, from a loader whose samples have weights."""
 
-    def __init__(self) -> None:
-        self._modules: list[DataParallel] = []
+    def __init__(self, module: DataParallel) -> None:
+        self._module = module
         self._weighted = self._warned = False
 
     def prepared(self, module: nn.Module) -> None:
-        self._modules += [module] if isinstance(module, DataParallel) else []
+        pass
 
     def handed_out(self, handed: BatchEvent) -> None:
         self._weighted = handed.loader.weight is not None
 
     def backward(self, loss: Tensor) -> None:
-        if not self._weighted or self._warned:
-            return
-        for module in self._modules:
-            if module.averaged:
-                self._warned = True
-                warn(
-                    f"a mean computed inside of a model on {module.count} devices, and a loader "
-                    "with weight=",
-                    "a device's mean counts by its samples: what they weigh is known of the whole "
-                    "batch alone",
-                    "return the loss of each sample and what it weighs, and divide their sums "
-                    "outside; nothing, where it is a mean over samples",
-                    code="LS310",
-                )
-                return
+        if self._weighted and not self._warned and self._module.averaged:
+            self._warned = True
+            warn(
+                f"a mean computed inside of a model on {self._module.count} devices, and a loader "
+                "with weight=",
+                "a device's mean counts by its samples: what they weigh is known of the whole "
+                "batch alone",
+                "return the loss of each sample and what it weighs, and divide their sums "
+                "outside; nothing, where it is a mean over samples",
+                code="LS310",
+            )
 
     def stepped(self, number: int) -> None:
         pass

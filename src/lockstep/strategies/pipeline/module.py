@@ -27,10 +27,10 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import UsageError
-from lockstep.guards.replicas import check_replicas, due
 from lockstep.optim.precision import Precision
 from lockstep.step import Pass
-from lockstep.strategies.ddp import MovingBuffers
+from lockstep.strategies.base import Replicas
+from lockstep.strategies.broadcast import MovingBuffers
 from lockstep.strategies.pipeline.schedule import Action, Groups, Place, order
 from lockstep.strategies.pipeline.shapes import Arguments, map_shapes, signature
 from lockstep.strategies.pipeline.stage import StagedModel
@@ -204,20 +204,15 @@ class PipelinedModule(nn.Module):
                 "call world.backward(loss)",
             )
 
-    def compare(self, number: int) -> None:
-        """Makes buffers that move equal in all pipelines, and compares these now and then.
+    def share_buffers(self) -> None:
+        """After a step: makes buffers that move equal in all pipelines."""
+        if self._moving_buffers is not None:
+            self._moving_buffers.follow(self.run.step.number)
 
-        Raises:
-            RanksDifferError: equal stages have parted.
-        """
-        if self._moving_buffers is None:
-            return
-        looks = due(number)
-        if looks:
-            self._moving_buffers.find()
-        self._moving_buffers.share()
-        if looks:
-            check_replicas(self.module, f"step {number}", self.replica_group)
+    def replicas(self) -> list[Replicas]:
+        """What equal stages of several pipelines have in common."""
+        group = self.replica_group
+        return [] if group is None else [Replicas.of(self.module, group)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A copy of the weights on this rank (averages of them, say) that can evaluate."""

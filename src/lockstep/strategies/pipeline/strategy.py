@@ -26,14 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run, carrier_device, further_groups
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import RanksDifferError, SettingError, UsageError
-from lockstep.guards.replicas import due
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
-from lockstep.strategies.base import Strategy, Wrapped, take_from_first
+from lockstep.step import check_due
+from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.broadcast import take_from_first
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Groups, Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
@@ -54,9 +56,6 @@ class Pipeline(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    evaluates_together: ClassVar[bool] = True
-    unfreezes: ClassVar[bool] = True
-    writes_at_backward: ClassVar[bool] = False
 
     stages: int | None = None
     """Ranks that one copy of the model is spread over; None: all. It divides the world size."""
@@ -88,8 +87,12 @@ class Pipeline(Strategy):
                 f"Pipeline(split={self.split!r})", "it is one text", "give a list of names"
             )
 
-    def check(self, run: Run) -> None:
-        """Raises SettingError where sizes do not fit or the precision is fp16."""
+    def plan(self, run: Run) -> Plan:
+        """One part of the batch for each pipeline, in micro-batches that keep its stages busy.
+
+        Raises:
+            SettingError: sizes that do not fit, or precision fp16.
+        """
         size, stages = run.topology.size, self._positions(run.topology)
         if size % stages:
             raise SettingError(
@@ -117,23 +120,16 @@ class Pipeline(Strategy):
                 "its loss scaler would skip steps on one stage and not on the others",
                 "use precision='bf16', which needs none",
             )
-
-    def part(self, topology: Topology) -> DataParallelRank:
-        """One part of the batch for each pipeline."""
-        place = self._place(topology)
-        return DataParallelRank(place.replica, place.replicas)
-
-    def pieces(self, run: Run) -> int:
-        """Micro-batches that keep the stages busy."""
-        if self.num_micro_batches is not None:
-            return self.num_micro_batches
-        stages = self._positions(run.topology)
-        wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
-        return max(wanted, run.settings.pieces)
-
-    def statistics_group(self, run: Run) -> dist.ProcessGroup | None:
-        """The ranks of equal stages."""
-        return self._groups(run).replicas
+        place = self._place(run.topology)
+        return Plan(
+            rank=DataParallelRank(place.replica, place.replicas),
+            shares=first_shares(run.settings.shares, place.replicas),
+            devices=place.replicas,
+            own_devices=(place.replica,),
+            num_micro_batches=self._micro_batches(run),
+            statistics_group=self._groups(run).replicas if place.replicas > 1 else None,
+            evaluates_together=True,
+        )
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module cut into stages, of which this rank keeps its own.
@@ -144,7 +140,8 @@ class Pipeline(Strategy):
         """
         place = self._place(run.topology)
         if place.positions == 1:
-            return Wrapped(module.to(run.device), [Choice("pipeline", "one stage", "one process")])
+            choice = Choice("pipeline", "one stage", "one process")
+            return Wrapped(module=module.to(run.device), choices=[choice], may_unfreeze=True)
         self._check_module(module, run)
         self._share_statistics(module, run)
         take_from_first([*module.parameters(), *module.buffers()])
@@ -161,7 +158,16 @@ class Pipeline(Strategy):
             Choice("stages", f"begin at {', '.join(found.cuts)}", reason),
         ]
         gone, model.gone = model.gone, []  # nothing may keep the whole model in memory
-        return Wrapped(wrapped, choices, [(old, None) for old in gone])
+        return Wrapped(
+            module=wrapped,
+            choices=choices,
+            replaced=[(old, None) for old in gone],
+            may_unfreeze=True,
+            gradients_apart=True,
+            gradients_later=True,
+            replicas=wrapped.replicas,
+            release=wrapped.release,
+        )
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -196,10 +202,6 @@ class Pipeline(Strategy):
                 "call the object that world.prepare returned, once for each world.backward",
             )
 
-    def keeps_gradients(self, module: nn.Module) -> bool:
-        """They come when the schedule brings them, the last ones with the last loss."""
-        return isinstance(module, PipelinedModule)
-
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Over all stages, each of which is on as many ranks as there are pipelines."""
         own = super().total_norm(parameters, norm_type)
@@ -228,18 +230,20 @@ class Pipeline(Strategy):
         """
         if isinstance(module, PipelinedModule):
             module.check_finished()
-            if due(module.run.step.number + 1):
+            if check_due(module.run.step.number + 1):
                 _check_rates(optimizer, module.run)
 
     def after_step(self, module: nn.Module) -> None:
-        """Compares equal stages now and then."""
+        """Shares buffers that move."""
         if isinstance(module, PipelinedModule):
-            module.compare(module.run.step.number)
+            module.share_buffers()
 
-    def release(self, module: nn.Module) -> None:
-        """Lets go of the process groups."""
-        if isinstance(module, PipelinedModule):
-            module.release()
+    def _micro_batches(self, run: Run) -> int:
+        if self.num_micro_batches is not None:
+            return self.num_micro_batches
+        stages = self._positions(run.topology)
+        wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
+        return max(wanted, run.settings.pieces)
 
     def _positions(self, topology: Topology) -> int:
         return 1 if topology.size == 1 else self.stages or topology.size
@@ -282,8 +286,8 @@ class Pipeline(Strategy):
         if normalised and self.num_micro_batches is None and run.settings.micro_batch_size is None:
             raise SettingError(
                 "strategy='pipeline' for a model with BatchNorm",
-                f"a global batch is cut into {self.pieces(run)} micro-batches by default, and "
-                "BatchNorm takes its statistics from one of them, not from the whole batch",
+                f"a global batch is cut into {self._micro_batches(run)} micro-batches by default, "
+                "and BatchNorm takes its statistics from one of them, not from the whole batch",
                 "say how many: lockstep.strategies.Pipeline(num_micro_batches=...), or "
                 "micro_batch_size=; one device with as many computes the same",
             )
