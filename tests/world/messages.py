@@ -232,7 +232,7 @@ MESSAGES: dict[str, str] = {
     ),
     "layer added after prepare": (
         "parameters added, replaced, unfrozen or moved after world.prepare\n"
-        "  found: 0.weight replaced, 0.bias replaced; their gradients are not averaged over the ranks\n"
+        "  found: 0.weight, 0.bias replaced; their gradients are not averaged over the ranks\n"
         "  do:    change the model first, then call world.prepare\n"
         "  more:  [LS303: lockstep explain LS303]"
     ),

@@ -51,8 +51,8 @@ class Plan:
     """Of this process's devices; None: they are still to be measured."""
     num_micro_batches: int
     """Into which a global batch is cut at least, where it has the samples."""
-    statistics_group: dist.ProcessGroup | None = None
-    """The ranks over which BatchNorm takes its statistics; None: all of them."""
+    statistics_group: str = ""
+    """Name in `run.groups` of the ranks over which BatchNorm takes its statistics; empty: all."""
     evaluates_together: bool = False
     """A forward pass without gradients, too, involves other ranks: all of them need to make it."""
     autotunes: bool = False

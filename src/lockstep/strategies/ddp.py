@@ -319,7 +319,17 @@ class ExactDDP(DistributedDataParallel):
                 "call the object that world.prepare returned, not its .module or a method of it",
                 code="LS302",
             )
-        if missing and not (self.options.find_unused_parameters or self.options.static_graph):
+        if not missing:
+            return
+        here = set(map(id, self.module.parameters()))
+        if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
+            raise UsageError(
+                "parameters added, replaced, unfrozen or moved after world.prepare",
+                f"{some(gone)} replaced; their gradients are not averaged over the ranks",
+                "change the model first, then call world.prepare",
+                code="LS303",
+            )
+        if not (self.options.find_unused_parameters or self.options.static_graph):
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
                 f"{len(missing)} of {len(owned)} were not used for the loss: {some(missing)}; "

@@ -251,7 +251,9 @@ class Preparer:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
             return module
-        conversion = sync_batchnorm.convert(module, self._plan.statistics_group)
+        conversion = sync_batchnorm.convert(
+            module, self._run.groups.get(self._plan.statistics_group)
+        )
         if conversion.converted:
             self._choose(
                 "batchnorm",
@@ -273,9 +275,9 @@ class Preparer:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
         def before() -> None:
-            self.guards.before_step(optimizer, modules)
             for module in modules:
                 self._strategy.before_step(module, optimizer)
+            self.guards.before_step(optimizer, modules)
 
         def after() -> None:
             for module in modules:

@@ -121,13 +121,15 @@ class Pipeline(Strategy):
                 "use precision='bf16', which needs none",
             )
         place = self._place(run.topology)
+        if place.positions > 1:
+            self._groups(run)  # opened now: BatchNorm may be given that of equal stages
         return Plan(
             rank=DataParallelRank(place.replica, place.replicas),
             shares=first_shares(run.settings.shares, place.replicas),
             devices=place.replicas,
             own_devices=(place.replica,),
             num_micro_batches=self._micro_batches(run),
-            statistics_group=self._groups(run).replicas if place.replicas > 1 else None,
+            statistics_group="replicas",
             evaluates_together=True,
         )
 
