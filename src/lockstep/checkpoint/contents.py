@@ -1,7 +1,7 @@
 """The tensors of a file, of several files or of a checkpoint, without their values until asked.
 
 What the commands of `lockstep checkpoint` see of every form: names, shapes, dtypes, and a way to
-read a part of one tensor, so that nothing has to fit into memory as a whole.
+read a part of one tensor, so that no tensor has to fit into memory.
 """
 
 from __future__ import annotations

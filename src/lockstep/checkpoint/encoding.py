@@ -69,7 +69,7 @@ def encode(
     """Takes a state apart.
 
     Args:
-        state: any nest of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
+        state: any pytree of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
         inside: what `state` is called, for messages only.
         to_host: gives a tensor's values in contiguous CPU memory; None: `on_cpu`.

@@ -229,7 +229,7 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, the oldest first; one that `path` is.
+    """The checkpoints in a run's folder, complete or not, the oldest first; one that `path` is.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -331,14 +331,14 @@ def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
         return Repair("rebuild", health.path, f"{why}; the files are whole and hold the state")
     if health.foreign:
         return Repair("leave", health.path, why)
-    whole = [] if remains else readable_weights(health.path)
-    if whole:
-        names = ", ".join(file.name for file in whole)
+    readable = [] if remains else readable_weights(health.path)
+    if readable:
+        names = ", ".join(file.name for file in readable)
         return Repair(
             "leave",
             health.path,
             f"{why}. No complete checkpoint remains, and {names} can be read: "
-            f"lockstep.load_weights(model, '{whole[0]}')",
+            f"lockstep.load_weights(model, '{readable[0]}')",
         )
     return Repair("remove", health.path, why)
 

@@ -305,7 +305,7 @@ def _remove_if_possible(path: Path) -> None:
 
 
 class Writer:
-    """Runs one piece of work after the other, each in a thread that ends with it.
+    """Runs one task after the other, each in a thread that ends with it.
 
     Python waits for such a thread at its exit, so that what was handed over is finished.
 
@@ -410,7 +410,7 @@ class HostCopies:
         """Starts a new set of copies; the former ones are given up.
 
         Args:
-            states: nests that hold the training's own tensors. What comes later and is none of
+            states: pytrees that hold the training's own tensors. What comes later and is none of
                 these was made for the checkpoint alone, and is not copied again.
         """
         self._own = set().union(*map(memory_of, states))

@@ -1,4 +1,4 @@
-"""`world.checkpoint(folder, **state)`: the whole state of a training, saved and taken up again.
+"""`world.checkpoint(folder, **state)`: the full state of a training, saved and resumed.
 
 Communication: `save` is two small exchanges of text, `resume` three, `wait` one; each carries
 errors too, so that what goes wrong on one rank is raised on all of them. No tensor is sent. What
@@ -114,7 +114,7 @@ class Checkpoint:
         requests = Requests()
         self._moment = Moment(policy.every, run.collectives, requests)
         self._stepped = 0
-        # Not this object, which holds a copy of the whole state: nobody may want it any more.
+        # Not this object, which holds a copy of the state: nobody may want it any more.
         run.at_end.extend([self._writer.close, lambda failed: requests.close()])
 
     def save(self, metric: float | Tensor | None = None) -> Path | None:

@@ -69,7 +69,7 @@ def save_weights(
     (`if world.is_main:`).
 
     Args:
-        model: bare or wrapped; its values on any device, but whole.
+        model: bare or wrapped; its values on any device, and not sharded.
         path: of the file. What is there already is replaced once the new is complete.
         dtype: of what is written, for tensors with fractions and at least 16 bits, such as
             `torch.bfloat16`; None: as they are.
@@ -120,7 +120,7 @@ def load_weights(
 
     Files are mapped, so what many ranks of a machine read is in its memory once; folders of
     `torch.distributed.checkpoint` are read some tensors at a time. The format of `torch.save`
-    before torch 1.6 alone has to be read whole by each rank.
+    before torch 1.6 alone has to be read in full by each rank.
 
     Communication: none for a bare model, so any rank may load for itself; one exchange of text
     for a prepared model, which all ranks load together.
@@ -130,7 +130,7 @@ def load_weights(
         path: the file or folder.
         strict: every name must be on both sides, in one shape. Otherwise what fits is loaded, as
             long as that is at least half of the model's names.
-        trust: the file may run code of its author's while it is read, as whole-model pickles do.
+        trust: the file may run code of its author's while it is read, as pickled models do.
 
     Raises:
         CheckpointError: the file cannot be read, is not trusted, or does not fit; with counts and
@@ -212,7 +212,7 @@ def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: boo
 def _batches(plan: _Plan) -> Iterator[list[tuple[str, str]]]:
     """The names in parts whose values are to be in memory at a time; those of a module together.
 
-    What goes from a mapped file into a whole tensor takes no memory of its own.
+    What goes from a mapped file into a plain tensor takes no memory of its own.
     """
     modules: dict[str, list[tuple[str, str]]] = {}
     for name, target in plan.names.items():

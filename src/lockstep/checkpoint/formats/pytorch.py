@@ -171,7 +171,7 @@ class FilePart(io.RawIOBase):
 
 
 def load_tensors(path: Path, content: IO[bytes]) -> Any:
-    """What `torch.save` wrote into a part of a file: tensors, numbers, text and nests of them.
+    """What `torch.save` wrote into a part of a file: tensors, numbers, text and containers of them.
 
     Raises:
         CheckpointError: it cannot be read, or holds anything else.
