@@ -7,10 +7,12 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import commands
 from namespaces import THIS_MACHINE
 from ranks import run_ranks
@@ -194,6 +196,16 @@ def test_a_rank_that_is_gone_is_not_waited_for_without_end(monkeypatch: Any) -> 
     joined: Any = Joined()
     with pytest.raises(CheckpointError, match="not all ranks have written their shards"):
         save.Others(joined, ".step", [1]).reports(abandoned)
+
+
+def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
+    joined: Any = SimpleNamespace(store=dist.HashStore())
+    told = save.Others(joined, ".step", [1, 2])
+    told.tell(2, None)
+    told.tell(1, {"files": {}})
+    assert told.reports(threading.Event()) == {1: {"files": {}}, 2: None}
+    assert not joined.store.check(["lockstep/checkpoint/.step/1"])
+    assert not joined.store.check(["lockstep/checkpoint/.step/2"])
 
 
 def test_a_shard_that_is_lost_is_seen(tmp_path: Path) -> None:

@@ -106,7 +106,10 @@ class Others:
                     )
                 patience -= _PAUSE_S
                 time.sleep(_PAUSE_S)
-        return {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
+        found = {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
+        for key in keys:
+            store.delete_key(key)  # a long run saves often
+        return found
 
     def _key(self, rank: int) -> str:
         return f"lockstep/checkpoint/{self._name}/{rank}"
