@@ -37,8 +37,8 @@ from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, print_closing, progress
 from lockstep.settings import Choice, resolve_settings
+from lockstep.strategies import find_strategy
 from lockstep.strategies.base import Plan, Strategy
-from lockstep.strategies.registry import strategy as find_strategy
 from lockstep.training.prepare import Preparer, agree_on_loader
 
 if TYPE_CHECKING:

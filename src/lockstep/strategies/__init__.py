@@ -1,9 +1,16 @@
-"""The options classes of the strategies, to be given as `strategy=`."""
+"""The strategies: their options classes, to be given as `strategy=`, and their names.
+
+To add a strategy is to add its file, and its line in `_CLASSES` and `_NAMES`.
+"""
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import SettingError
+from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from lockstep.strategies.data_parallel.strategy import DP as DP
@@ -14,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.single import Single as Single
 
 # Imported when first used: a run needs one of them.
-_WHERE = {
+_CLASSES = {
     "DDP": "lockstep.strategies.ddp",
     "DP": "lockstep.strategies.data_parallel.strategy",
     "FSDP": "lockstep.strategies.fsdp",
@@ -22,14 +29,48 @@ _WHERE = {
     "Pipeline": "lockstep.strategies.pipeline.strategy",
     "Single": "lockstep.strategies.single",
 }
+_NAMES = {
+    "single": "Single",
+    "dp": "DP",
+    "ddp": "DDP",
+    "fsdp": "FSDP",
+    "hsdp": "HSDP",
+    "pipeline": "Pipeline",
+}
 
-__all__ = sorted(_WHERE)
+__all__ = sorted(_CLASSES)
+
+
+def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, str]:
+    """The strategy that was asked for, or the best for the world size; with the reason.
+
+    Raises:
+        SettingError: an unknown name; the message suggests the nearest.
+    """
+    if choice is None:
+        name = "single" if size == 1 else "ddp"
+        return _made(name), "one process" if size == 1 else f"{size} processes"
+    if isinstance(choice, Strategy):
+        return choice, "set in the script"
+    if choice not in _NAMES:
+        near = difflib.get_close_matches(str(choice), _NAMES, n=1, cutoff=0.3)
+        raise SettingError(
+            f"strategy={choice!r}",
+            "strategies are " + ", ".join(_NAMES),
+            f"did you mean {near[0]!r}?" if near else "choose one of them",
+        )
+    return _made(choice), "as set"
+
+
+def _made(name: str) -> Strategy:
+    made: Strategy = __getattr__(_NAMES[name])()
+    return made
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _CLASSES:
         raise AttributeError(f"module 'lockstep.strategies' has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value = getattr(import_module(_CLASSES[name]), name)
     return value
 
 
