@@ -71,7 +71,7 @@ class Callback(Protocol):
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
 
-    def handed_out(self, handed: BatchEvent) -> None:
+    def handed_out(self, event: BatchEvent) -> None:
         """A training loop is about to get a micro-batch."""
 
     def backward(self, loss: Tensor) -> None:
@@ -100,8 +100,12 @@ class Pass:
         """Whether one has stepped at all: a pass with gradients may be an evaluation."""
 
 
-standing: list[Callback] = []
-"""Those of every run of this process; a run takes them over when it is joined."""
+_of_every_run: list[Callback] = []
+
+
+def add_callback(callback: Callback) -> None:
+    """Lets a callback look on at every run that this process joins from now on."""
+    _of_every_run.append(callback)
 
 
 class Step:
@@ -121,7 +125,7 @@ class Step:
         """Of the prepared optimizers."""
         self.batch_begins: list[Callable[[], None]] = []
         """Called before the first micro-batch of a global batch."""
-        self.watchers: list[Callback] = [*standing]
+        self.callbacks: list[Callback] = [*_of_every_run]
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
         self._passes: list[Pass] = []
@@ -188,16 +192,16 @@ class Step:
         """The loss of the present micro-batch, as much as it counts in that of the global batch."""
         scale = self.running.micro_batch.scale
         weighted = loss if scale == 1.0 else loss * scale
-        for watcher in self.watchers:
-            watcher.backward(weighted)
+        for callback in self.callbacks:
+            callback.backward(weighted)
         return weighted
 
     def mark_stepped(self) -> None:
         """A prepared optimizer has stepped; several of them make one step together."""
         running = self.running
         if not running.stepped or running is self._outside:
-            for watcher in self.watchers:
-                watcher.stepped(self.number)
+            for callback in self.callbacks:
+                callback.stepped(self.number)
             self.number += 1
             self.samples += running.micro_batch.count
             self._until = time.perf_counter()
@@ -207,12 +211,12 @@ class Step:
     def kept(self) -> Iterator[None]:
         """Steps that are taken inside do not count: they are put back, and nobody watches."""
         before = self.number, self.samples, self._since, self._until
-        watchers, self.watchers = self.watchers, []
+        callbacks, self.callbacks = self.callbacks, []
         try:
             yield
         finally:
             self.number, self.samples, self._since, self._until = before
-            self.watchers = watchers
+            self.callbacks = callbacks
 
     @property
     def seconds(self) -> float:

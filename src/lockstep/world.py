@@ -460,8 +460,20 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         SettingError: a setting that cannot be honoured.
         UsageError: this process is in a run already.
     """
-    ledger = ledger if ledger is None else str(ledger)
-    given = {name: value for name, value in locals().items() if name not in {"rank", "world_size"}}
+    given = {
+        "strategy": strategy,
+        "seed": seed,
+        "precision": precision,
+        "backend": backend,
+        "init_method": init_method,
+        "shares": shares,
+        "micro_batch_size": micro_batch_size,
+        "device": device,
+        "sync_batchnorm": sync_batchnorm,
+        "ledger": ledger if ledger is None else str(ledger),
+        "join_timeout": join_timeout,
+        "collective_timeout": collective_timeout,
+    }
     settings = resolve_settings(given, os.environ)
     run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
@@ -478,7 +490,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             from lockstep.data.ledger import Ledger  # not all runs keep one
 
             written = Ledger(settings.ledger, run.collectives, run.loaders)
-            run.step.watchers.append(written)
+            run.step.callbacks.append(written)
             run.at_end.append(lambda failed: written.close())
         return world
     except BaseException:

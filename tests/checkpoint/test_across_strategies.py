@@ -90,7 +90,7 @@ def data() -> TensorDataset:
 def train(world: lockstep.World, folder: Path | None, end: int) -> tuple[Record, dict[str, Tensor]]:
     """Goes on from the folder's checkpoint to step `end`, and saves another."""
     made, record = model(), Record()
-    world._run.step.watchers.append(record)
+    world._run.step.callbacks.append(record)
     groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)

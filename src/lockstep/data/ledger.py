@@ -93,11 +93,11 @@ class Ledger:
     def prepared(self, module: nn.Module) -> None:
         """Modules do not matter here."""
 
-    def handed_out(self, handed: BatchEvent) -> None:
+    def handed_out(self, event: BatchEvent) -> None:
         """Remembers what the training loop is about to get."""
-        if handed.micro_batch.first:
-            self._open[handed.loader] = []
-        self._open.setdefault(handed.loader, []).append(handed)
+        if event.micro_batch.first:
+            self._open[event.loader] = []
+        self._open.setdefault(event.loader, []).append(event)
 
     def backward(self, loss: Tensor) -> None:
         """Losses do not matter here."""

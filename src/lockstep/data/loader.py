@@ -297,11 +297,11 @@ class Loader:
         """Tells those who look on what the training loop is about to get."""
         position, micro, indices, _ = planned
         self.coverage.add(epoch, position, indices, micro)
-        if self._step.watchers:
+        if self._step.callbacks:
             counts = self._collectives.contributes
             event = BatchEvent(self, epoch, position, indices, micro, batch, counts)
-            for watcher in self._step.watchers:
-                watcher.handed_out(event)
+            for callback in self._step.callbacks:
+                callback.handed_out(event)
 
     def _of_segments(
         self, epoch: int, segments: Generator[Segment, None, None]

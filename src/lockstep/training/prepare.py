@@ -236,8 +236,8 @@ class Preparer:
         self._gradients_apart |= wrapped.gradients_apart
         run.prepared.append(weakref.ref(made))
         self.guards.prepared(wrapped)
-        for watcher in run.step.watchers:
-            watcher.prepared(made)
+        for callback in run.step.callbacks:
+            callback.prepared(made)
         self._replaced |= {id(old): (weakref.ref(old), new) for old, new in wrapped.replaced}
         own += [p for pair in wrapped.replaced for p in pair if p is not None]
         self._owners |= {id(parameter): made for parameter in own}

@@ -58,7 +58,7 @@ def install(
         batch_times: the DataLoaders of torch get so many times the batch size.
         folder: what the script saves goes there.
     """
-    step.standing.append(recorder)
+    step.add_callback(recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     register_module_forward_pre_hook(recorder.enters)

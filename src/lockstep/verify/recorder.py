@@ -166,17 +166,17 @@ class Recorder:
         self.models.add(module)
         self._hook_parameters()
 
-    def handed_out(self, handed: BatchEvent) -> None:
+    def handed_out(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
         self._end_if_enough()
-        self._counts, self._weighted = handed.counts, False
-        seen = look_at(handed.batch, handed.micro_batch.local)
+        self._counts, self._weighted = event.counts, False
+        seen = look_at(event.batch, event.micro_batch.local)
         self._take(
             Taken(
-                loader=self._number(handed.loader),
-                epoch=handed.epoch,
-                ids=tuple(handed.samples.tolist()),
-                contents=seen.contents if len(seen.contents) == len(handed.samples) else (),
+                loader=self._number(event.loader),
+                epoch=event.epoch,
+                ids=tuple(event.samples.tolist()),
+                contents=seen.contents if len(seen.contents) == len(event.samples) else (),
                 shape=seen.shape,
                 weights=seen.weights,
             )

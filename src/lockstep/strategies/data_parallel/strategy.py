@@ -86,7 +86,7 @@ class DP(Strategy):
             )
         wrapped = self._wrapped(module.to(run.device), run)
         _part_random_streams(wrapped, run)
-        run.step.watchers.append(_WeightedMeans(wrapped))
+        run.step.callbacks.append(_WeightedMeans(wrapped))
         return Wrapped(module=wrapped, choices=self._choices(wrapped, run))
 
     def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
@@ -145,8 +145,8 @@ class _WeightedMeans:
     def prepared(self, module: nn.Module) -> None:
         pass
 
-    def handed_out(self, handed: BatchEvent) -> None:
-        self._weighted = handed.loader.weight is not None
+    def handed_out(self, event: BatchEvent) -> None:
+        self._weighted = event.loader.weight is not None
 
     def backward(self, loss: Tensor) -> None:
         if self._weighted and not self._warned and self._module.averaged:
