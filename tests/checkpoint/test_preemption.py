@@ -1,4 +1,4 @@
-"""A scheduler's signals, through the real command: all ranks save in one step, and go on or end."""
+"""Signals, through the real command: all ranks save in one step and go on or end; one is killed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from commands import commands
 from namespaces import THIS_MACHINE, until
 
@@ -77,3 +78,43 @@ def test_all_ranks_save_in_one_step_and_the_run_goes_on_or_ends(tmp_path: Path) 
         assert run.wait() == 128 + signal.SIGTERM
         assert steps(tmp_path)[-1] > last
         assert "stopped by SIGTERM" in run.said
+
+
+DIES = """
+import os, signal, sys, torch, lockstep
+from lockstep.checkpoint import storage
+
+with lockstep.init("fsdp", device="cpu", seed=0) as world:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = world.prepare(model, optimizer)
+    checkpoint = world.checkpoint("run", model=model, optimizer=optimizer)
+    resumed = checkpoint.resume()
+    print("resumed" if resumed else "new", world.state_dict()["step"], flush=True)
+    for number in range(3):
+        world.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2 and not resumed and world.rank == int(sys.argv[1]):
+            def dies(descriptor, data):
+                os.write(descriptor, memoryview(data)[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            storage.write = dies
+        checkpoint.save()
+        checkpoint.wait()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "train.py").write_text(DIES)
+    with commands() as command:
+        run = command(THIS_MACHINE, "first", tmp_path, "--nproc", "2", "train.py", str(rank))
+        assert run.wait() != 0
+        assert "SIGKILL" in run.said
+        steps = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run")]
+        assert steps == [1, 2], "the third is not there, not even in part"
+        run = command(THIS_MACHINE, "second", tmp_path, "--nproc", "2", "train.py", str(rank))
+        assert run.wait() == 0
+        assert "resumed 2" in run.said
+        assert not list((tmp_path / "run").glob(".*"))
