@@ -80,9 +80,9 @@ class World:
         self.device = run.device
         self.collectives = run.collectives
         self.strategy = strategy.name
-        self.settings = settings = run.settings
+        self._settings = settings = run.settings
         self.means = self._outside = RunningMeans(run.topology, run.device, 0)
-        self.precision = Precision(settings.precision, run.device)
+        self._precision = Precision(settings.precision, run.device)
         self._plan = plan
         self._run = run
         self._choices = choices
@@ -90,7 +90,7 @@ class World:
             run,
             strategy,
             plan,
-            self.precision,
+            self._precision,
             make_loader=lambda loader: self._make_loader(make_source(loader)),
             say=self.print,
         )
@@ -137,7 +137,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            seed_rank(self.settings.seed, self.collectives.data_parallel.rank)
+            seed_rank(self._settings.seed, self.collectives.data_parallel.rank)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -303,7 +303,7 @@ class World:
         return measure(
             self._run,
             self.strategy,
-            self.precision,
+            self._precision,
             self.backward,
             model=model,
             optimizer=optimizer,
@@ -349,8 +349,8 @@ class World:
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
         self._preparer.guards.settle()
-        self.precision.settle()
-        scaler = self.precision.scaler
+        self._precision.settle()
+        scaler = self._precision.scaler
         state = None if scaler is None else scaler.state_dict()
         return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": state}
 
@@ -358,8 +358,8 @@ class World:
         """Takes up what `state_dict` gave."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
-        if self.precision.scaler is not None and state["scaler"] is not None:
-            self.precision.scaler.load_state_dict(state["scaler"])
+        if self._precision.scaler is not None and state["scaler"] is not None:
+            self._precision.scaler.load_state_dict(state["scaler"])
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""
@@ -386,9 +386,9 @@ class World:
             request=self._preparer.autotune.request(shares, own),
             shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             micro_batch_size=plan.micro_batch_size(
-                self.settings.micro_batch_size if own is None else own
+                self._settings.micro_batch_size if own is None else own
             ),
-            seed=self.settings.seed,
+            seed=self._settings.seed,
             collectives=self.collectives,
             step=self._run.step,
             evaluates_together=plan.evaluates_together,

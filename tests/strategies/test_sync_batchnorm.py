@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from lockstep.distributed.process_group import carrier_device
 from lockstep.errors import DataError, UsageError
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert, revert
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 
 CHANNELS = 3
 INNER = [(), (4,), (3, 5), (2, 3, 2)]
@@ -361,7 +361,6 @@ def test_conversion_keeps_everything_and_goes_back() -> None:
     calls: list[nn.Module] = []
     shared.register_forward_hook(lambda module, *_: calls.append(module))
     layers = list(net.modules())
-    classes = [type(layer) for layer in layers]
     tensors = [*net.parameters(), *net.buffers()]
     result = convert(net)
     assert result.module is net
@@ -379,11 +378,7 @@ def test_conversion_keeps_everything_and_goes_back() -> None:
     assert convert(net).converted == ()
     copies = [copy.deepcopy(net[:5]), pickle.loads(pickle.dumps(net[0]))]
     assert type(copies[1]) is SyncBatchNorm
-    assert [type(layer) for layer in revert(copies[0]).modules()] == classes[:7]
-    assert revert(net) is net
-    assert [type(layer) for layer in net.modules()] == classes
-    assert vars(shared).keys() == vars(nn.BatchNorm2d(4)).keys()
-    assert net[3].process_group is None
+    assert type(copies[0][2]) is SyncBatchNorm
     assert all(a is b for a, b in zip(tensors, [*net.parameters(), *net.buffers()], strict=True))
 
 
@@ -392,7 +387,7 @@ def test_conversion_of_the_root_itself() -> None:
     result = convert(layer)
     assert result.module is layer
     assert result.converted == ("",)
-    assert type(revert(layer)) is nn.BatchNorm2d
+    assert type(layer) is SyncBatchNorm
 
 
 def test_layers_with_behaviour_of_their_own_are_left_and_named() -> None:
@@ -413,11 +408,3 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_an_input() -> None:
     assert type(net[0]) is nn.BatchNorm1d
     net(torch.randn(3, 4))
     assert convert(net).converted == ("0", "1")
-
-
-def test_a_layer_built_by_hand_has_nothing_to_go_back_to() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(4), SyncBatchNorm(4))
-    convert(net)
-    with pytest.raises(UsageError, match="built as SyncBatchNorm, not converted: 1"):
-        revert(net)
-    assert type(net[0]) is SyncBatchNorm

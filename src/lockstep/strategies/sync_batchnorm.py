@@ -82,7 +82,6 @@ class SyncBatchNorm(BatchNorm):
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
-        self._original: _Original | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x` over the global batch in training, by the running statistics in eval."""
@@ -310,14 +309,6 @@ def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Original:
-    """What a converted layer was before."""
-
-    layer_class: type[nn.Module]
-    process_group: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
 class Conversion:
     """What `convert` did."""
 
@@ -358,37 +349,9 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
             )
         (converted if is_plain(layer) else left).append((name, layer))
     for _, layer in converted:
-        group = vars(layer).get("process_group")
-        layer._original = _Original(type(layer), group)
-        layer.process_group = process_group or group
+        layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
     return Conversion(module, *(tuple(name for name, _ in part) for part in (converted, left)))
-
-
-def revert(module: nn.Module) -> nn.Module:
-    """Turns every converted layer in `module` back, in place, into what it was; returns `module`.
-
-    Raises:
-        UsageError: a SyncBatchNorm was built by hand; nothing is changed then.
-    """
-    layers = {n: m for n, m in module.named_modules() if isinstance(m, SyncBatchNorm)}
-    by_hand = [name or "the module" for name, layer in layers.items() if layer._original is None]
-    if by_hand:
-        raise UsageError(
-            "reversal of SyncBatchNorm to torch's BatchNorm",
-            f"built as SyncBatchNorm, not converted: {', '.join(by_hand)}",
-            "build the model with torch.nn.BatchNorm1d, 2d or 3d and convert it; "
-            "the state_dict of either loads into the other",
-        )
-    for layer in layers.values():
-        original = layer._original
-        if original is None:
-            continue
-        del layer._original, layer.process_group
-        if issubclass(original.layer_class, nn.SyncBatchNorm):
-            layer.process_group = original.process_group
-        layer.__class__ = original.layer_class  # type: ignore[assignment]
-    return module
 
 
 def is_plain(layer: nn.Module) -> bool:
