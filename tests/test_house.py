@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import house
 
 MODULES = house.read_house()
-MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 156, 26_200, 715
+MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 136, 25_200, 700
+"""No more than there are today; a change that takes something away lowers them."""
 
 ORDER = (
     {"errors"},
@@ -45,7 +46,8 @@ MAY_USE_BESIDE = {"verify", "cli", ""}
 MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = {"cli", "report"}
 MIN_ROOM = 60
-VARIANTS: set[str] = {"strategies.single"}
+OF_VARIANTS = {"cli", "communication", "guards", "strategies"}
+"""Rooms with one file a command, a way to move gradients, a check, a strategy, however short."""
 
 
 def rank_of(room: str) -> int:
@@ -85,18 +87,18 @@ def test_it_stays_a_small_house() -> None:
 
 
 def test_private_names_of_torch_are_in_one_module() -> None:
-    assert len(house.private_torch_names(MODULES)) <= 15
+    assert set(house.private_torch_names(MODULES)) == {"distributed.torch_compat"}
 
 
 def test_a_room_earns_its_door() -> None:
     """A file that one other file alone imports, and that is short, belongs into that one."""
     by = house.importers(MODULES)
     small = {
-        name: next(iter(by[name]))
+        name
         for name, module in MODULES.items()
-        if len(by[name]) == 1 and module.code_lines < MIN_ROOM and name not in VARIANTS
+        if len(by[name]) == 1 and module.code_lines < MIN_ROOM and module.room not in OF_VARIANTS
     }
-    assert len(small) <= 8
+    assert small == set()
 
 
 @pytest.mark.parametrize("name", MODULES)
