@@ -1,6 +1,4 @@
-"""A decision and its reason; rank 0 prints them once, in one block.
-
-The settings of a run: from the script, or from the command line where the script is silent.
+"""The settings of a run: from the script, or from the command line where the script is silent.
 
 `lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. What the script says wins by
 being the only one to speak: where both speak and differ, that is an error.
