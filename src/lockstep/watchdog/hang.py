@@ -397,6 +397,10 @@ _ADVICE: dict[VerdictKind, str] = {
 _EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
 )
+_CONDITION = (
+    "every rank must call the same collectives in the same order: look for one that only some "
+    "ranks reach (`if rank == 0`, an exception that was caught, `continue`)"
+)
 _STEPS = (
     "give each rank the same number of batches (DistributedSampler, drop_last), or use `Join`; do "
     "not skip a step on one rank alone"
@@ -430,7 +434,7 @@ def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) ->
     if "while DDP is constructed" in places:
         return ("construct DistributedDataParallel on all ranks, at the same point",)
     if 0 < places.count("in backward") < len(waiting):
-        return (_STEPS,)
+        return (_STEPS, _CONDITION)
     if len({signature(call) for call in calls}) > 1 and len({call.op for call in calls}) == 1:
         return (
             "bring tensors of the same size and type on all ranks: pad them, or exchange the "
@@ -438,10 +442,7 @@ def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) ->
         )
     if len({a.call.key for a in waiting.values() if a.call is not None}) > 1:
         return ("use the same process groups in the same order on all their ranks",)
-    return (
-        "every rank must call the same collectives in the same order: look for one that only some "
-        "ranks reach (`if rank == 0`, an exception that was caught, `continue`)",
-    )
+    return (_CONDITION,)
 
 
 def _from_a_new_line(activities: list[Activity]) -> bool | None:
