@@ -255,7 +255,7 @@ def import_times(rounds: int) -> dict[str, list[float]]:
     """Seconds to import, alternating, in fresh processes."""
     statements = {
         "torch": "import torch",
-        "lockstep": "import torch, lockstep; lockstep.init, lockstep.World, lockstep.launcher",
+        "lockstep": "import torch, lockstep; lockstep.init, lockstep.World, lockstep.launch",
         "accelerate": "import torch, accelerate",
         "fabric": "import torch, lightning_fabric",
     }
