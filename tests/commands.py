@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from namespaces import THIS_MACHINE, Machine, enter, listening_in, until
-from ranks import HANG_S, context
+from ranks import HANG_S, LEAVE_S, context
 
 _CLONE_NEWUTS = 0x04000000
-_ANSWER_S = HANG_S
-_LEAVE_S = 60.0
 
 
 class Command:
@@ -66,7 +64,7 @@ class Command:
 
     def wait(self) -> int:
         """Waits for its end; its exit code, or minus the signal's number."""
-        self._process.join(_ANSWER_S)
+        self._process.join(HANG_S)
         assert self._process.exitcode is not None, self.said
         return self._process.exitcode
 
@@ -92,7 +90,7 @@ def commands() -> Iterator[Callable[..., Command]]:
         for command in made:
             command.end()
     for machine in {command.machine for command in made} - {THIS_MACHINE}:
-        until(lambda machine=machine: not machine.processes(), _LEAVE_S)
+        until(lambda machine=machine: not machine.processes(), LEAVE_S)
 
 
 def _run(

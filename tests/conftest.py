@@ -36,10 +36,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import LEAVE_S
 
 torch.set_num_threads(1)
-
-_LEAVE_S = 60.0
 
 
 def _processes() -> dict[int, str]:
@@ -118,7 +117,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not dist.is_initialized(), "the process group was left open"
     left = {pid: text for pid, text in _processes().items() if pid not in processes}
     alive = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
-    alive = psutil.wait_procs(alive, timeout=_LEAVE_S)[1]
+    alive = psutil.wait_procs(alive, timeout=LEAVE_S)[1]
     assert not alive, f"processes left behind: {[left[p.pid] for p in alive]}"
     started = {
         thread
@@ -128,7 +127,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         )  # of torch's own, and not Python's to join
     }
     for thread in started:
-        thread.join(timeout=_LEAVE_S)  # the queues of loader workers close in their own time
+        thread.join(timeout=LEAVE_S)  # the queues of loader workers close in their own time
     assert not any(thread.is_alive() for thread in started), f"threads left behind: {started}"
     assert _shared_memory() <= memory, "shared memory left behind"
     assert _temporary_files() <= files, "files left behind in the temporary folder"

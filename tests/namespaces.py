@@ -27,7 +27,6 @@ import torch.distributed as dist
 from ranks import HANG_S, context
 
 _CLONE_NEWNET = 0x40000000
-_ANSWER_S = HANG_S
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Launcher:
 
     def result(self) -> Any:
         """What the order returned; raises what it raised."""
-        assert self._pipe.poll(_ANSWER_S), "no answer from the launcher"
+        assert self._pipe.poll(HANG_S), "no answer from the launcher"
         fine, value = self._pipe.recv()
         if not fine:
             raise value
@@ -121,7 +120,7 @@ class Launcher:
     def end(self) -> None:
         """Ends the process, and frees what belongs to it here."""
         self._pipe.close()
-        self.process.join(_ANSWER_S)
+        self.process.join(HANG_S)
         if self.process.is_alive():
             self.kill()
         self.process.close()

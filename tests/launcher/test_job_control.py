@@ -23,7 +23,6 @@ from ranks import HANG_S
 from lockstep.launcher.process import give_keys, in_foreground, stops_with, take_keys
 
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
-_ANSWER_S = HANG_S
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 
 
@@ -54,7 +53,7 @@ class Shell:
 
     def until(self, text: str) -> None:
         """Reads on until it shows a text."""
-        limit = time.monotonic() + _ANSWER_S
+        limit = time.monotonic() + HANG_S
         while (found := self.said.find(text, self._read_to)) < 0:
             assert time.monotonic() < limit, f"no {text!r} in {self.said!r}"
             if select.select([self._ours], [], [], 0.1)[0]:
@@ -116,7 +115,7 @@ while True:
 
 
 def until_all(processes: list[psutil.Process], stopped: bool) -> None:
-    limit = time.monotonic() + _ANSWER_S
+    limit = time.monotonic() + HANG_S
     while any((p.status() == psutil.STATUS_STOPPED) is not stopped for p in processes):
         assert time.monotonic() < limit
         time.sleep(0.02)

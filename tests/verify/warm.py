@@ -18,8 +18,6 @@ from lockstep.verify.rank import main
 from lockstep.verify.runs import Plan, Way, alone, environment, record
 from lockstep.verify.verdict import Verdict, judge
 
-_LIMIT_S = HANG_S
-
 
 def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
@@ -48,12 +46,12 @@ def start(folder: Path, way: Way, plan: Plan) -> str:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(_LIMIT_S)
+            process.join(HANG_S)
         late = [process for process in processes if process.is_alive()]
         for process in late:
             process.kill()
             process.join()
-    assert not late, f"still running after {_LIMIT_S} s"
+    assert not late, f"still running after {HANG_S} s"
     return "".join(path.read_text() for path in sorted(folder.glob("*.txt")))
 
 

@@ -21,8 +21,6 @@ from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import Snapshot, take_snapshot
 
-LIMIT_S = HANG_S
-
 
 class Ranks:
     """Running ranks; `watched` is what a launcher would take a snapshot of."""
@@ -42,14 +40,14 @@ class Ranks:
         return take_snapshot(self.watched, lines=lines, wait_s=wait_s)
 
     def wait_until(self, true: Callable[[Snapshot], bool]) -> None:
-        limit = time.monotonic() + LIMIT_S
+        limit = time.monotonic() + HANG_S
         while not true(self.look()):
             assert time.monotonic() < limit, f"it did not come to that: {self.look()}"
             time.sleep(0.2)
 
     def verdict(self) -> Verdict:
         """The first verdict; asked for again and again, as a supervisor does."""
-        limit = time.monotonic() + LIMIT_S
+        limit = time.monotonic() + HANG_S
         while time.monotonic() < limit:
             earlier = self.look()
             time.sleep(1.0)
@@ -60,7 +58,7 @@ class Ranks:
 
     def verdict_of_kind(self, kind: str) -> Verdict:
         """For ranks that start at their own pace: until then one may wait for another's start."""
-        limit = time.monotonic() + LIMIT_S
+        limit = time.monotonic() + HANG_S
         while time.monotonic() < limit:
             verdict = self.verdict()
             if verdict.kind == kind:

@@ -28,15 +28,13 @@ from lockstep.watchdog.snapshot import (
 from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.supervisor import write_report
 
-LIMIT_S = HANG_S
-
 
 @contextlib.contextmanager
 def rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
     process = context.Process(target=_rank, args=(fn, folder))
     process.start()
     try:
-        limit = time.monotonic() + LIMIT_S
+        limit = time.monotonic() + HANG_S
         while read_heartbeat(folder) is None or not (folder / "ready").exists():
             assert time.monotonic() < limit
             assert process.is_alive()
@@ -73,9 +71,9 @@ def steps_twice() -> None:
 
 
 def until(folder: Path, process: Any, true: Callable[[RankState], bool]) -> RankState:
-    limit = time.monotonic() + LIMIT_S
+    limit = time.monotonic() + HANG_S
     while True:
-        (state,) = take_snapshot([Process(0, 0, folder, process.pid)], wait_s=LIMIT_S).ranks
+        (state,) = take_snapshot([Process(0, 0, folder, process.pid)], wait_s=HANG_S).ranks
         if true(state):
             return state
         assert time.monotonic() < limit, state
@@ -110,7 +108,7 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     with rank(sleeps, tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         wait_until_stopped(process.pid)
-        (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=LIMIT_S).ranks
+        (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=HANG_S).ranks
         assert state.stopped
         assert (state.alive, state.stack, state.answered) == (True, None, None)
         os.kill(process.pid, signal.SIGCONT)
@@ -118,7 +116,7 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def wait_until_stopped(pid: int) -> None:
-    limit = time.monotonic() + LIMIT_S
+    limit = time.monotonic() + HANG_S
     while (seen := read_process(pid)) is None or seen.state != "T":
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -128,7 +126,7 @@ def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
     """The signal would end it: a script may have replaced itself by another program."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=LIMIT_S).ranks
+            (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=HANG_S).ranks
             assert (state.alive, state.stack, state.steps) == (True, None, None)
         finally:
             process.communicate(b"\n")
@@ -145,7 +143,7 @@ def test_a_heartbeat_of_an_earlier_process_is_not_believed(tmp_path: Path) -> No
 def test_how_ranks_ended(tmp_path: Path) -> None:
     codes = {0: (0, None), 3: (3, None), -9: (None, 9)}
     ended = [Process(r, r, tmp_path / str(r), 4194304, code) for r, code in enumerate(codes)]
-    snapshot = take_snapshot(ended, wait_s=LIMIT_S)
+    snapshot = take_snapshot(ended, wait_s=HANG_S)
     assert [(s.exit_code, s.signal) for s in snapshot.ranks] == list(codes.values())
     assert not any(s.alive for s in snapshot.ranks)
 

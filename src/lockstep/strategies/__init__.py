@@ -1,6 +1,7 @@
 """The strategies: their options classes, to be given as `strategy=`, and their names.
 
-To add a strategy is to add its file, and its line in `_CLASSES` and `_NAMES`.
+To add a strategy is to add its file and its line in `_CLASSES`; its name is that of the class in
+small letters.
 """
 
 from __future__ import annotations
@@ -22,21 +23,14 @@ if TYPE_CHECKING:
 
 # Imported when first used: a run needs one of them.
 _CLASSES = {
-    "DDP": "lockstep.strategies.ddp",
+    "Single": "lockstep.strategies.single",
     "DP": "lockstep.strategies.data_parallel.strategy",
+    "DDP": "lockstep.strategies.ddp",
     "FSDP": "lockstep.strategies.fsdp",
     "HSDP": "lockstep.strategies.fsdp",
     "Pipeline": "lockstep.strategies.pipeline.strategy",
-    "Single": "lockstep.strategies.single",
 }
-_NAMES = {
-    "single": "Single",
-    "dp": "DP",
-    "ddp": "DDP",
-    "fsdp": "FSDP",
-    "hsdp": "HSDP",
-    "pipeline": "Pipeline",
-}
+_NAMES = {name.lower(): name for name in _CLASSES}
 
 __all__ = sorted(_CLASSES)
 
