@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -114,12 +114,6 @@ class DDP(Strategy):
             check_every=self.check_every,
             release=wrapped.release,
         )
-
-    def alone(
-        self, module: nn.Module, device: int | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """The user's module, whose gradients nobody averages."""
-        return module.direct_calls() if isinstance(module, ExactDDP) else nullcontext(module)
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -279,11 +273,11 @@ class ExactDDP(DistributedDataParallel):
         await_another_backward(self, [loss] if used else [])
 
     @contextmanager
-    def direct_calls(self) -> Iterator[nn.Module]:
-        """The module itself, which may meanwhile be called around this wrapper."""
+    def direct_calls(self) -> Iterator[None]:
+        """Within it the module itself may be called around this wrapper."""
         before, self._around.allowed = self._around.allowed, True
         try:
-            yield self.module
+            yield
         finally:
             self._around.allowed = before
 
