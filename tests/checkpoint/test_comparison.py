@@ -9,21 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.checkpoint import diff
-from lockstep.checkpoint.contents import Stored, open_contents
-from lockstep.checkpoint.diff import Values, compare, compare_values, renamed
+from lockstep.checkpoint import contents
+from lockstep.checkpoint.contents import Values, compare, compare_values, open_contents, renamed
+from lockstep.checkpoint.sharding import HeldTensor
 
 NAN, INF = math.nan, math.inf
 
 
-def stored(tensor: Tensor, name: str = "w") -> Stored:
-    return Stored(
-        name, tensor.dtype, tuple(tensor.shape), lambda b, e: tensor.reshape(-1)[b:e].clone()
-    )
-
-
 def values(a: Tensor, b: Tensor, **tolerance: float) -> Values:
-    return compare_values(stored(a), stored(b), **tolerance)
+    return compare_values(HeldTensor(a), HeldTensor(b), **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +82,7 @@ def test_parts_make_no_difference(pairs: list[tuple[float, float]], size: int) -
     b = torch.tensor([b for _, b in pairs])
     whole = values(a, b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diff, "_ELEMENTS", size)
+        patch.setattr(contents, "_ELEMENTS", size)
         assert values(a, b) == whole
     # As one would write it without regard to memory.
     same = (a == b) | (a.isnan() & b.isnan())
@@ -113,8 +107,8 @@ def test_what_is_on_one_side(tmp_path: Path) -> None:
 
 
 def test_names_that_wrappers_changed() -> None:
-    a = {name: stored(torch.ones(2), name) for name in ("x.w", "y.w")}
-    b = {f"module.{name}": value for name, value in a.items()} | {"more": stored(torch.ones(1))}
+    a = {name: HeldTensor(torch.ones(2)) for name in ("x.w", "y.w")}
+    b = {f"module.{name}": value for name, value in a.items()} | {"more": HeldTensor(torch.ones(1))}
     paired, changes = renamed(a, b)
     assert paired.keys() == {"x.w", "y.w", "more"}
     assert changes == "removed the prefix 'module.'"

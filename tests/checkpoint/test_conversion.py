@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from saved import checkpoint
 from torch import Tensor, nn
 
-from lockstep.checkpoint.contents import open_contents
-from lockstep.checkpoint.convert import convert
+from lockstep.checkpoint.contents import convert, open_contents
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError, SettingError
 

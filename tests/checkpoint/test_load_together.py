@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.formats.reading import read_states
+from lockstep.checkpoint.formats.reading import read
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, LockstepError
@@ -124,7 +124,7 @@ def read_large(folder: Path) -> dict[str, int]:
     grown = {}
     for form in ("w.safetensors", "w.pt", "pytorch_model.bin.index.json"):
         before = anonymous()
-        (found,) = read_states(folder / form, trust=False)
+        (found,) = read(folder / form, trust=False).states
         assert float(sum(value.sum() for value in found.state.values())) == SIZE // 4
         grown[form] = anonymous() - before
         del found

@@ -1,4 +1,4 @@
-"""The tensors of a file, of several files or of a checkpoint, without their values until asked.
+"""The tensors of a file, of several files or of a checkpoint: looked at, compared, converted.
 
 What the commands of `lockstep checkpoint` see of every form: names, shapes, dtypes, and a way to
 read a part of one tensor, so that no tensor has to fit into memory.
@@ -6,8 +6,10 @@ read a part of one tensor, so that no tensor has to fit into memory.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,47 +18,27 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import unstorable
-from lockstep.checkpoint.formats.pytorch import (
-    METADATA,
-    read_dcp,
-    read_torch,
-    read_torch_index,
-    tensors_in,
-)
-from lockstep.checkpoint.formats.reading import (
-    Found,
-    locate,
-    read_module,
-    read_stored,
-    states_in,
-    the_module,
-)
+from lockstep.checkpoint.encoding import encode, separate, unstorable
+from lockstep.checkpoint.formats.reading import read, read_value
 from lockstep.checkpoint.formats.safetensors import (
-    of_torch,
-    read_header,
-    read_index,
-    short,
-    weight_map,
+    SHARD_SIZE,
+    TORCH_ENDINGS,
+    cast,
+    cast_to,
+    in_place,
+    index_of,
+    write_weights,
 )
+from lockstep.checkpoint.modules import match_names
 from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, ShardedEntry, in_memory
+from lockstep.checkpoint.storage import sync_folder
 from lockstep.errors import CheckpointError, SettingError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What `--dtype` may be."""
 _EXPANDED = 2**26  # bytes that a tensor may have beyond its memory, as expanded ones do
-_FACTS = ("step", "epoch", "world_size", "strategy", "lockstep", "torch", "time")
-
-
-@dataclass(frozen=True)
-class Stored(LazyTensor):
-    """One tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    part: Callable[[int, int], Tensor]
-    """The elements from one index to before another, flat and on the CPU."""
-    tied_to: str | None = None
-    """The first name of the same tensor, where it has several."""
+_ELEMENTS = 2**22  # compared at a time, in at most 16 bytes each
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -66,18 +48,18 @@ class Contents:
     path: Path
     kind: str
     """In words."""
-    tensors: Mapping[str, Stored]
-    """By name, in the order of the file."""
+    tensors: Mapping[str, LazyTensor]
+    """By name, in the order of the file; one that has several names stands under each of them."""
     extra: Mapping[str, Any]
     """What a state of a module holds besides tensors."""
     facts: Mapping[str, Any]
     """Step, epoch, versions and the like, as far as the form has them."""
     files: Mapping[str, int]
     """Sizes in bytes."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...]
     """Of a checkpoint; `tensors` are those of one of them, or of all with their names in front."""
-    training: Mapping[str, Stored] = field(default_factory=dict)
-    """Of a checkpoint, if asked for: the tensors of the optimizer and of what else is no model."""
+    training: Mapping[str, LazyTensor]
+    """If asked for: the tensors of the optimizer and of what else is no model."""
 
 
 def open_contents(
@@ -88,209 +70,76 @@ def open_contents(
     everything: bool = False,
     training: bool = False,
 ) -> Contents:
-    """Finds out what is there; reads no values.
+    """Finds out what is there; reads no values. See `read`, which takes the same arguments.
 
     Args:
-        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a
-            folder of DCP, or a folder with one of these; of a run's folder the latest complete
-            checkpoint.
-        name: one model of several; the key above it in a torch file.
+        path: of the file or folder.
+        name: one model of several.
         trust: a torch file may run code of its author's while it is read.
-        everything: where a checkpoint has several models and none is named, all of them.
+        everything: all models of a checkpoint.
         training: of a checkpoint also what is no model, such as the optimizer's tensors.
 
     Raises:
         CheckpointError: it cannot be read, or is not sound.
         SettingError: there is no such name.
     """
-    path, kind = locate(path)
-    if kind == "checkpoint":
-        return _checkpoint(path, name, everything=everything, training=training)
-    if kind == "torch":
-        return _torch(path, name, trust)
-    if kind == "dcp":
-        return _dcp(path, name, training=training)
-    if name is not None:
-        raise _no_such(path, name, ["one model without a name of its own"])
-    if kind == "index" and of_torch(places := weight_map(path)):
-        found = Found(read_torch_index(path, places, trust), "")
-        kind_of = f"torch files ({len(set(places.values()))} of them)"
-        return _of_state(path, kind_of, found, {}, sorted(set(places.values())))
-    entries = read_index(path) if kind == "index" else read_header(path)
-    files = {e.file.name: e.file.stat().st_size for e in entries.values()}
-    return Contents(
-        path,
-        f"safetensors in {len(files)} files" if kind == "index" else "a safetensors file",
-        {key: _stored(key, entry) for key, entry in entries.items()},
-        {},
-        {},
-        files or {path.name: path.stat().st_size},
-    )
-
-
-def leaves(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """The places of tensors in a tree that `encode` made, with repetitions."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        if "$tensor" in tree or "$sharded" in tree:
-            yield tree
+    source = read(path, trust=trust, name=name, everything=everything, lazy=True)
+    found = max(source.states, key=lambda found: sum(map(_size, found.state.values())))
+    tensors: dict[str, LazyTensor] = {}
+    extra: dict[str, Any] = {}
+    views: dict[object, LazyTensor] = {}
+    for key, value in found.state.items():
+        if isinstance(value, Tensor):
+            _check_tensor(source.path, key, value)
+            view = value.data_ptr(), value.shape, value.stride(), value.dtype
+            tensors[key] = views.setdefault(view if value.numel() else key, HeldTensor(value))
+        elif isinstance(value, LazyTensor):
+            tensors[key] = value
         else:
-            for value in tree.values():
-                yield from leaves(value)
-
-
-def totals(tensors: Iterable[Stored]) -> dict[str, Any]:
-    """How much it is in all; a tensor with several names counts once."""
-    own = [stored for stored in tensors if stored.tied_to is None]
-    kinds = Counter(dtype_name(stored) for stored in own)
-    return {
-        "tensors": len(own),
-        "values": sum(stored.count for stored in own),
-        "bytes": sum(stored.nbytes for stored in own),
-        "dtypes": dict(kinds.most_common()),
-    }
-
-
-def dtype_name(stored: Stored) -> str:
-    """Such as `float32`."""
-    return str(stored.dtype).removeprefix("torch.")
-
-
-def _checkpoint(path: Path, name: str | None, *, everything: bool, training: bool) -> Contents:
-    manifest = layout.read_manifest(path)
-    try:
-        modules = tuple(manifest["modules"])
-        if name is not None and name not in modules:
-            raise _no_such(path, name, modules)
-        if name is None and (not everything or len(modules) == 1):
-            name = the_module(path, manifest)
-        tensors: dict[str, Stored] = {}
-        extra: dict[str, Any] = {}
-        for module in modules if name is None else (name,):
-            front = f"{module}." if name is None else ""
-            _add_module(path, manifest, module, front, tensors, extra)
-        others = _of_training(path, manifest) if training else {}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, SettingError):
-            raise
-        raise CheckpointError(
-            f"reading the checkpoint {path}",
-            f"its manifest is damaged: {type(error).__name__}: {short(error, 300)}",
-            "use another checkpoint; lockstep checkpoint repair says what can be saved of this",
-        ) from error
+            extra[key] = in_memory(read_value(value))
+    chosen = set(map(id, tensors.values()))
+    others = {n: t for n, t in source.training() if id(t) not in chosen} if training else {}
+    for tensor in (*tensors.values(), *others.values()):
+        if isinstance(tensor, ShardedEntry):
+            tensor.check()
     return Contents(
-        path,
-        "a checkpoint of Lockstep",
+        source.path,
+        source.kind,
         tensors,
         extra,
-        {key: manifest[key] for key in _FACTS if key in manifest},
-        {**manifest["files"], layout.MANIFEST: (path / layout.MANIFEST).stat().st_size},
-        modules,
+        ({"read": found.place} if found.place and not source.modules else {}) | {**source.facts},
+        {file.name: file.stat().st_size for file in source.files},
+        source.modules,
         others,
     )
 
 
-def _of_training(path: Path, manifest: Mapping[str, Any]) -> dict[str, Stored]:
-    if not isinstance(manifest["training"], dict):
-        raise ValueError("it does not say what the training's state is")
-    found = list(leaves(manifest["training"]))
-    entries = read_stored(path, manifest, layout.TRAINING, found, lazy=True)
-    names = [leaf.get("$tensor", leaf.get("$sharded")) for leaf in found]
-    return {n: _stored(n, entry) for n, entry in zip(names, entries, strict=True)}
-
-
-def _add_module(
-    path: Path,
-    manifest: Mapping[str, Any],
-    module: str,
-    front: str,
-    tensors: dict[str, Stored],
-    extra: dict[str, Any],
-) -> None:
+def tied_to(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """Of the names of a tensor that has several all but the first, each with the first."""
     first: dict[int, str] = {}
-    state = read_module(path, module, manifest, lazy=True)
-    for key, value in state.items():
-        if isinstance(value, LazyTensor):
-            tensors[front + key] = _stored(front + key, value, first.get(id(value)))
-            first.setdefault(id(value), front + key)
-        else:
-            extra[front + key] = in_memory(value)
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    return {name: other for name, other in names.items() if name != other}
 
 
-def _stored(name: str, entry: LazyTensor, tied_to: str | None = None) -> Stored:
-    return Stored(name, entry.dtype, entry.shape, entry.part, tied_to)
+def totals(tensors: Iterable[LazyTensor]) -> dict[str, Any]:
+    """How much it is in all; a tensor with several names counts once."""
+    own = {id(tensor): tensor for tensor in tensors}.values()
+    kinds = Counter(map(dtype_name, own))
+    return {
+        "tensors": len(own),
+        "values": sum(tensor.count for tensor in own),
+        "bytes": sum(tensor.nbytes for tensor in own),
+        "dtypes": dict(kinds.most_common()),
+    }
 
 
-def _torch(path: Path, name: str | None, trust: bool) -> Contents:
-    content = read_torch(path, trust)
-    found = _chosen(path, states_in(path, content), name)
-    facts = {"read": found.place} if found.place else {}
-    if isinstance(content, Mapping):
-        facts |= {
-            key: value
-            for key, value in content.items()
-            if type(key) is str
-            and (type(value) in {int, float, bool} or (type(value) is str and len(value) < 200))
-        }
-    return _of_state(path, "a torch file", found, facts, [path.name])
-
-
-def _of_state(
-    path: Path, kind: str, found: Found, facts: Mapping[str, Any], files: Sequence[str]
-) -> Contents:
-    """What mapped tensors are, with those that are one tied."""
-    tensors: dict[str, Stored] = {}
-    first: dict[object, str] = {}
-    for key, value in found.state.items():
-        if not isinstance(value, Tensor):
-            continue
-        _check_tensor(path, key, value)
-        view = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        tied_to = first.setdefault(view, key) if value.numel() else key
-        tensors[key] = _stored(key, HeldTensor(value), None if tied_to == key else tied_to)
-    return Contents(
-        path,
-        kind,
-        tensors,
-        {k: v for k, v in found.state.items() if not isinstance(v, Tensor)},
-        facts,
-        {name: (path.parent / name).stat().st_size for name in files},
-    )
-
-
-def _dcp(path: Path, name: str | None, *, training: bool) -> Contents:
-    tree = read_dcp(path)
-    found = _chosen(path, states_in(path, tree), name)
-    chosen = [value for value in found.state.values() if isinstance(value, ShardedEntry)]
-    others = [(n, e) for n, e in tensors_in(tree) if not any(e is one for one in chosen)]
-    for _, entry in tensors_in(tree) if training else found.state.items():
-        if isinstance(entry, ShardedEntry):
-            entry.check()
-    files = {shard.source.file for _, entry in tensors_in(tree) for shard in entry.shards}
-    return Contents(
-        path,
-        "a folder of torch.distributed.checkpoint",
-        {n: _stored(n, v) for n, v in found.state.items() if isinstance(v, ShardedEntry)},
-        {n: found.value(n) for n, v in found.state.items() if not isinstance(v, ShardedEntry)},
-        {"read": found.place} if found.place else {},
-        {file.name: file.stat().st_size for file in sorted({path / METADATA, *files})},
-        training={n: _stored(n, e) for n, e in others} if training else {},
-    )
-
-
-def _chosen(path: Path, states: list[Found], name: str | None) -> Found:
-    if name is not None:
-        named = [found for found in states if f"[{name!r}]" in found.place]
-        if not named:
-            raise _no_such(path, name, [found.place or "the top" for found in states])
-        return named[0]
-    return max(states, key=lambda found: sum(_size(value) for value in found.state.values()))
+def dtype_name(tensor: LazyTensor) -> str:
+    """Such as `float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _size(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor | ShardedEntry) else 0
+    return value.nbytes if isinstance(value, Tensor | LazyTensor) else 0
 
 
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:
@@ -307,9 +156,267 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
         )
 
 
-def _no_such(path: Path, name: str, there: tuple[str, ...] | list[str]) -> SettingError:
-    return SettingError(
-        f"the name {name!r} in {path}",
-        f"there is {', '.join(there)}",
-        "give one of these, or leave the name out",
+@dataclass
+class Values:
+    """By how much the values of two tensors of one shape differ."""
+
+    count: int = 0
+    """Elements that differ by more than is allowed; a NaN differs from all but a NaN."""
+    absolute: float = 0.0
+    """The largest |a - b|."""
+    relative: float = 0.0
+    """The largest |a - b| / max(|a|, |b|)."""
+    nans: list[int] = field(default_factory=lambda: [0, 0])
+    """NaNs on either side."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor's name, and the tensor on either side."""
+
+    name: str
+    a: LazyTensor | None
+    b: LazyTensor | None
+    values: Values | None
+    """Where both are there in one shape."""
+
+    @property
+    def differs(self) -> bool:
+        """In being there, shape, dtype or values."""
+        if self.a is None or self.b is None or self.values is None:
+            return True
+        return self.a.dtype is not self.b.dtype or bool(self.values.count)
+
+
+def compare(
+    a: Mapping[str, LazyTensor],
+    b: Mapping[str, LazyTensor],
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> Iterator[Pair]:
+    """Each name of `a` and then those of `b` alone, compared as they are asked for.
+
+    Args:
+        a: tensors by name.
+        b: the others.
+        atol: elements are equal where |a - b| <= atol + rtol * |b|.
+        rtol: see `atol`.
+    """
+    for name, first in a.items():
+        second = b.get(name)
+        same = second is not None and first.shape == second.shape
+        values = compare_values(first, second, atol, rtol) if second and same else None
+        yield Pair(name, first, second, values)
+    for name, second in b.items():
+        if name not in a:
+            yield Pair(name, None, second, None)
+
+
+def compare_values(a: LazyTensor, b: LazyTensor, atol: float = 0.0, rtol: float = 0.0) -> Values:
+    """Compares two tensors of one shape, in float64 (complex ones in complex128)."""
+    values = Values()
+    for begin in range(0, a.count, _ELEMENTS):
+        end = min(begin + _ELEMENTS, a.count)
+        _add_part(values, a.part(begin, end), b.part(begin, end), atol, rtol)
+    return values
+
+
+def same_extra(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors (but may hold some) are the same."""
+    try:
+        (tree, tensors), (other, others) = encode(a), encode(b)
+    except CheckpointError:  # objects of a trusted pickle
+        return bool(repr(a) == repr(b))
+    return tree == other and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def renamed(
+    a: Mapping[str, LazyTensor], b: Mapping[str, LazyTensor]
+) -> tuple[dict[str, LazyTensor], str]:
+    """`b` under the names of `a`, where wrappers alone have changed them; what was done, in words.
+
+    A name that has no counterpart stays as it is.
+    """
+    match = match_names({n: s.shape for n, s in b.items()}, {n: s.shape for n, s in a.items()})
+    if not match.changes:
+        return dict(b), ""
+    taken = set(match.names.values())
+    others = {n: s for n, s in b.items() if n not in match.names and n not in taken}
+    return {match.names[n]: b[n] for n in match.names} | others, "; ".join(match.changes)
+
+
+def _add_part(values: Values, a: Tensor, b: Tensor, atol: float, rtol: float) -> None:
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        # Mostly so, and many times faster than what follows.
+        narrow = a.dtype.itemsize == 1  # 8-bit floats have no isnan of their own
+        nans = int((a.float() if narrow else a).isnan().sum()) if _has_fractions(a) else 0
+        values.nans = [count + nans for count in values.nans]
+        return
+    exact = not (_has_fractions(a) or _has_fractions(b)) and a.dtype == b.dtype
+    # Not in float64, which has not all integers beyond 2**53.
+    wrong = _integers(a) != _integers(b) if exact else None
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    a_nan, b_nan = a.isnan(), b.isnan()
+    values.nans[0] += int(a_nan.sum())
+    values.nans[1] += int(b_nan.sum())
+    wrong = (a != b) & ~(a_nan & b_nan) if wrong is None else wrong
+    if not wrong.any():
+        return
+    a, b = a[wrong], b[wrong]
+    apart = (a - b).abs()
+    # Infinite on one side is apart by any measure; NaN is no number, and counts in any case.
+    beyond = ~(apart <= atol + rtol * b.abs()) | apart.isinf()
+    values.count += int(beyond.sum()) if atol or rtol else a.numel()
+    number = ~apart.isnan()
+    if number.any():
+        relative = apart / torch.maximum(a.abs(), b.abs())
+        values.absolute = max(values.absolute, float(apart[number].max()))
+        relative = relative[number].nan_to_num(nan=math.inf, posinf=math.inf)
+        values.relative = max(values.relative, float(relative.max()))
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The same bits in a dtype that torch compares."""
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` wrote."""
+
+    files: tuple[Path, ...]
+    """The index, if there is one, first."""
+    tensors: int
+    cast: int
+    """How many of the tensors have another dtype now."""
+    renamed: int
+    """How many have another name."""
+
+
+def convert(
+    contents: Contents,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    remove: Sequence[str] = (),
+    add: str = "",
+    shard_size: int = SHARD_SIZE,
+) -> Converted:
+    """Writes stored weights to a file whose ending says its form; in full or not at all.
+
+    Tied tensors are written under each of their names in safetensors, so that any reader finds
+    them; in a torch file they are one tensor again where the source says so.
+
+    Args:
+        contents: of one model, from `open_contents`.
+        out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
+        dtype: of all tensors of 16 bits and more with fractions; None: as they are.
+        remove: prefixes to take away, in this order; `_orig_mod.` also from within a name.
+        add: a prefix for every name.
+        shard_size: bytes; with more, safetensors are written to several files with an index.
+
+    Raises:
+        CheckpointError: the file cannot be written, a value does not fit into `dtype`, or the form
+            cannot hold what is there.
+        SettingError: a prefix that no name has, or names that would become one; an ending that
+            is not known; the output is among what is read.
+    """
+    names = _new_names([*contents.tensors, *contents.extra], remove, add)
+    _check_out(contents, out)
+    tensors = {names[name]: stored for name, stored in contents.tensors.items()}
+    extra = {names[name]: value for name, value in contents.extra.items()}
+    if out.suffix == ".safetensors":
+        if extra:
+            raise CheckpointError(
+                f"writing {out}",
+                f"{next(iter(extra))} is no tensor, and the file can hold plain tensors alone",
+                f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
+            )
+        files = write_weights(out, tensors, shard_size, dtype)
+    else:
+        files = [out]
+        _write_torch(out, tensors, extra, dtype)
+    return Converted(
+        tuple(files),
+        len(tensors),
+        sum(cast_to(s.dtype, dtype) is not s.dtype for s in tensors.values()),
+        sum(old != new for old, new in names.items()),
     )
+
+
+def _write_torch(
+    out: Path,
+    tensors: Mapping[str, LazyTensor],
+    extra: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> None:
+    state: dict[str, Any] = {}
+    made: dict[int, Tensor] = {}
+    memory: set[int] = set()
+    for name, stored in tensors.items():
+        if id(stored) not in made:  # tied ones stay so
+            values = cast(stored.full(), dtype, name).contiguous()
+            made[id(stored)] = separate(values, memory)  # torch.save writes a view's whole storage
+        state[name] = made[id(stored)]
+    with layout.plain_errors("saving weights to", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise IsADirectoryError(f"{out} is a folder")
+        with in_place(out) as temporary:
+            with temporary.open("wb") as file:
+                torch.save(state | dict(extra), file)
+            sync_folder(temporary)
+
+
+def _new_names(names: Sequence[str], remove: Sequence[str], add: str) -> dict[str, str]:
+    result = {name: name for name in names}
+    for prefix in remove:
+        changed = {old: _without(name, prefix) for old, name in result.items()}
+        if changed == result:
+            raise SettingError(
+                f"the prefix {prefix!r} to be removed",
+                f"no name begins with it; the first is {names[0] if names else 'not there'}",
+                "see the names with lockstep checkpoint inspect",
+            )
+        result = changed
+    result = {old: add + name for old, name in result.items()}
+    if len(set(result.values())) < len(result) or "" in result.values():
+        raise SettingError(
+            f"the prefixes {', '.join(map(repr, remove))} to be removed",
+            "two names would become one, or a name empty",
+            "remove fewer of them",
+        )
+    return result
+
+
+def _without(name: str, prefix: str) -> str:
+    if prefix == "_orig_mod.":  # torch.compile puts it around parts of a model too
+        return re.sub(r"(^|(?<=\.))_orig_mod\.", "", name)
+    return name.removeprefix(prefix)
+
+
+def _check_out(contents: Contents, out: Path) -> None:
+    if out.suffix not in (".safetensors", *TORCH_ENDINGS):
+        raise SettingError(
+            f"the output {out}",
+            "its ending says nothing of the form to write",
+            f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
+        )
+    folder = contents.path if contents.path.is_dir() else contents.path.parent
+    taken = {(folder / name).resolve() for name in contents.files} | {contents.path.resolve()}
+    if out.resolve() in taken or index_of(out).resolve() in taken:
+        raise SettingError(
+            f"the output {out}", "it is among the files that are read", "choose another name"
+        )
+    if (out.parent / layout.MANIFEST).exists():
+        raise SettingError(
+            f"the output {out}",
+            "its folder is a checkpoint, whose files belong together",
+            "choose another folder",
+        )

@@ -15,7 +15,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -131,6 +131,19 @@ def decode(
             f"it is damaged: {type(error).__name__}: {str(error)[:200]!r}",
             "use another checkpoint",
         ) from error
+
+
+def leaves(tree: Tree) -> Iterator[Mapping[str, Any]]:
+    """The places of tensors in a tree, with repetitions."""
+    rest = [tree]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest += reversed(value)
+        elif isinstance(value, dict) and ("$tensor" in value or "$sharded" in value):
+            yield value
+        elif isinstance(value, dict):
+            rest += reversed(value.values())
 
 
 def unstorable(value: Tensor) -> str | None:

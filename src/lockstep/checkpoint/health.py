@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint import layout, storage
-from lockstep.checkpoint.contents import Contents, leaves, open_contents
-from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.contents import Contents, open_contents
+from lockstep.checkpoint.encoding import decode, leaves
 from lockstep.checkpoint.formats.reading import shard_finder
 from lockstep.checkpoint.formats.safetensors import in_place, read_header
 from lockstep.errors import CheckpointError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import unstorable
-from lockstep.checkpoint.formats.reading import Found, read_states
+from lockstep.checkpoint.formats.reading import Found, read
 from lockstep.checkpoint.formats.safetensors import in_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
@@ -174,7 +174,7 @@ def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: boo
     own = plain_state_dict(model)
     if alone:  # else what is on the meta device is on another rank
         _check_model(own, path)
-    found, match = _best(read_states(path, trust=trust), own)
+    found, match = _best(read(path, trust=trust).states, own)
     groups = _tied(own)
     _check_tied(groups, found, match, path)
     differ = _differences(found, match, own, groups)

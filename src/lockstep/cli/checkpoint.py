@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.contents import Contents, Stored
-    from lockstep.checkpoint.diff import Pair
+    from lockstep.checkpoint.contents import Contents, Pair
     from lockstep.checkpoint.health import Inspection
+    from lockstep.checkpoint.sharding import LazyTensor
 
 
 _PATH = click.Path(path_type=Path)
@@ -112,8 +112,7 @@ def diff_command(
 
     Ends with 0 where they are equal, 1 where they differ, 2 where they cannot be compared.
     """
-    from lockstep.checkpoint.contents import open_contents
-    from lockstep.checkpoint.diff import compare, renamed
+    from lockstep.checkpoint.contents import compare, open_contents, renamed
     from lockstep.errors import LockstepError
 
     try:
@@ -183,8 +182,7 @@ def convert_command(
 
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
-    from lockstep.checkpoint.contents import open_contents
-    from lockstep.checkpoint.convert import DTYPES, convert
+    from lockstep.checkpoint.contents import DTYPES, convert, open_contents
     from lockstep.checkpoint.formats.safetensors import in_bytes, index_of
     from lockstep.errors import SettingError
 
@@ -265,26 +263,27 @@ def _as_json(found: Inspection) -> dict[str, Any]:
             "facts": dict(contents.facts),
             "files": dict(contents.files),
             "modules": list(contents.modules),
-            "tensors": _tensor_rows(contents.tensors.values()),
-            "training": _tensor_rows(contents.training.values()),
+            "tensors": _tensor_rows(contents.tensors),
+            "training": _tensor_rows(contents.training),
             "extra": list(contents.extra),
             "totals": totals(contents.tensors.values()),
         },
     }
 
 
-def _tensor_rows(tensors: Iterable[Stored]) -> list[dict[str, Any]]:
-    from lockstep.checkpoint.contents import dtype_name
+def _tensor_rows(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
+    from lockstep.checkpoint.contents import dtype_name, tied_to
 
+    ties = tied_to(tensors)
     return [
         {
-            "name": stored.name,
-            "shape": list(stored.shape),
-            "dtype": dtype_name(stored),
-            "bytes": stored.nbytes,
-            "tied_to": stored.tied_to,
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": dtype_name(tensor),
+            "bytes": tensor.nbytes,
+            "tied_to": ties.get(name),
         }
-        for stored in tensors
+        for name, tensor in tensors.items()
     ]
 
 
@@ -300,7 +299,7 @@ def _show_health(found: Inspection) -> None:
 
 
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
-    from lockstep.checkpoint.contents import dtype_name, totals
+    from lockstep.checkpoint.contents import dtype_name, tied_to, totals
 
     _say(f"{contents.path}: {contents.kind}")
     for key, value in contents.facts.items():
@@ -309,20 +308,21 @@ def _show_contents(contents: Contents, sort: str, limit: int) -> None:
         _say(f"  {'models':12} {', '.join(contents.modules)}")
     for name, size in contents.files.items():
         _say(f"  {'file':12} {name}, {_size(size)}")
-    shown = list(contents.tensors.values())
+    shown = list(contents.tensors.items())
     if sort == "size":
-        shown.sort(key=lambda stored: -stored.nbytes)
+        shown.sort(key=lambda item: -item[1].nbytes)
     kept = shown[:limit] if limit else shown
+    ties = tied_to(contents.tensors)
     _say()
     rows = [
-        (s.name, _shape(s), dtype_name(s), f"is {s.tied_to}" if s.tied_to else _size(s.nbytes))
-        for s in kept
+        (name, _shape(t), dtype_name(t), f"is {ties[name]}" if name in ties else _size(t.nbytes))
+        for name, t in kept
     ]
     _table(("name", "shape", "dtype", "size"), rows, right=(3,))
     if len(kept) < len(shown):
         _say(f"... and {len(shown) - len(kept)} more (--limit 0 shows all)")
     _say()
-    _show_total("total", totals(shown))
+    _show_total("total", totals(contents.tensors.values()))
     if contents.training:
         _show_total("besides, of the training", totals(contents.training.values()))
     if contents.extra:
@@ -337,7 +337,7 @@ def _show_total(what: str, total: dict[str, Any]) -> None:
     )
 
 
-def _tensors(contents: Contents) -> dict[str, Stored]:
+def _tensors(contents: Contents) -> dict[str, LazyTensor]:
     others = {f"training: {name}": stored for name, stored in contents.training.items()}
     return {**contents.tensors, **others}
 
@@ -361,13 +361,13 @@ def _difference(pair: Pair) -> tuple[str, ...]:
     return (pair.name, ", ".join(what) or "equal", *sides, *measures)
 
 
-def _kind(stored: Stored) -> str:
+def _kind(stored: LazyTensor) -> str:
     from lockstep.checkpoint.contents import dtype_name
 
     return f"{dtype_name(stored)} {_shape(stored)}"
 
 
-def _shape(stored: Stored) -> str:
+def _shape(stored: LazyTensor) -> str:
     return f"[{', '.join(map(str, stored.shape))}]"
 
 
@@ -385,7 +385,7 @@ def _table(
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    from lockstep.checkpoint.diff import same_extra
+    from lockstep.checkpoint.contents import same_extra
 
     both = a.keys() & b.keys()
     return [name for name in {**a, **b} if name not in both or not same_extra(a[name], b[name])]

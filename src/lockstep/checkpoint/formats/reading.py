@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import FindShards, decode
+from lockstep.checkpoint.encoding import FindShards, decode, leaves
 from lockstep.checkpoint.formats.pytorch import (
+    METADATA,
     Objects,
     is_dcp,
     read_dcp,
     read_torch,
     read_torch_index,
+    tensors_in,
 )
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
@@ -34,13 +36,14 @@ from lockstep.checkpoint.formats.safetensors import (
     weight_map,
 )
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import Shape, Shard, ShardedEntry, sharded_entry
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.sharding import LazyTensor, Shape, Shard, ShardedEntry, sharded_entry
+from lockstep.errors import CheckpointError, SettingError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
 
 _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "net", "weights", "module")
 _DEPTH = 4
+_FACTS = ("step", "epoch", "world_size", "strategy", "metric", "lockstep", "torch", "time")
 
 
 @dataclass(frozen=True)
@@ -54,34 +57,90 @@ class Found:
 
     def value(self, name: str) -> Any:
         """A value of the state, read from the file if it has not been."""
-        return _read(self.state[name])
+        return read_value(self.state[name])
 
 
-def _read(value: Any) -> Any:
+@dataclass(frozen=True)
+class Source:
+    """A file or folder that holds weights."""
+
+    path: Path
+    kind: str
+    """In words."""
+    states: list[Found]
+    """At least one."""
+    files: Iterable[Path]
+    """All that it is in."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Step, epoch, versions and the like, as far as the form has them."""
+    modules: tuple[str, ...] = ()
+    """Of a checkpoint."""
+    training: Callable[[], Iterable[tuple[str, LazyTensor]]] = tuple
+    """Finds the tensors of what is no module, with their names."""
+
+
+def read_value(value: Any) -> Any:
+    """The same with what is in files read from them."""
     if isinstance(value, dict):
-        return {key: _read(inner) for key, inner in value.items()}
+        return {key: read_value(inner) for key, inner in value.items()}
     if isinstance(value, ShardedEntry):
         return value.full()
     return value.read() if isinstance(value, Objects) else value
 
 
-def read_states(path: Path, *, trust: bool) -> list[Found]:
-    """The states in a file or folder; at least one.
+def read(
+    path: Path,
+    *,
+    trust: bool,
+    name: str | None = None,
+    everything: bool = False,
+    lazy: bool = False,
+) -> Source:
+    """Finds out what is in a file or folder.
+
+    Args:
+        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a
+            folder of DCP, or a folder with one of these; of a run's folder the latest complete
+            checkpoint.
+        trust: a torch file may run code of its author's while it is read.
+        name: one model of several; the key above it in a torch file.
+        everything: where a checkpoint has several models and none is named, all of them in one
+            state, with their names in front.
+        lazy: all tensors of safetensors are `LazyTensor`; else views of the mapped files.
 
     Raises:
         CheckpointError: nothing is there, it cannot be read, it holds no weights, or it holds
             pickled objects and is not trusted.
+        SettingError: there is no such name.
     """
     path, kind = locate(path)
     if kind == "checkpoint":
-        return [_from_checkpoint(path)]
+        return _read_checkpoint(path, name, everything=everything, lazy=lazy)
+    if kind == "torch":
+        content = read_torch(path, trust)
+        states = _named(path, _states_in(path, content), name)
+        return Source(path, "a torch file", states, [path], _plain_values(content))
+    if kind == "dcp":
+        tree = read_dcp(path)
+        states = _named(path, _states_in(path, tree), name)
+        shards = [shard for _, entry in tensors_in(tree) for shard in entry.shards]
+        return Source(
+            path,
+            "a folder of torch.distributed.checkpoint",
+            states,
+            sorted({path / METADATA, *(shard.source.file for shard in shards)}),
+            training=lambda: tensors_in(tree),
+        )
+    if name is not None:
+        raise _no_such(path, name, ["one model without a name of its own"])
     if kind == "index" and of_torch(places := weight_map(path)):
-        return [Found(read_torch_index(path, places, trust), "")]
-    if kind == "index":
-        return [Found(_mapped(read_index(path)), "")]
-    if kind == "safetensors":
-        return [Found(_mapped(read_header(path)), "")]
-    return states_in(path, read_dcp(path) if kind == "dcp" else read_torch(path, trust))
+        files = sorted({path.parent / file for file in places.values()})
+        state: Mapping[str, Any] = read_torch_index(path, places, trust)
+        return Source(path, f"torch files ({len(files)} of them)", [Found(state, "")], files)
+    entries = read_index(path) if kind == "index" else read_header(path)
+    files = list(dict.fromkeys(entry.file for entry in entries.values())) or [path]
+    words = f"safetensors in {len(files)} files" if kind == "index" else "a safetensors file"
+    return Source(path, words, [Found(entries if lazy else _mapped(entries), "")], files)
 
 
 def locate(path: Path) -> tuple[Path, Kind]:
@@ -108,7 +167,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
     return path, "safetensors" if path.suffix == ".safetensors" else "torch"
 
 
-def states_in(path: Path, content: Any) -> list[Found]:
+def _states_in(path: Path, content: Any) -> list[Found]:
     """The states in what `read_torch` gave; at least one.
 
     Raises:
@@ -134,7 +193,7 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any], *, lazy: boo
     Raises:
         CheckpointError: the manifest does not list the module's file, or it cannot be read.
     """
-    state = read_stored(path, manifest, name, modules_of(path, manifest)[name], lazy=lazy)
+    state = read_stored(path, manifest, name, manifest["modules"][name], lazy=lazy)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"reading the checkpoint {path}",
@@ -198,38 +257,6 @@ def _entries(path: Path, manifest: Mapping[str, Any], name: str, rank: int) -> d
     return read_header(path / file)
 
 
-def modules_of(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a checkpoint's modules, as its manifest has them.
-
-    Raises:
-        CheckpointError: it has none, or not by name.
-    """
-    modules = manifest.get("modules")
-    if not isinstance(modules, dict):
-        raise CheckpointError(
-            f"reading the checkpoint {path}",
-            "its manifest does not say which modules are in it",
-            "use another checkpoint",
-        )
-    return modules
-
-
-def the_module(path: Path, manifest: Mapping[str, Any]) -> str:
-    """The name of the one module that is meant where none is named.
-
-    Raises:
-        CheckpointError: there are several and none is called `model`, or there is none.
-    """
-    names = list(modules_of(path, manifest))
-    if len(names) != 1 and "model" not in names:
-        raise CheckpointError(
-            f"reading weights from {path}",
-            f"it holds {len(names)} modules: {short(', '.join(names), 300) or 'none'}",
-            f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
-        )
-    return "model" if "model" in names else names[0]
-
-
 def _mapped(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     """The tensors of files whose headers have been checked, as views of the mapped files."""
     state: dict[str, Tensor] = {}
@@ -264,10 +291,65 @@ def _in_folder(folder: Path) -> tuple[Path, Kind]:
     )
 
 
-def _from_checkpoint(path: Path) -> Found:
+def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
     manifest = layout.read_manifest(path)
-    name = the_module(path, manifest)
-    return Found(read_module(path, name, manifest), f"{name} of {path.name}")
+    modules = tuple(manifest["modules"])
+    if name is not None and name not in modules:
+        raise _no_such(path, name, modules)
+    if name is None and everything and len(modules) > 1:
+        states = {n: read_module(path, n, manifest, lazy=lazy) for n in modules}
+        state = {f"{n}.{key}": value for n in modules for key, value in states[n].items()}
+        found = Found(state, "")
+    else:
+        if name is None and len(modules) != 1 and "model" not in modules:
+            raise CheckpointError(
+                f"reading weights from {path}",
+                f"it holds {len(modules)} modules: {short(', '.join(modules), 300) or 'none'}",
+                f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
+            )
+        name = name or ("model" if "model" in modules else modules[0])
+        found = Found(read_module(path, name, manifest, lazy=lazy), f"{name} of {path.name}")
+
+    def training() -> Iterable[tuple[str, LazyTensor]]:
+        places = list(leaves(manifest["training"]))
+        entries = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
+        names = [place.get("$tensor", place.get("$sharded")) for place in places]
+        return zip(names, entries, strict=True)
+
+    return Source(
+        path,
+        "a checkpoint of Lockstep",
+        [found],
+        [path / name for name in (*manifest["files"], layout.MANIFEST)],
+        {key: manifest[key] for key in _FACTS if manifest.get(key) is not None},
+        modules,
+        training,
+    )
+
+
+def _named(path: Path, states: list[Found], name: str | None) -> list[Found]:
+    named = [found for found in states if name is None or f"[{name!r}]" in found.place]
+    if not named:
+        raise _no_such(path, str(name), [found.place or "the top" for found in states])
+    return named
+
+
+def _no_such(path: Path, name: str, there: Sequence[str]) -> SettingError:
+    return SettingError(
+        f"the name {name!r} in {path}",
+        f"there is {', '.join(there)}",
+        "give one of these, or leave the name out",
+    )
+
+
+def _plain_values(content: Any) -> dict[str, Any]:
+    """What a torch file says beside the weights, as far as it is short."""
+    return {
+        key: value
+        for key, value in (content.items() if isinstance(content, Mapping) else ())
+        if type(key) is str
+        and (type(value) in {int, float, bool} or (type(value) is str and len(value) < 200))
+    }
 
 
 def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
