@@ -232,9 +232,13 @@ def user_line() -> str | None:
     frame = _user_frame()
     if frame is None:
         return None
-    name = frame.f_code.co_filename
-    code = linecache.getline(name, frame.f_lineno).strip()
-    return f"{Path(name).name}:{frame.f_lineno}" + (f": {code}" if code else "")
+    return source_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def source_line(file: str, line: int, without_source: str = "") -> str:
+    """`train.py:41: loss.backward()`; without its source the place and another text."""
+    code = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line}" + (f": {code}" if code else without_source)
 
 
 def _user_frame() -> FrameType | None:

@@ -19,7 +19,8 @@ from lockstep.watchdog import probe
 from lockstep.watchdog.hang import find
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.snapshot import Snapshot, take_snapshot
+from lockstep.watchdog.snapshot import Snapshot
+from lockstep.watchdog.supervisor import take_snapshot
 
 
 class Ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import linecache
 import os
 import re
 import signal
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.watchdog import straggler
-from lockstep.watchdog.hang import find
+from lockstep.watchdog.hang import find, find_straggler
 from lockstep.watchdog.messages import Verdict, render
 
 FOREVER = datetime.timedelta(hours=1)
@@ -149,7 +147,7 @@ def test_with_the_lines_of_earlier_calls_an_evaluation_is_told_from_a_step_too_m
         verdict = find(earlier, run.look(20.0, lines=True), 1.0)
     assert verdict is not None
     assert [advice in text for text in verdict.advice] == [True]
-    text = render(verdict, linecache.getline)
+    text = render(verdict)
     parted = text[text.index("first mismatch") :]
     assert re.search(rf"test_hang_ranks.py:\d+: {re.escape(line)}", parted)
     assert re.search(r"test_hang_ranks.py:\d+: dist.barrier\(\)", parted)
@@ -325,8 +323,8 @@ def even(rank: int, size: int) -> None:
 
 def test_a_straggler(tmp_path: Path) -> None:
     with running(slow_on_one_rank, 2, tmp_path) as run:
-        run.wait_until(lambda snapshot: straggler.find(snapshot) is not None)
-        verdict = straggler.find(run.look())
+        run.wait_until(lambda snapshot: find_straggler(snapshot) is not None)
+        verdict = find_straggler(run.look())
     assert verdict is not None
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("straggler", False, (1,))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import linecache
+
 import pytest
 from fake_snapshots import call, in_backward, own
 
@@ -10,11 +12,16 @@ from lockstep.watchdog.wait_graph import Mismatch
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 
 
-def read_line(file: str, line: int) -> str:
-    assert file == "/home/me/train.py"
-    return SOURCE.get(line, "")
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_line(file: str, line: int) -> str:
+        assert file == "/home/me/train.py"
+        return SOURCE.get(line, "")
+
+    monkeypatch.setattr(linecache, "getline", read_line)
 
 
+@pytest.mark.usefixtures("source")
 def test_a_deadlock_is_told() -> None:
     mismatch = Mismatch(
         "the default group",
@@ -32,7 +39,7 @@ def test_a_deadlock_is_told() -> None:
     verdict = Verdict(
         "deadlock", True, (0,), "deadlock: so it is", rows, mismatch, ("think",), 12.0
     )
-    assert render(verdict, read_line) == "\n".join(
+    assert render(verdict) == "\n".join(
         [
             "deadlock: so it is",
             "  rank 0 on a: waits in broadcast of 8 float, for 12 s",
@@ -52,16 +59,16 @@ def test_a_deadlock_is_told() -> None:
     )
 
 
+@pytest.mark.usefixtures("source")
 def test_no_line_is_longer_than_100_columns() -> None:
     rows = tuple(Row(r, "host" * r, "waits in " + "x " * 90, own(95), 1.0) for r in range(9))
-    text = render(Verdict("working", False, (0,), "long " * 50, rows), read_line)
+    text = render(Verdict("working", False, (0,), "long " * 50, rows))
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
 def test_without_its_source_a_line_has_the_function() -> None:
     verdict = Verdict("working", False, (0,), "x", (Row(0, "a", "works", own(3, "evaluate")),))
     assert render(verdict).splitlines()[-1] == "    train.py:3, in evaluate"
-    assert render(verdict, read_line).splitlines()[-1] == "    train.py:3, in evaluate"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,6 @@ def test_what_faulthandler_writes_is_understood(tmp_path: Path) -> None:
 def test_calls_as_torch_writes_them_without_lines() -> None:
     flight = parse_flight(answer(json.loads(JSON_RECORD)))
     assert flight is not None
-    assert flight.request == 7
     assert flight.groups == (Group("0", "default_pg", (0, 1)),)
     assert flight.stacks == {5: (Frame("/home/me/train.py", 3, "main"),)}
     # By the group's name, not by torch's number of it.

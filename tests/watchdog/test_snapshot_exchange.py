@@ -156,5 +156,5 @@ def test_many_collectives_are_told_in_short() -> None:
     table, mine, other = pair(longest=10_000)
     with answering(other):
         assert mine.of_all_ranks(look(0, calls=calls)) is not None
-    (state,) = table.told[0]["snapshot"]["ranks"]
+    (state,) = json.loads(table.told[0]["snapshot"])["ranks"]
     assert [call["seq"] for call in state["calls"]] == list(range(90, 100))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from fake_snapshots import TIME, at, call, in_backward, state
 
+from lockstep.watchdog.hang import find_straggler
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.snapshot import Call, Group, Snapshot
-from lockstep.watchdog.straggler import find
 
 STEP_S = 0.1
 
@@ -30,7 +30,7 @@ def run(
         free = max(arrivals) + 0.01
     groups = (Group("0", "default_pg", tuple(range(size))),)
     states = (state(r, at(3), *calls[r], groups=groups, host=hosts[r]) for r in range(size))
-    return find(Snapshot(free, tuple(states)))
+    return find_straggler(Snapshot(free, tuple(states)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -97,6 +97,8 @@ def test_clocks_of_several_hosts_cannot_be_compared() -> None:
 
 
 def test_ranks_that_cannot_be_compared() -> None:
-    assert find(Snapshot(TIME, ())) is None
-    assert find(Snapshot(TIME, (state(0, at(3)),))) is None
-    assert find(Snapshot(TIME, (state(0, at(3)), state(1, at(3), answered=False)))) is None
+    assert find_straggler(Snapshot(TIME, ())) is None
+    assert find_straggler(Snapshot(TIME, (state(0, at(3)),))) is None
+    assert (
+        find_straggler(Snapshot(TIME, (state(0, at(3)), state(1, at(3), answered=False)))) is None
+    )

@@ -27,6 +27,7 @@ class World:
 
     now: float = 1000.0
     steps: int = 0
+    stepped_at: float = 0.0
     took: float = 0.1
     found: Verdict | None = None
     late: Verdict | None = None
@@ -54,6 +55,7 @@ class World:
 
     def step(self) -> None:
         self.steps += 1
+        self.stepped_at = self.now
 
 
 @pytest.fixture
@@ -78,13 +80,13 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     monkeypatch.setattr(
         supervisor,
         "read_heartbeat",
-        lambda folder: Heartbeat(1, 1, made.steps, made.now, made.took),
+        lambda folder: Heartbeat(1, 1, made.steps, made.stepped_at, made.took),
     )
     monkeypatch.setattr(
         supervisor, "write_report", lambda folder, snapshot, verdict: made.kept.append(verdict)
     )
     monkeypatch.setattr(supervisor.hang, "find", judge)
-    monkeypatch.setattr(supervisor.straggler, "find", lambda snapshot: made.late)
+    monkeypatch.setattr(supervisor.hang, "find_straggler", lambda snapshot: made.late)
     return made
 
 

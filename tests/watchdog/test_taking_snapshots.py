@@ -23,10 +23,9 @@ from lockstep.watchdog.snapshot import (
     Snapshot,
     from_json,
     read_process,
-    take_snapshot,
 )
 from lockstep.watchdog.stacks import Frame
-from lockstep.watchdog.supervisor import write_report
+from lockstep.watchdog.supervisor import take_snapshot, write_report
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ processes, `Watch`, opens their streams, looks after them and finds out what fai
 from __future__ import annotations
 
 import errno
-import linecache
 import math
 import os
 import signal
@@ -49,8 +48,8 @@ from lockstep.launcher.zygote import Ended, Refused, Zygote
 from lockstep.watchdog import exit_status
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption, LostNode
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
-from lockstep.watchdog.snapshot import from_values, take_snapshot
-from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor
+from lockstep.watchdog.snapshot import from_values
+from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snapshot
 
 _ERROR_FILE_NAME = "elastic_error.json"
 _SETTLE_S = 0.5
@@ -455,7 +454,6 @@ class Watch:
             interrupted=signals[0].interrupted if signals else None,
             lost_nodes=self._lost({status.rank for status in exits}),
             folder=str(attempt.folder),
-            read_line=linecache.getline,
         )
         if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
             host = signals[0].host

@@ -21,9 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
-from lockstep.watchdog.exit_status import ExitStatus, read_record, shown
+from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import read_process
 from lockstep.watchdog.stacks import own_line, parse_frames
@@ -121,7 +122,9 @@ def crash_line(folder: Path) -> str | None:
     failed = _FAILED_THREAD.split(dump)
     threads = [failed[-1].partition("\n\n")[0]] if len(failed) > 1 else dump.split("\n\n")
     lines = [own_line(parse_frames(thread)) for thread in threads]
-    return next((shown(line) for line in reversed(lines) if line is not None), None)
+    return next(
+        (source_line(line.file, line.line) for line in reversed(lines) if line is not None), None
+    )
 
 
 def exit_status_of(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import linecache
 import math
 import os
 import re
@@ -25,8 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, source_line
 from lockstep.watchdog.messages import Verdict
+from lockstep.watchdog.probe import write_whole
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.stacks import Frame, Stack, own_line, parse_frames
 
@@ -163,11 +163,11 @@ def record(error: BaseException, folder: Path) -> None:
     with contextlib.suppress(Exception):  # the exception itself must still be seen
         made = describe(error)
         values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
-        _write(folder / _FILE, values)
+        write_whole(folder / _FILE, json.dumps(values))
         elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
         if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
-            _write(Path(elastic), _for_elastic(made))
+            write_whole(Path(elastic), json.dumps(_for_elastic(made)))
 
 
 def read_record(folder: Path) -> ErrorRecord | None:
@@ -207,18 +207,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return -2
     return error.exit_code if isinstance(error, LockstepError) else 1
-
-
-def shown(frame: Frame) -> str:
-    """`train.py:41: loss.backward()`."""
-    code = linecache.getline(frame.file, frame.line).strip()
-    return f"{Path(frame.file).name}:{frame.line}" + (f": {code}" if code else "")
-
-
-def _write(path: Path, values: object) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(json.dumps(values))
-    temporary.replace(path)
 
 
 def _for_elastic(made: ErrorRecord) -> dict[str, object]:
@@ -275,12 +263,14 @@ def _line(error: BaseException) -> str | None:
     if isinstance(error, LockstepError) and error.line:
         return error.line
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return shown(Frame(error.filename, error.lineno, ""))
+        return source_line(error.filename, error.lineno)
     remote = parse_frames(_message(error))[::-1]
     handled = _handled(error)
     before = () if handled is None else _stack(handled.__traceback__)
     frame = own_line(remote) or own_line((*before, *_stack(error.__traceback__)))
-    return None if frame is None or frame.file.startswith("<") else shown(frame)
+    return (
+        None if frame is None or frame.file.startswith("<") else source_line(frame.file, frame.line)
+    )
 
 
 def _stack(trace: TracebackType | None) -> Stack:

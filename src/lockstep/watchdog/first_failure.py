@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,7 +79,6 @@ def first_failure(
     interrupted: Interruption | None = None,
     lost_nodes: Sequence[LostNode] = (),
     folder: str = "",
-    read_line: Callable[[str, int], str] | None = None,
 ) -> FirstFailure | None:
     """The root cause, with what followed from it; None where nothing failed.
 
@@ -90,7 +89,6 @@ def first_failure(
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run.
         folder: where logs and snapshots are.
-        read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
     """
     ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
     own = [e for e in exits if e not in ours]
@@ -98,7 +96,7 @@ def first_failure(
     roots = [_of_exit(e) for e in own if e.code != 0 and e not in followers]
     roots += [_of_lost_node(node) for node in lost_nodes]
     if hang is not None and not any(root.time <= judged_at + INSTANT_S for root in roots):
-        roots += _of_hang(hang, judged_at, own, read_line)
+        roots += _of_hang(hang, judged_at, own)
     if interrupted is not None:
         roots.append(_of_interruption(interrupted))
     if not any(_may_cause(root, f) for root in roots for f in followers):
@@ -228,9 +226,8 @@ def _of_hang(
     hang: Verdict,
     judged_at: float,
     own: Sequence[ExitStatus],
-    read_line: Callable[[str, int], str] | None,
 ) -> list[FirstFailure]:
-    rows = tuple(line[2:] for line in details(hang, read_line))
+    rows = tuple(line[2:] for line in details(hang))
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
         return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import name_ranks
+from lockstep.errors import name_ranks, source_line
 from lockstep.watchdog.snapshot import Call, RankState
 from lockstep.watchdog.stacks import Frame, own_line
 from lockstep.watchdog.wait_graph import Mismatch
@@ -62,28 +61,23 @@ class Verdict:
     """How long nothing has moved."""
 
 
-def render(verdict: Verdict, read_line: Callable[[str, int], str] | None = None) -> str:
-    """A verdict in plain English, in lines of at most 100 columns.
-
-    Args:
-        verdict: what to report.
-        read_line: gives a source line for a file and a number from 1, such as `linecache.getline`.
-    """
+def render(verdict: Verdict) -> str:
+    """A verdict in plain English, in lines of at most 100 columns."""
     advice = [f"  do: {text}" for text in verdict.advice]
-    parts = [*_wrap([verdict.headline]), *details(verdict, read_line), *_wrap(advice)]
+    parts = [*_wrap([verdict.headline]), *details(verdict), *_wrap(advice)]
     return "\n".join(parts)
 
 
-def details(verdict: Verdict, read_line: Callable[[str, int], str] | None = None) -> list[str]:
+def details(verdict: Verdict) -> list[str]:
     """The lines between a verdict's headline and its advice."""
     lines = []
     for ranks, row in _folded(verdict.rows):
         since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
         lines.append(f"  {name_ranks(ranks)} on {row.host}: {verb(row.does, len(ranks))}{since}")
         if row.line is not None:
-            lines.append(_source(row.line, read_line, 4))
+            lines.append(_source(row.line, 4))
     if verdict.mismatch is not None:
-        lines += _mismatch_lines(verdict.mismatch, read_line)
+        lines += _mismatch_lines(verdict.mismatch)
     return _wrap(lines)
 
 
@@ -119,7 +113,7 @@ def _folded(rows: Iterable[Row]) -> list[tuple[list[int], Row]]:
     return list(found.values())
 
 
-def _mismatch_lines(mismatch: Mismatch, read_line: Callable[[str, int], str] | None) -> list[str]:
+def _mismatch_lines(mismatch: Mismatch) -> list[str]:
     lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
     groups: dict[tuple[str, Frame | None], list[int]] = {}
     for rank, call in mismatch.calls:
@@ -129,7 +123,7 @@ def _mismatch_lines(mismatch: Mismatch, read_line: Callable[[str, int], str] | N
     for (what, line), ranks in groups.items():
         lines.append(f"    {name_ranks(ranks)}: {what}")
         if line is not None:
-            lines.append(_source(line, read_line, 6))
+            lines.append(_source(line, 6))
     if mismatch.lines_differ_since is not None:
         lines.append(
             f"    (already from call {mismatch.lines_differ_since} on they called from different "
@@ -138,10 +132,8 @@ def _mismatch_lines(mismatch: Mismatch, read_line: Callable[[str, int], str] | N
     return lines
 
 
-def _source(line: Frame, read_line: Callable[[str, int], str] | None, indent: int) -> str:
-    code = "" if read_line is None else read_line(line.file, line.line).strip()
-    place = f"{' ' * indent}{Path(line.file).name}:{line.line}"
-    text = f"{place}: {code}" if code else f"{place}, in {line.function}"
+def _source(line: Frame, indent: int) -> str:
+    text = " " * indent + source_line(line.file, line.line, f", in {line.function}")
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 

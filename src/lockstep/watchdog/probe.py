@@ -75,6 +75,18 @@ def read_heartbeat(folder: Path) -> Heartbeat | None:
     return Heartbeat(*values) if magic == _MAGIC else None
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is never seen half written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    # Names of files may hold bytes that are no text in UTF-8.
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)
+
+
 _kept_groups: list[object] = []
 """Process groups that were opened, until this process ends.
 
@@ -211,10 +223,8 @@ class Probe:
         except Exception as error:
             # Whatever torch says here must not end the thread: the next request may be answered.
             text = json.dumps({"request": int(number), "error": repr(error)})
-        temporary = self._folder / "flight.json.new"
         with contextlib.suppress(OSError):
-            temporary.write_text(text)
-            temporary.replace(self._folder / "flight.json")
+            write_whole(self._folder / "flight.json", text)
 
 
 def _stacks() -> dict[int, list[tuple[str, int, str]]]:

@@ -1,34 +1,176 @@
-"""Watches the ranks while they run: what hangs, what is slow.
+"""Watches the ranks while they run: what hangs, what is slow; takes snapshots of them.
 
 Cheap most of the time: a few bytes of each rank's heartbeat. Only when a rank has made no step for
 `HangRules.after` seconds are snapshots of all ranks taken, two of them, and handed to the pure
-functions that know the verdicts: `lockstep.watchdog.hang`, `lockstep.watchdog.straggler`.
+functions that know the verdicts: `lockstep.watchdog.hang`.
 """
 
 from __future__ import annotations
 
-import json
-import linecache
+import contextlib
+import itertools
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Process
 from lockstep.launcher.rendezvous import Rendezvous
-from lockstep.watchdog import hang, straggler
+from lockstep.watchdog import hang
 from lockstep.watchdog.messages import Verdict, render, render_state
-from lockstep.watchdog.probe import read_heartbeat
+from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat, write_whole
 from lockstep.watchdog.snapshot import (
+    Flight,
+    RankState,
     Snapshot,
     from_json,
     merge,
+    parse_flight,
+    read_process,
     shorten,
-    take_snapshot,
     to_json,
 )
+from lockstep.watchdog.stacks import parse_stack
+
+_POLL_S = 0.02
+_PATIENCE_S = 0.3
+"""A rank that has not answered for so long is asked by a signal, which needs no Python."""
+_WAIT_S, _WAIT_FOR_LINES_S = 1.0, 4.0
+_requests = itertools.count(1)
+
+
+def take_snapshot(
+    processes: Sequence[Process], *, lines: bool = False, wait_s: float | None = None
+) -> Snapshot:
+    """Asks all ranks of this machine at once.
+
+    Args:
+        processes: the ranks.
+        lines: also asks for the lines of earlier collectives, for a verdict that is to be reported.
+            It stops a rank's Python for some tenths of a second.
+        wait_s: how long to wait for their answers at most, 1 s by default and 4 s with `lines`. It
+            ends earlier when all are there; what has not come by then is None.
+    """
+    if wait_s is None:
+        wait_s = _WAIT_FOR_LINES_S if lines else _WAIT_S
+    number = next(_requests)
+    requests = [_Request(process, number) for process in processes]
+    for request in requests:
+        if not request.ask(lines):
+            request.signal()
+    start = time.monotonic()
+    while True:
+        for request in requests:
+            request.collect()
+        waited = time.monotonic() - start
+        if all(request.complete for request in requests) or waited > wait_s:
+            break
+        if waited > min(_PATIENCE_S, wait_s / 2):
+            for request in requests:
+                if not request.complete:
+                    request.signal()
+        time.sleep(_POLL_S)
+    return Snapshot(time.time(), tuple(request.state for request in requests))
+
+
+class _Request:
+    """One rank while it is being asked."""
+
+    def __init__(self, process: Process, number: int) -> None:
+        self._process, self._number = process, number
+        code = process.code
+        status = read_process(process.pid or 0) if code is None else None
+        heartbeat = read_heartbeat(process.folder)
+        if heartbeat is not None and heartbeat.pid != process.pid:
+            heartbeat = None  # of the rank's earlier life, or of another
+        self._heartbeat = heartbeat
+        self._frozen = code is not None or (status is not None and status.state in "TZ")
+        self._shows_stacks = status is not None and status.shows_stacks and not self._frozen
+        self._stacks_from: int | None = None
+        self._written = -1
+        self.state = RankState(
+            rank=process.rank,
+            host=socket.gethostname(),
+            pid=process.pid or 0,
+            alive=code is None and (status is None or status.state not in "ZX"),
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            state=None if status is None else status.state,
+            cpu_s=None if status is None else status.cpu_s,
+            main_cpu_s=None if status is None else status.main_cpu_s,
+            steps=None if heartbeat is None else heartbeat.steps,
+        )
+        """What is known of the rank so far."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all has come that it was asked for."""
+        if self.state.answered is not None:
+            return self.state.answered
+        return self._stacks_from is None or self.state.stack is not None
+
+    def ask(self, lines: bool) -> bool:
+        """Asks the thread that answers in the rank; False: there is none, or it cannot."""
+        if self._frozen:
+            return False
+        try:
+            pipe = os.open(self._process.folder / "ask", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads
+            return False
+        try:
+            os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
+        except OSError:  # full: it has not read for long
+            return False
+        finally:
+            os.close(pipe)
+        self.state = replace(self.state, answered=False)
+        return True
+
+    def signal(self) -> None:
+        """For a rank that cannot answer; a signal cuts short what waits in C, such as `sleep`."""
+        if self._shows_stacks and self._stacks_from is None:
+            with contextlib.suppress(OSError):
+                size = (self._process.folder / "stacks.txt").stat().st_size
+                os.kill(self.state.pid, STACK_SIGNAL)
+                self._stacks_from = size
+
+    def collect(self) -> None:
+        """Reads what has come so far."""
+        folder, state = self._process.folder, self.state
+        if self._stacks_from is not None and state.stack is None:
+            with contextlib.suppress(OSError), open(folder / "stacks.txt", "rb") as file:
+                file.seek(self._stacks_from)
+                text = file.read().decode(errors="replace")
+                if len(text) == self._written:  # the handler writes piece by piece
+                    state = replace(state, stack=parse_stack(text))
+                self._written = len(text)
+        if state.answered is False:
+            head = f'{{"request": {self._number},'
+            with contextlib.suppress(OSError), open(folder / "flight.json") as file:
+                if file.read(len(head)) == head:  # an answer can be megabytes: none is read twice
+                    state = self._with_answer(state, parse_flight(head + file.read()))
+        self.state = state
+
+    def _with_answer(self, state: RankState, flight: Flight | None) -> RankState:
+        if flight is None:
+            return replace(state, answered=None)
+        if self._heartbeat is not None:
+            others = dict(flight.stacks)
+            main = others.pop(self._heartbeat.main_thread, state.stack)
+            others_stacks = tuple(others.values())
+            state = replace(state, stack=main, threads=others_stacks, thread_ids=tuple(others))
+        return replace(
+            state,
+            answered=True,
+            calls=flight.calls,
+            completed=flight.completed,
+            groups=flight.groups,
+        )
+
 
 _HEARTBEATS_EVERY_S = 0.5
 _BETWEEN_SNAPSHOTS_S = 1.5
@@ -45,16 +187,6 @@ _SLOW_STEPS = 4.0
 _FIRST_STRAGGLER_S = 6.0
 _SECOND_STRAGGLER_S = 2.0
 _LONGEST_STRAGGLER_PAUSE_S = 600.0
-
-
-@dataclass
-class _Steps:
-    """What a rank's heartbeat said, and since when."""
-
-    count: int | None
-    since: float
-    took: float = 0.0
-    """Seconds of the last step."""
 
 
 class Supervisor:
@@ -80,9 +212,8 @@ class Supervisor:
         self._processes, self._rules, self._folder = processes, rules, folder
         self._report, self._of_all_ranks = report, of_all_ranks
         now = time.monotonic()
-        self._steps = {process.rank: _Steps(None, now) for process in processes}
-        self._moved_at = now
-        """When two snapshots last showed that something moves."""
+        self._began = self._moved_at = now
+        """When a step, or two snapshots, last showed that something moves."""
         self._next_heartbeats = self._next_snapshot = now
         self._pause = _PAUSE_S
         self._earlier: tuple[float, Snapshot] | None = None
@@ -117,13 +248,11 @@ class Supervisor:
         """Seconds for which the quietest rank has made no step, less what its steps take."""
         longest = 0.0
         for process in self._processes:
-            steps = self._steps[process.rank]
             heartbeat = read_heartbeat(process.folder)
-            if heartbeat is not None and heartbeat.steps != steps.count:
-                steps = _Steps(heartbeat.steps, now, heartbeat.took_s)
-                self._steps[process.rank] = steps
-            patience = max(0.0, _SLOW_STEPS * steps.took - self._rules.after)
-            longest = max(longest, now - steps.since - patience)
+            last_step, took = (heartbeat.last_step, heartbeat.took_s) if heartbeat else (0.0, 0.0)
+            self._moved_at = max(self._moved_at, last_step)
+            patience = max(0.0, _SLOW_STEPS * took - self._rules.after)
+            longest = max(longest, now - max(self._began, last_step) - patience)
         return longest
 
     def _snapshot(self, *, lines: bool = False) -> Snapshot | None:
@@ -134,8 +263,7 @@ class Supervisor:
         later = self._snapshot()
         if later is None:
             return
-        since = max(self._moved_at, *(steps.since for steps in self._steps.values()))
-        verdict = hang.find(before, later, now - since)
+        verdict = hang.find(before, later, now - self._moved_at)
         if verdict is None:
             self._moved_at = now
             self._pause = min(2.0 * self._pause, _LONGEST_PAUSE_S)
@@ -144,21 +272,18 @@ class Supervisor:
         self._pause = _PAUSE_S
         if verdict.fatal and self._rules.on_hang == "stop":
             self.judged_at = time.time()
-            self.verdict = self._in_full(verdict, before, later, since)
+            self.verdict = self._in_full(verdict, before, later)
         elif verdict.fatal and self._is_due(verdict, verdict.waited_s):
             # Something outside may free the run, which may hang again.
-            in_full = self._in_full(verdict, before, later, since)
-            self._report(render(in_full, linecache.getline))
+            self._report(render(self._in_full(verdict, before, later)))
         elif not verdict.fatal and verdict.waited_s >= self._rules.after + _PATIENCE_S:
             self._report_if_due(verdict, verdict.waited_s)
 
-    def _in_full(
-        self, verdict: Verdict, before: Snapshot, later: Snapshot, since: float
-    ) -> Verdict:
+    def _in_full(self, verdict: Verdict, before: Snapshot, later: Snapshot) -> Verdict:
         """The verdict with the lines of earlier calls; what it was made from goes to files."""
         with_lines = self._snapshot(lines=True)
         if with_lines is not None:
-            again = hang.find(before, with_lines, time.monotonic() - since)
+            again = hang.find(before, with_lines, time.monotonic() - self._moved_at)
             if again is not None and again.kind == verdict.kind:
                 verdict, later = again, with_lines
         try:
@@ -169,7 +294,7 @@ class Supervisor:
 
     def _report_if_due(self, verdict: Verdict, lasted: float) -> None:
         if self._is_due(verdict, lasted):
-            self._report(render(verdict, linecache.getline))
+            self._report(render(verdict))
 
     def _is_due(self, verdict: Verdict, lasted: float) -> bool:
         """Whether to report what does not stop the run: seldom, as a rank may work alone often."""
@@ -184,14 +309,14 @@ class Supervisor:
         self._straggler_pause = min(2.0 * self._straggler_pause, _LONGEST_STRAGGLER_PAUSE_S)
         self._next_straggler = now + self._straggler_pause
         snapshot = self._snapshot()
-        verdict = None if snapshot is None else straggler.find(snapshot)
+        verdict = None if snapshot is None else hang.find_straggler(snapshot)
         ranks = () if verdict is None else verdict.ranks
-        if verdict is not None and ranks == self._slow:
-            self._report_if_due(verdict, 1.0)
-        elif verdict is not None:
+        if verdict is not None and ranks != self._slow:
             # Any rank can be late for a while: only a second snapshot soon after makes it a
             # straggler.
             self._next_straggler = now + _SECOND_STRAGGLER_S
+        elif verdict is not None:
+            self._report_if_due(verdict, 1.0)
         self._slow = ranks
 
 
@@ -202,14 +327,10 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict | None = Non
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [] if verdict is None else [render(verdict, linecache.getline)]
+    write_whole(folder / "hang.json", to_json(snapshot))
+    parts = [] if verdict is None else [render(verdict)]
     parts += [render_state(state) for state in snapshot.ranks]
-    texts = {"hang.json": to_json(snapshot), "hang.txt": "\n\n".join(parts) + "\n"}
-    for name, text in texts.items():
-        temporary = folder / f"{name}.new"
-        # Names of files may hold bytes that are no text in UTF-8.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(folder / name)
+    write_whole(folder / "hang.txt", "\n\n".join(parts) + "\n")
     return folder / "hang.txt"
 
 
@@ -240,10 +361,9 @@ class SnapshotExchange:
         self, rendezvous: Rendezvous, node: int, nodes: int, take: Callable[[bool], Snapshot]
     ) -> None:
         self._rendezvous, self._node, self._nodes, self._take = rendezvous, node, nodes, take
-        self._sent = self._asked = 0
-        self._with_lines = False
-        self._answered: dict[int, int] = {}
-        """The last question of each other launcher that it has had an answer to."""
+        self._sent = 0
+        self._heard: dict[int, int] = {}
+        """The number of each other launcher's message that ours has last answered."""
 
     def of_all_ranks(self, own: Snapshot) -> Snapshot | None:
         """Makes of a snapshot of this machine's ranks one of all; waits some seconds at most.
@@ -255,19 +375,13 @@ class SnapshotExchange:
             return own
         if not self._rendezvous.can_publish:
             return None
-        before = {node: message["number"] for node, message in self._others().items()}
-        self._asked += 1
-        self._with_lines = _has_lines(own)
-        self._send(own)
-        limit = time.monotonic() + (_LINES_S if self._with_lines else _ANSWER_S)
+        lines = any(c.frames is not None for state in own.ranks for c in state.calls or ())
+        self._send(own, asks=True, lines=lines)
+        limit = time.monotonic() + (_LINES_S if lines else _ANSWER_S)
         while not self._rendezvous.lost_nodes():
-            parts = [
-                from_json(json.dumps(message["snapshot"]))
-                for node, message in self._others().items()
-                if message["number"] > before.get(node, 0)
-            ]
-            if len(parts) == self._nodes - 1:
-                return merge([own, *parts])
+            answers = self._unanswered()
+            if len(answers) == self._nodes - 1:
+                return merge([own, *(from_json(message["snapshot"]) for message in answers)])
             if time.monotonic() > limit:
                 break
             time.sleep(_ANSWER_POLL_S)
@@ -275,29 +389,25 @@ class SnapshotExchange:
 
     def answer(self) -> None:
         """Takes a snapshot of this machine's ranks if another launcher asks; call it often."""
-        if self._nodes == 1:
-            return
-        asking = [
-            message
-            for node, message in self._others().items()
-            if message["asked"] > self._answered.get(node, 0)
-        ]
+        asking = [message for message in self._unanswered() if message["asks"]]
         if asking:
             self._send(self._take(any(message["lines"] for message in asking)))
 
     def _others(self) -> dict[int, dict[str, Any]]:
+        if self._nodes == 1:
+            return {}
         heard = self._rendezvous.published(_KEY)
         return {node: message for node, message in heard.items() if node != self._node}
 
-    def _send(self, own: Snapshot) -> None:
-        self._answered = {node: message["asked"] for node, message in self._others().items()}
+    def _unanswered(self) -> list[dict[str, Any]]:
+        """What the others have told since our last message."""
+        return [m for node, m in self._others().items() if m["number"] > self._heard.get(node, 0)]
+
+    def _send(self, own: Snapshot, *, asks: bool = False, lines: bool = False) -> None:
+        self._heard = {node: message["number"] for node, message in self._others().items()}
         self._sent += 1
-        values = {"number": self._sent, "asked": self._asked, "lines": self._with_lines}
+        values = {"number": self._sent, "asks": asks, "lines": lines}
         for calls in (_CALLS, _FEW_CALLS):
-            short = json.loads(to_json(shorten(own, calls)))
+            short = to_json(shorten(own, calls))
             if self._rendezvous.publish(_KEY, {**values, "snapshot": short}):
                 break
-
-
-def _has_lines(snapshot: Snapshot) -> bool:
-    return any(call.frames is not None for state in snapshot.ranks for call in state.calls or ())
