@@ -63,7 +63,7 @@ class Settings:
     sync_batchnorm: bool = True
     ledger: str | None = None
     """Folder where every rank writes down which samples it trains; None: nowhere."""
-    pieces: int = 1
+    min_micro_batches: int = 1
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
 
 

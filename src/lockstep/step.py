@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class MicroBatch:
     first: bool = True
     last: bool = True
     """Whether this micro-batch opens and closes its global batch."""
-    pieces: int = 1
+    num_micro_batches: int = 1
     """Micro-batches of the global batch."""
     scale: float = 1.0
     """What the loss is multiplied by, so that the average over ranks of the accumulated gradients
@@ -50,7 +50,7 @@ class MicroBatch:
 
 
 class BatchEvent(NamedTuple):
-    """A micro-batch that a loader hands out to be trained on, on this rank."""
+    """A micro-batch that a loader delivers to be trained on, on this rank."""
 
     loader: Any
     epoch: int
@@ -65,13 +65,13 @@ class BatchEvent(NamedTuple):
     """Whether this rank's part is counted: under a pipeline other ranks get the same one."""
 
 
-class Callback(Protocol):
-    """Looks on at a training, on its rank, and changes nothing."""
+class Callback:
+    """Looks on at a training, on its rank, and changes nothing; here every method does nothing."""
 
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
 
-    def handed_out(self, event: BatchEvent) -> None:
+    def delivered(self, event: BatchEvent) -> None:
         """A training loop is about to get a micro-batch."""
 
     def backward(self, loss: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.distributed import process_group
+from lockstep.step import Callback
 from lockstep.strategies import DP, HSDP, Pipeline
 
 BATCH, SAMPLES, STEPS_A_PIECE = 12, 40, 2
@@ -45,7 +46,7 @@ PIECES = [*COMBINATIONS, *COMBINATIONS[1:], COMBINATIONS[0]]
 STEPS = len(PIECES) * STEPS_A_PIECE
 
 
-class Record:
+class Record(Callback):
     """What happens on one rank: a watcher of its steps."""
 
     def __init__(self) -> None:
@@ -54,10 +55,7 @@ class Record:
         self.losses: dict[int, float] = defaultdict(float)
         self.step = 0
 
-    def prepared(self, module: nn.Module) -> None:
-        pass
-
-    def handed_out(self, handed: Any) -> None:
+    def delivered(self, handed: Any) -> None:
         self.counts = handed.counts  # not on the ranks of a pipeline that have no loss
         if self.counts:
             self.samples.append((self.step, handed.epoch, handed.samples.tolist()))

@@ -159,7 +159,7 @@ def _ways(options: dict[str, Any]) -> list[Way]:
         way(several),
     ]
     if count := options["accumulate"]:
-        ways.append(way(f"{several}, {count} micro-batches", pieces=count))
+        ways.append(way(f"{several}, {count} micro-batches", min_micro_batches=count))
     if shares := options["shares"]:
         ways.append(way(f"{several}, shares {shares}", shares=shares))
     for strategy in options["strategy"]:

@@ -200,7 +200,7 @@ class IterableLoader(Loader):
                 local=local,
                 first=j == some[0],
                 last=j == some[-1],
-                pieces=len(some),
+                num_micro_batches=len(some),
                 scale=1.0 if plain else local * len(counts) / count,
                 plain=plain,
             )

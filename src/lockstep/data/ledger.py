@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
 
 from lockstep.data.batch_plan import Indices
 from lockstep.data.ledger_check import FORMAT, FRAME, NO_LOADER, STEP
@@ -27,10 +26,10 @@ from lockstep.data.loader import Loader
 from lockstep.data.source import IterableSource
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import SettingError
-from lockstep.step import BatchEvent
+from lockstep.step import BatchEvent, Callback
 
 
-class Ledger:
+class Ledger(Callback):
     """Watches a training and writes its samples down; see `step.Callback`.
 
     A global batch counts as trained when the first optimizer has stepped for it.
@@ -90,17 +89,11 @@ class Ledger:
             os.close(self._file)
             self._file = -1
 
-    def prepared(self, module: nn.Module) -> None:
-        """Modules do not matter here."""
-
-    def handed_out(self, event: BatchEvent) -> None:
+    def delivered(self, event: BatchEvent) -> None:
         """Remembers what the training loop is about to get."""
         if event.micro_batch.first:
             self._open[event.loader] = []
         self._open.setdefault(event.loader, []).append(event)
-
-    def backward(self, loss: Tensor) -> None:
-        """Losses do not matter here."""
 
     def stepped(self, number: int) -> None:
         """Writes down what the step of this number was made of."""

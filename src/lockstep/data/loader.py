@@ -301,7 +301,7 @@ class Loader:
             counts = self._collectives.contributes
             event = BatchEvent(self, epoch, position, indices, micro, batch, counts)
             for callback in self._step.callbacks:
-                callback.handed_out(event)
+                callback.delivered(event)
 
     def _of_segments(
         self, epoch: int, segments: Generator[Segment, None, None]

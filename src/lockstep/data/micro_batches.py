@@ -212,7 +212,7 @@ class MicroBatchPlan:
                 local=local,
                 first=int(parts[j, 0, 0]) == 0,
                 last=int(parts[j, -1, 1]) == len(batch),
-                pieces=len(parts),
+                num_micro_batches=len(parts),
                 scale=1.0 if plain else local * ranks / max(1, len(batch)),
                 plain=plain,
             )

@@ -151,7 +151,7 @@ class Strategy(ABC):
             shares=first_shares(run.settings.shares, rank.size),
             devices=rank.size,
             own_devices=(rank.rank,),
-            num_micro_batches=run.settings.pieces,
+            num_micro_batches=run.settings.min_micro_batches,
         )
 
     @abstractmethod

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
-from lockstep.step import BatchEvent
+from lockstep.step import BatchEvent, Callback
 from lockstep.verify.patches import DeterminismPatches, digest
 from lockstep.verify.record import Array, Call, RankUpdate, Taken, Writer, scale_of
 
@@ -127,7 +127,7 @@ class _Pending:
     statistics: dict[str, None] = field(default_factory=dict)
 
 
-class Recorder:
+class Recorder(Callback):
     """A `Watcher` of Lockstep's steps, and the receiver of the hooks of `hooks`.
 
     Args:
@@ -166,7 +166,7 @@ class Recorder:
         self.models.add(module)
         self._hook_parameters()
 
-    def handed_out(self, event: BatchEvent) -> None:
+    def delivered(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
         self._end_if_enough()
         self._counts, self._weighted = event.counts, False
@@ -187,9 +187,6 @@ class Recorder:
         self._weighted = False
         self.lost(loss)
         self._weighted = True
-
-    def stepped(self, number: int) -> None:
-        """Optimizers are watched one by one."""
 
     # Of the hooks
 

@@ -20,7 +20,7 @@ from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.settings import Choice, is_auto
-from lockstep.step import BatchEvent
+from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import Plan, Strategy, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
 
@@ -68,7 +68,7 @@ class DP(Strategy):
             device_shares=None
             if is_auto(run.settings.shares) and example.count > 1
             else tuple(example.shares),
-            num_micro_batches=run.settings.pieces,
+            num_micro_batches=run.settings.min_micro_batches,
             autotunes=True,
         )
 
@@ -135,17 +135,14 @@ class DP(Strategy):
         return choices
 
 
-class _WeightedMeans:
+class _WeightedMeans(Callback):
     """Warns of losses that the devices took means of, from a loader whose samples have weights."""
 
     def __init__(self, module: DataParallel) -> None:
         self._module = module
         self._weighted = self._warned = False
 
-    def prepared(self, module: nn.Module) -> None:
-        pass
-
-    def handed_out(self, event: BatchEvent) -> None:
+    def delivered(self, event: BatchEvent) -> None:
         self._weighted = event.loader.weight is not None
 
     def backward(self, loss: Tensor) -> None:
@@ -160,9 +157,6 @@ class _WeightedMeans:
                 "outside; nothing, where it is a mean over samples",
                 code="LS310",
             )
-
-    def stepped(self, number: int) -> None:
-        pass
 
 
 def _part_random_streams(wrapped: DataParallel, run: Run) -> None:

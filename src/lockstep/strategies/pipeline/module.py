@@ -167,14 +167,14 @@ class PipelinedModule(nn.Module):
         step, place = self.run.step, self.place
         if self._batch is not None and not self._goes_on(self._batch):
             self._abandon(self._batch)
-        if self._batch is not None and len(self._batch.losses) == self._batch.pieces:
+        if self._batch is not None and len(self._batch.losses) == self._batch.num_micro_batches:
             self._catch_up(self._batch)  # the loop calls the model several times a turn
         if self._batch is None:
-            pieces = step.current.pieces
-            sizes = place.position, place.positions, place.per_rank, pieces
+            micro_batches = step.current.num_micro_batches
+            sizes = place.position, place.positions, place.per_rank, micro_batches
             self._batch = Batch(
                 of=step.batch,
-                pieces=pieces,
+                num_micro_batches=micro_batches,
                 actions=order(self._schedule, *sizes),
                 flags=tuple(p.requires_grad for p in self._parameters_there),
                 training=self.training,
@@ -255,7 +255,7 @@ class PipelinedModule(nn.Module):
 
     def _forward(self, batch: Batch, action: Action) -> Any:
         stage, number = action.stage, action.micro_batch
-        seed, more = mix_seed(batch.seed, number), number + 1 < batch.pieces
+        seed, more = mix_seed(batch.seed, number), number + 1 < batch.num_micro_batches
         received, sent, output = self._through(
             stage, batch.inputs[number], batch.kinds[number], seed, more
         )
@@ -400,7 +400,7 @@ class Batch:
 
     of: tuple[Pass, int]
     """Tells it from others."""
-    pieces: int
+    num_micro_batches: int
     """Its micro-batches."""
     actions: tuple[Action, ...]
     flags: tuple[bool, ...]

@@ -245,7 +245,7 @@ class Pipeline(Strategy):
             return self.num_micro_batches
         stages = self._positions(run.topology)
         wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
-        return max(wanted, run.settings.pieces)
+        return max(wanted, run.settings.min_micro_batches)
 
     def _positions(self, topology: Topology) -> int:
         return 1 if topology.size == 1 else self.stages or topology.size
