@@ -16,6 +16,8 @@ from lockstep.cli.verify import _check_reference
 from lockstep.errors import UsageError
 from lockstep.verify.runs import Plan, Recorded, alone
 
+pytestmark = pytest.mark.spread
+
 TRAINS = """
 import argparse
 import torch

@@ -15,6 +15,8 @@ import torch
 from ranks import HANG_S
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.spread
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
 FASHION = EXAMPLES / "fashion_mnist"

@@ -22,6 +22,8 @@ from ranks import HANG_S
 
 from lockstep.launcher.process import give_keys, in_foreground, stops_with, take_keys
 
+pytestmark = pytest.mark.spread
+
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 
