@@ -81,7 +81,7 @@ class World:
         self.collectives = run.collectives
         self.strategy = strategy.name
         self._settings = settings = run.settings
-        self.means = self._outside = RunningMeans(run.topology, run.device, 0)
+        self.means = self._outside = RunningMeans(run.collectives, 0)
         self._precision = Precision(settings.precision, run.device)
         self._plan = plan
         self._run = run

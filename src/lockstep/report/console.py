@@ -123,33 +123,29 @@ def choice_rows(
     name_width = max([_MIN_NAME, *(len(c.name) for c in choices)]) + 2
     fitting = [len(c.value) for c in choices if len(c.value) <= _MAX_VALUE]
     value_width = max([0, *fitting]) + 2
-    indent = _INDENT + name_width
-    beside = indent + value_width
-    for choice in choices:
-        name = " " * _INDENT + choice.name.ljust(name_width)
-        fits = len(choice.value) + 2 <= value_width
-        if fits and (width is None or width - beside >= _MIN_REASON):
-            reasons = _wrap(choice.reason, None if width is None else width - beside)
-            value = choice.value.ljust(value_width) if choice.reason else choice.value
-            rows.append((name, value, reasons[0]))
-            rows += [(" " * beside, "", line) for line in reasons[1:]]
-        elif width is None or indent + len(choice.value) + 2 + len(choice.reason) <= width:
-            rows.append((name, choice.value, f"  {choice.reason}" if choice.reason else ""))
-        else:
-            values = _wrap(choice.value, width - indent)
-            rows.append((name, values[0], ""))
-            rows += [(" " * indent, line, "") for line in values[1:]]
-            if choice.reason:
-                lines = _wrap(choice.reason, width - indent - 2)
-                rows += [(" " * (indent + 2), "", line) for line in lines]
+    room = None if width is None else width - _INDENT - name_width
+    for name, value, reason in choices:
+        text, hanging = f"{value}  {reason}", 2
+        if len(value) + 2 <= value_width and (room is None or room - value_width >= _MIN_REASON):
+            text, hanging = value.ljust(value_width) + reason, value_width
+        first, *others = _wrap(text.rstrip(), room, hanging)
+        shown = len(value)
+        rows.append((" " * _INDENT + name.ljust(name_width), first[:shown], first[shown:]))
+        rows += [(" " * (_INDENT + name_width), "", line) for line in others]
     return rows
 
 
-def _wrap(text: str, width: int | None) -> list[str]:
+def _wrap(text: str, width: int | None, hanging: int = 0) -> list[str]:
+    """Lines of whole words, all but the first of them indented; one line where width is None."""
     if width is None:
         return [text]
-    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return lines or [""]
+    return textwrap.wrap(
+        text,
+        max(width, hanging + 1),
+        subsequent_indent=" " * hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [text]
 
 
 def _styled(name: str, value: str, reason: str) -> Text:

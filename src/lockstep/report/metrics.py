@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import RanksDifferError, UsageError
 
 _MAX_NAMES = 32
@@ -28,46 +29,36 @@ _HEADER = 4  # ranks that log, the code of their names, its square, samples
 class _Sum:
     total: Tensor
     """Weighted sum of the values: float64, 0-dimensional, on the device."""
-    weight: float | Tensor = 0.0
-
-
-@dataclass(frozen=True)
-class Means:
-    """What is known of a pass at one time."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    """Weighted mean over ranks by name; names that no weight has been given are left out."""
-    samples: int = 0
-    """Samples over all ranks."""
+    weight: float = 0.0
 
 
 class RunningMeans:
     """The means of one pass over the data.
 
     Args:
-        topology: the ranks that take part; on one process the reduction is the identity.
-        device: where sums are kept: tensors that are there already cost one kernel each.
+        collectives: of the run; on one process the reduction is the identity.
         every: global batches between two reductions; 0: only the final one.
-        counts: False where another rank has the same values, and gives them.
     """
 
-    def __init__(
-        self, topology: Topology, device: torch.device, every: int = 10, *, counts: bool = True
-    ) -> None:
-        self.latest = Means()
-        """The last reduction that has been read."""
+    def __init__(self, collectives: Collectives, every: int = 10) -> None:
+        self.values: dict[str, float] = {}
+        """Weighted mean over ranks by name, by the last reduction that has been read; names that
+        no weight has been given are left out."""
+        self.total_samples = 0
+        """Samples over all ranks, likewise."""
         self.samples = 0
-        """This rank's samples so far; kept up to date by whoever hands them out."""
-        self._topology = topology
-        self._device = device
+        """This rank's samples so far; kept up to date by whoever delivers them."""
+        self._alone = collectives.alone
+        # Sums are kept there: tensors that are there already cost one kernel each.
+        self._device = collectives.device
         self._every = every
-        self._counts = counts
+        self._counts = collectives.contributes
         self._sums: dict[str, _Sum] = {}
         self._steps = 0
         self._pending: deque[_Reduction] = deque()
         self._stream: torch.cuda.Stream | None = None
 
-    def add(self, weight: float | Tensor, /, **values: float | Tensor) -> None:
+    def add(self, weight: float, /, **values: float | Tensor) -> None:
         """Adds one micro-batch's means.
 
         Args:
@@ -79,23 +70,12 @@ class RunningMeans:
         Raises:
             UsageError: a value is not one real number, or there are more than 32 names.
         """
-        if not self._counts:
-            weight = 0.0
-        if isinstance(weight, Tensor):
-            weight = weight.detach().to(self._device, torch.float64, non_blocking=self._on_cuda)
         for name, value in values.items():
             entry = self._sums.get(name) or self._open(name)
-            if isinstance(value, Tensor):
-                value = self._one_number(name, value)
-            elif not isinstance(value, int | float):
-                raise _not_a_number(name, f"a {type(value).__name__}")
-            if isinstance(weight, Tensor):
-                entry.total += torch.where(weight == 0, 0.0, weight * value)
-            elif weight and isinstance(value, Tensor):
-                entry.total.add_(value, alpha=weight)
-            elif weight:
-                entry.total += weight * value
-            entry.weight = entry.weight + weight
+            number = self._one_number(name, value)
+            if weight and self._counts:
+                entry.total.add_(number, alpha=weight)
+                entry.weight += weight
 
     def step(self) -> None:
         """One global batch is done: starts a reduction when it is time, reads those that came.
@@ -116,20 +96,17 @@ class RunningMeans:
         if self._on_cuda:
             self._pending.append(self._start_on_cuda(names, packed))
         else:
-            work = None
-            if self._topology.size > 1:
-                work = dist.all_reduce(packed, async_op=True)
+            work = None if self._alone else dist.all_reduce(packed, async_op=True)
             self._pending.append(_Reduction(names, packed, work))
 
-    def finish(self) -> Means:
-        """The exact means of everything that was added, waited for; all ranks must call it.
+    def finish(self) -> None:
+        """Makes the means of everything that was added exact; all ranks must call it.
 
         Raises:
             RanksDifferError: the ranks did not log the same names.
         """
         self.start_reduce()
         self._read(wait=True)
-        return self.latest
 
     @property
     def _on_cuda(self) -> bool:
@@ -147,11 +124,20 @@ class RunningMeans:
             total = torch.zeros((), dtype=torch.float64, device=self._device)
         return self._sums.setdefault(name, _Sum(total))
 
-    def _one_number(self, name: str, value: Tensor) -> Tensor:
-        if value.numel() != 1 or value.is_complex():
-            raise _not_a_number(name, f"a {value.dtype} tensor of shape {tuple(value.shape)}")
-        value = value.detach().reshape(())
-        return value.to(self._device, non_blocking=self._on_cuda)
+    def _one_number(self, name: str, value: Any) -> float | Tensor:
+        if isinstance(value, int | float):
+            return value
+        found = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and not value.is_complex():
+                number = value.detach().reshape(())
+                return number.to(self._device, non_blocking=self._on_cuda)
+            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        raise UsageError(
+            f"world.log({name}=...)",
+            f"{found}, not one number",
+            f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+        )
 
     def _pack(self, names: list[str]) -> Tensor:
         """Everything in one float64 tensor of shape `(4 + 2 * 32,)`: header, weights, totals."""
@@ -159,19 +145,15 @@ class RunningMeans:
         takes_part = bool(names) or self.samples > 0
         # Up to 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
         code = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1 if takes_part else 0
-        entries = [self._sums[name] for name in names]
-        host = [float(takes_part), float(code), float(code * code)]
-        host.append(float(self.samples if self._counts else 0))
-        host += [0.0 if isinstance(e.weight, Tensor) else float(e.weight) for e in entries]
+        sums = [self._sums[name] for name in names]
+        samples = self.samples if self._counts else 0
+        host = [takes_part, code, code * code, samples, *(each.weight for each in sums)]
         host += [0.0] * (_HEADER + 2 * _MAX_NAMES - len(host))
         packed = torch.tensor(host, dtype=torch.float64, pin_memory=self._on_cuda)
         packed = packed.to(self._device, non_blocking=True)
-        for place, entry in enumerate(entries):
-            if isinstance(entry.weight, Tensor):
-                packed[_HEADER + place] = entry.weight
-        if entries:
+        if sums:
             start = _HEADER + _MAX_NAMES
-            packed[start : start + len(entries)] = torch.stack([e.total for e in entries])
+            packed[start : start + len(sums)] = torch.stack([each.total for each in sums])
         return packed
 
     def _start_on_cuda(self, names: list[str], packed: Tensor) -> _Reduction:
@@ -180,7 +162,7 @@ class RunningMeans:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            if self._topology.size > 1:
+            if not self._alone:
                 work = dist.all_reduce(packed, async_op=True)
                 if work is not None:
                     work.wait()  # the stream waits, not the CPU
@@ -201,17 +183,18 @@ class RunningMeans:
             ranks, code, squares = numbers[:3]
             # Equal on all ranks that take part if and only if this holds (Cauchy and Schwarz).
             if ranks * squares != code * code:
-                raise _names_differ(reduction.names)
+                raise RanksDifferError(
+                    "world.log, whose values are averaged over all ranks",
+                    f"this rank logged {', '.join(reduction.names) or 'nothing'} and some other "
+                    "rank logged other names",
+                    "log the same names on every rank (only rank 0 shows them); for a line from "
+                    "rank 0 alone use world.print",
+                )
             weights = numbers[_HEADER : _HEADER + _MAX_NAMES]
             totals = numbers[_HEADER + _MAX_NAMES :]
-            self.latest = Means(
-                {
-                    name: total / weight
-                    for name, weight, total in zip(reduction.names, weights, totals, strict=False)
-                    if weight != 0
-                },
-                int(numbers[3]),
-            )
+            found = zip(reduction.names, weights, totals, strict=False)
+            self.values = {name: total / weight for name, weight, total in found if weight != 0}
+            self.total_samples = int(numbers[3])
 
 
 @dataclass(slots=True)
@@ -235,21 +218,3 @@ class _Reduction:
             self.event.synchronize()
         elif self.work is not None:
             self.work.wait()
-
-
-def _not_a_number(name: str, found: str) -> UsageError:
-    return UsageError(
-        f"world.log({name}=...)",
-        f"{found}, not one number",
-        f"log the mean over this micro-batch, for example {name}=values.float().mean()",
-    )
-
-
-def _names_differ(names: list[str]) -> RanksDifferError:
-    logged = ", ".join(names) if names else "nothing"
-    return RanksDifferError(
-        "world.log, whose values are averaged over all ranks",
-        f"this rank logged {logged} and some other rank logged other names",
-        "log the same names on every rank (only rank 0 shows them); "
-        "for a line from rank 0 alone use world.print",
-    )

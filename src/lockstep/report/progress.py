@@ -12,7 +12,6 @@ rich passes what the script prints through the same console, so that the lines a
 from __future__ import annotations
 
 import atexit
-import math
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ import torch
 
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
 from lockstep.report.console import (
     encodable,
@@ -53,18 +51,7 @@ class World(Protocol):
 
     means: RunningMeans
     """Where `world.log` adds: those of the innermost pass that runs."""
-
-    @property
-    def topology(self) -> Topology:
-        """This process's place."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the means are kept."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """Tells whether this rank's values count."""
+    collectives: Collectives
 
 
 class LogLines:
@@ -127,15 +114,9 @@ def check_shown(shown: bool, values: Iterable[str]) -> None:
 
 
 def progress(
-    loader: Loader,
-    world: World,
-    description: str = "",
-    *,
-    done: int = 0,
-    every: int | None = None,
-    alone: bool = False,
+    loader: Loader, world: World, description: str = "", *, done: int = 0
 ) -> Generator[Any, None, None]:
-    """Hands out the loader's items and shows how the pass goes.
+    """Delivers the loader's items and shows how the pass goes.
 
     With gradients enabled the means over ranks are brought up to date as the pass runs. Without
     (an evaluation, where ranks may have different numbers of batches) they are reduced once, at
@@ -146,24 +127,17 @@ def progress(
         world: its `means` are replaced while the pass runs, and put back after it.
         description: what stands in front, such as `epoch 3`.
         done: global batches of the epoch that were done before, when it is resumed.
-        every: global batches between two reductions of the means; None: about 50 in a pass, and
-            at least one in 50 global batches. The same on all ranks.
-        alone: no other rank runs this pass, so nothing is reduced.
 
     Raises:
         RanksDifferError: the ranks did not log the same names.
     """
-    topology = Topology() if alone else world.topology
-    if every is None:
-        every = reduce_every(loader.steps)
-    means = RunningMeans(
-        topology,
-        world.device,
-        every if torch.is_grad_enabled() else 0,
-        counts=alone or world.collectives.contributes,
-    )
-    display = _Display(description, done, loader.steps, means) if world.topology.is_main else None
+    steps = loader.steps
+    means = RunningMeans(world.collectives, reduce_every(steps) if torch.is_grad_enabled() else 0)
+    display = None
+    if world.collectives.topology.is_main:
+        display = _Display(PassState(description, begun=done, done=done, total=steps))
     outer, world.means = world.means, means
+    complete = False
     try:
         for item in loader:
             yield item
@@ -172,15 +146,14 @@ def progress(
             if current.last:
                 means.step()
                 if display is not None:
-                    display.step(current.count)
+                    display.step(current.count, means.values)
         means.finish()
-        if display is not None:
-            display.complete()
+        complete = True
     finally:
         if world.means is means:
             world.means = outer
         if display is not None:
-            display.close()
+            display.close(means if complete else None)
 
 
 def reduce_every(steps: int | None) -> int:
@@ -191,14 +164,8 @@ def reduce_every(steps: int | None) -> int:
 class _Display:
     """What rank 0 shows of a pass, and when."""
 
-    def __init__(
-        self, description: str, begun: int, total: int | None, means: RunningMeans
-    ) -> None:
-        self._description = description
-        self._begun = self._done = begun
-        self._total = total
-        self._means = means
-        self._samples = 0
+    def __init__(self, at: PassState) -> None:
+        self._at = at
         self._view: Bar | LauncherBar | LogLines
         if launcher_columns() is not None:
             self._view = LauncherBar()
@@ -206,45 +173,33 @@ class _Display:
             self._view = Bar() if on_terminal() else LogLines()
         self._start = time.perf_counter()
         self._due = self._start + self._view.interval
-        self._complete = False
 
-    def step(self, samples: int) -> None:
+    def step(self, samples: int, means: Mapping[str, float]) -> None:
         """One global batch of so many samples is done."""
-        self._done += 1
-        self._samples += samples
+        self._at.done += 1
+        self._at.samples += samples
+        self._at.means = means
         now = time.perf_counter()
         if now >= self._due:
-            self._view.draw(self._at(now))
+            self._at.seconds = now - self._start
+            self._view.draw(self._at)
             self._due = time.perf_counter() + self._view.interval
 
-    def complete(self) -> None:
-        """The pass ran to its end and its means are exact."""
-        self._complete = True
-        self._samples = self._means.latest.samples
-        if self._total is not None:
-            self._done = self._total
+    def close(self, exact: RunningMeans | None) -> None:
+        """Replaces the bar by one line that stays.
 
-    def close(self) -> None:
-        """Replaces the bar by one line that stays; says how far it came if not to the end.
-
-        What stopped the pass may have broken the device, so nothing is asked of it here.
+        Args:
+            exact: the means of a pass that came to its end; None: it did not. What stopped it may
+                have broken the device, so nothing is asked of it here.
         """
-        at = self._at(time.perf_counter())
+        at = self._at
+        at.seconds = time.perf_counter() - self._start
+        if exact is not None:
+            at.samples, at.means = exact.total_samples, exact.values
         self._view.close()
         # A pass kept in a variable is closed last of all, and a traceback must stay the end.
         if not sys.is_finalizing():
-            print_line(summary_line(at, complete=self._complete))
-
-    def _at(self, now: float) -> PassState:
-        return PassState(
-            description=self._description,
-            begun=self._begun,
-            done=self._done,
-            total=self._total,
-            samples=self._samples,
-            seconds=now - self._start,
-            means=self._means.latest.values,
-        )
+            print_line(summary_line(at, complete=exact is not None))
 
 
 _rows: list[Bar] = []
@@ -332,7 +287,7 @@ def _row(at: PassState, console: Console) -> Text:
     return row.append(encodable(after, console.encoding))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True)
 class PassState:
     """Where a pass stands."""
 
@@ -379,13 +334,8 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits: `0.04120`, `12.35`, `1.200e-05`."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        before = math.floor(math.log10(abs(value))) + 1 if value else 1
-        return f"{value:.{max(0, 4 - before)}f}"
-    return f"{value:.3e}"
+    """Four significant digits, as `%g` writes them: `0.04120`, `12.35`, `1.200e-05`."""
+    return f"{value:#.4g}".rstrip(".")
 
 
 def mean_words(means: Mapping[str, float]) -> list[str]:
