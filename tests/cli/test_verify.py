@@ -14,7 +14,8 @@ from ranks import HANG_S
 
 from lockstep.cli.verify import _check_reference
 from lockstep.errors import UsageError
-from lockstep.verify.runs import Plan, Recorded, alone
+from lockstep.launcher.worker import Script
+from lockstep.verify.record import Recorded, Way
 
 pytestmark = pytest.mark.spread
 
@@ -129,19 +130,21 @@ def test_wrong_uses(tmp_path: Path) -> None:
     ],
 )
 def test_advice_where_there_is_nothing_to_compare_with(error: str, advice: str) -> None:
-    plan = Plan(script="pack.train", arguments=("--lr", "0 1"), module=True)
+    script = Script(path="pack.train", arguments=("--lr", "0 1"), module=True)
+    way = Way(name="1 process", nproc=1, script=script)
     with pytest.raises(UsageError, match=re.escape(advice)):
-        _check_reference(Recorded(alone("fp64"), [], error), plan, {})
+        _check_reference(Recorded(way, [], error), {})
 
 
 def test_lockstep_s_settings_are_for_scripts_that_use_it() -> None:
     options = {"accumulate": None, "shares": None, "strategy": ("fsdp",)}
     update: Any = object()
-    run = Recorded(alone("fp64"), [[update]])
+    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
+    run = Recorded(way, [[update]])
     with pytest.raises(UsageError, match="does not train by Lockstep"):
-        _check_reference(run, Plan(script="train.py"), options)
-    _check_reference(replace(run, of_lockstep=True), Plan(script="train.py"), options)
-    _check_reference(run, Plan(script="train.py"), {**options, "strategy": ()})
+        _check_reference(run, options)
+    _check_reference(replace(run, of_lockstep=True), options)
+    _check_reference(run, {**options, "strategy": ()})
 
 
 def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_path: Path) -> None:

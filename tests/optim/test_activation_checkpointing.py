@@ -297,7 +297,7 @@ def test_what_is_counted_is_what_is_alive(make: Callable[[], Net], count: int) -
     for chosen in itertools.combinations(range(3), count):
         net = make()
         measured = measure(net, list(net.blocks), *EXAMPLE)
-        assert measured.order == [0, 1, 2]
+        assert list(measured.inside) == [0, 1, 2]
         held = dict(measured.outside)
         for i in range(3):
             held |= measured.inputs[i] if i in chosen else measured.inside[i]

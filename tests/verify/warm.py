@@ -13,33 +13,32 @@ from pathlib import Path
 
 from ranks import HANG_S, _store, context, rank_environment
 
-from lockstep.verify.compare import FLOAT64
+from lockstep.launcher.worker import Script
+from lockstep.verify.causes import Verdict, judge
 from lockstep.verify.rank import main
-from lockstep.verify.runs import Plan, Way, alone, environment, record
-from lockstep.verify.verdict import Verdict, judge
+from lockstep.verify.record import Way, record
 
 
 def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
-    plan = Plan(script=str(script), steps=steps)
-    several = Way(name=f"{nproc} processes", nproc=nproc, instead={"precision": "fp64"})
-    ways = [alone("fp64"), several]
+    several = Way(
+        name=f"{nproc} processes", nproc=nproc, script=Script(path=str(script)), steps=steps
+    )
     with tempfile.TemporaryDirectory() as folder:
-        runs = [record(way, plan, Path(folder) / way.name, start) for way in ways]
+        runs = [record(way, Path(folder) / way.name, start) for way in (several.alone(), several)]
     reference, other = runs
     assert not reference.error, reference
     assert reference.updates, reference
-    return judge(reference, other, FLOAT64)
+    return judge(reference, other)
 
 
-def start(folder: Path, way: Way, plan: Plan) -> str:
-    """Runs a plan on processes of this machine; returns what they printed."""
-    del plan
+def start(folder: Path, way: Way) -> str:
+    """Runs a script on processes of this machine; returns what they printed."""
     with _store(way.nproc) as port:
         processes = [
             context.Process(
                 target=_rank,
-                args=(folder, {**environment(way), **rank_environment(rank, way.nproc, port)}),
+                args=(folder, {**way.environment(), **rank_environment(rank, way.nproc, port)}),
             )
             for rank in range(way.nproc)
         ]

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import click
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.runs import Plan, Recorded, Way
+    from lockstep.verify.record import Recorded, Way
 
 
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
@@ -94,24 +95,22 @@ def command(
 def _verify(
     script: str, args: tuple[str, ...], as_json: str | None, options: dict[str, Any]
 ) -> int:
-    from lockstep.verify.compare import FLOAT32, FLOAT64
-    from lockstep.verify.runs import by_command, record
-    from lockstep.verify.verdict import judge
+    from lockstep.verify.causes import judge
+    from lockstep.verify.record import by_command, record
 
-    plan = _plan(script, args, options)
-    first, *others = _ways(options)
+    alone, *others = _ways(script, args, options)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
-        reference = record(first, plan, folder / "reference", by_command)
-        _check_reference(reference, plan, options)
+        reference = record(alone, folder / "reference", by_command)
+        _check_reference(reference, options)
         verdicts = []
         for number, way in enumerate(others):
-            other = record(way, plan, folder / str(number), by_command)
-            verdict = judge(reference, other, FLOAT64 if plan.double else FLOAT32)
+            verdict = judge(reference, record(way, folder / str(number), by_command))
             verdicts.append(verdict)
             show(verdict.lines(), as_json)
-            if number == 0 and other.notes:
-                show([f"  switched off for the comparison: {', '.join(other.notes)}"], as_json)
+            off = verdict.other.notes
+            if number == 0 and off:
+                show([f"  switched off for the comparison: {', '.join(off)}"], as_json)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
@@ -119,12 +118,13 @@ def _verify(
     return _CODES[worst.word]
 
 
-def _plan(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Plan:
+def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
+    """The reference, and what is compared with it."""
     from lockstep.launcher.script import check_script, read_script
-    from lockstep.verify.record import OWN_PROCESSES
-    from lockstep.verify.runs import Plan
+    from lockstep.launcher.worker import Script
+    from lockstep.verify.record import OWN_PROCESSES, Way
 
-    module: bool = options["module"]
+    module, nproc = options["module"], options["nproc"]
     check_script(script, module=module, command="lockstep verify")
     reading = read_script(script, module=module)
     if reading.own_processes:
@@ -133,52 +133,40 @@ def _plan(script: str, args: tuple[str, ...], options: dict[str, Any]) -> Plan:
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",
             OWN_PROCESSES,
         )
-    return Plan(
-        script=script,
-        arguments=args,
-        module=module,
-        local_rank_flag=reading.local_rank_flag,
+    flag = reading.local_rank_flag
+    way = Way(
+        name=f"{nproc} processes",
+        nproc=nproc,
+        script=Script(path=script, arguments=args, module=module, local_rank_flag=flag),
         steps=options["steps"],
-        double=options["precision"] == "fp64",
+        precision=options["precision"],
     )
-
-
-def _ways(options: dict[str, Any]) -> list[Way]:
-    """The reference, and what is compared with it."""
-    from lockstep.verify.runs import Way, alone
-
-    nproc: int = options["nproc"]
-
-    def way(name: str, processes: int = nproc, **settings: Any) -> Way:
-        instead = {"precision": options["precision"], **settings}
-        return Way(name=name, nproc=processes, instead=instead)
-
-    several = f"{nproc} processes"
-    ways = [
-        alone(options["precision"], nproc if options["batch_per_process"] else 1),
-        way(several),
-    ]
+    ways = [way.alone(nproc if options["batch_per_process"] else 1), way]
     if count := options["accumulate"]:
-        ways.append(way(f"{several}, {count} micro-batches", min_micro_batches=count))
+        name = f"{way.name}, {count} micro-batches"
+        ways.append(replace(way, name=name, instead={"min_micro_batches": count}))
     if shares := options["shares"]:
-        ways.append(way(f"{several}, shares {shares}", shares=shares))
+        ways.append(replace(way, name=f"{way.name}, shares {shares}", instead={"shares": shares}))
     for strategy in options["strategy"]:
         processes = 1 if strategy == "dp" else nproc  # for all its devices
-        ways.append(way(f"strategy {strategy}", processes, strategy=strategy))
+        instead = {"strategy": strategy}
+        ways.append(replace(way, name=f"strategy {strategy}", nproc=processes, instead=instead))
     return ways
 
 
-def _check_reference(reference: Recorded, plan: Plan, options: dict[str, Any]) -> None:
+def _check_reference(reference: Recorded, options: dict[str, Any]) -> None:
     """Whether there is something to compare with."""
-    was_set = f"lockstep verify {plan.script}"
+    script = reference.way.script
+    was_set = f"lockstep verify {script.path}"
     if reference.error or not reference.updates:
-        words = ["-m", plan.script] if plan.module else [plan.script]
         found = "the script made no optimizer step on one process"
         do = "give it arguments with which it trains; processes that it starts itself are not seen"
         if reference.error:
+            words = ["-m"] * script.module + [script.path, *script.arguments]
             found = f"on one process the script ended with {reference.error}"
-            do = f"make this work: {shlex.join(['lockstep', 'run', *words, *plan.arguments])}"
-        if plan.double and re.search("dtype|double", reference.error, re.IGNORECASE):
+            do = f"make this work: {shlex.join(['lockstep', 'run', *words])}"
+        double = reference.way.precision == "fp64"
+        if double and re.search("dtype|double", reference.error, re.IGNORECASE):
             do = "the script names dtypes itself; try --precision fp32"
         printed = [f"| {line}" for line in reference.output.splitlines()]
         raise UsageError(was_set, "\n         ".join([*found.splitlines(), *printed]), do)

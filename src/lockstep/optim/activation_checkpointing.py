@@ -17,14 +17,14 @@ that would not fit. Parameters and buffers are there anyway and are not counted.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.distributed.torch_compat import pytree
+from lockstep.data.pytree import tensors
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
 
@@ -160,12 +160,12 @@ def _fitting(
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _AsBefore(module):
         kept = measure(module, found, *example)
-    wrapped = {i for i, of_found in enumerate(kept.order) if _recomputes(found[of_found])}
+    wrapped = {i for i in kept.inside if _recomputes(found[i])}
     peaks = []
     for recomputed in _more_and_more(kept, wrapped):
         peaks.append(kept.peak(recomputed))
         if peaks[-1] <= size:
-            return [found[kept.order[i]] for i in sorted(recomputed)]
+            return [found[i] for i in sorted(recomputed)]
     raise SettingError(
         f"checkpoint_activations(..., budget={budget!r})",
         f"{size:,} bytes; the least that any choice keeps is {min(peaks):,}, and {peaks[0]:,} "
@@ -290,17 +290,14 @@ Kept = dict[int, int]
 """Bytes of storages, by number."""
 
 
-@dataclass(frozen=True)
-class Activations:
-    """What one forward pass keeps. Blocks are counted in the order in which they run."""
+class Activations(NamedTuple):
+    """What one forward pass keeps; blocks by their numbers, in the order in which they run."""
 
-    order: list[int]
-    """Which of the given blocks each of these is."""
     outside: Kept
     """Kept by what is in no block."""
-    inputs: list[Kept]
+    inputs: dict[int, Kept]
     """What a block is called with, and so keeps if it recomputes."""
-    inside: list[Kept]
+    inside: dict[int, Kept]
     """What it keeps if it does not."""
 
     def peak(self, recomputed: set[int]) -> int:
@@ -311,7 +308,8 @@ class Activations:
         """
         held = dict(self.outside)
         total = worst = sum(held.values())
-        for i, (inputs, inside) in enumerate(zip(self.inputs, self.inside, strict=True)):
+        for i, inside in self.inside.items():
+            inputs = self.inputs[i]
             if i in recomputed:
                 worst = max(worst, total + sum(_new(inputs | inside, held).values()))
             new = _new(inputs if i in recomputed else inside, held)
@@ -321,7 +319,7 @@ class Activations:
 
     def by_saving(self) -> list[int]:
         """The blocks: those first whose recomputation saves most; of equals the first to run."""
-        holders = Counter(key for kept in (self.outside, *self.inside) for key in kept)
+        holders = Counter(key for kept in (self.outside, *self.inside.values()) for key in kept)
 
         def saved(i: int) -> int:
             inside, inputs = self.inside[i], self.inputs[i]
@@ -329,7 +327,7 @@ class Activations:
             let_go = sum(size for key, size in inside.items() if key in own)
             return let_go - sum(size for key, size in inputs.items() if key in own)
 
-        return sorted(range(len(self.inside)), key=saved, reverse=True)
+        return sorted(self.inside, key=saved, reverse=True)
 
 
 def _new(kept: Kept, held: Kept) -> Kept:
@@ -347,73 +345,47 @@ def measure(
     Raises:
         UsageError: the forward pass computes gradients itself.
     """
-    recorder = _Recorder([*module.parameters(), *module.buffers()], len(blocks))
+    # A storage is the same Python object as long as it lives, and its number is not used again.
+    numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+    unused = itertools.count()
+    there_anyway: Kept = {}
+    kept = Activations({}, {}, {})
+    running = kept.outside
+
+    def count(tensor: Tensor, into: Kept) -> None:
+        if tensor.layout is torch.strided:  # others have no storage of their own
+            storage = tensor.untyped_storage()
+            number = numbers.setdefault(storage, next(unused))
+            if number not in there_anyway:
+                into[number] = storage.nbytes()
+
+    def enter(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal running
+        inputs = kept.inputs.setdefault(block, {})
+        for tensor in tensors((args, kwargs)):
+            count(tensor, inputs)
+        running = kept.inside.setdefault(block, {})
+
+    def leave(*_: Any) -> None:
+        nonlocal running
+        running = kept.outside
+
+    for tensor in [*module.parameters(), *module.buffers()]:
+        count(tensor, there_anyway)
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
-            enter = block.register_forward_pre_hook(recorder.entering(i), with_kwargs=True)
-            leave = block.register_forward_hook(recorder.leave, always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
+            entering = block.register_forward_pre_hook(partial(enter, i), with_kwargs=True)
+            leaving = block.register_forward_hook(leave, always_call=True)
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
         stack.enter_context(torch.enable_grad())
-        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, _cannot_give_back)
-        stack.enter_context(hooks)
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: count(tensor, running), _cannot_give_back
+            )
+        )
         module(*args, **kwargs)
-    return recorder.result()
-
-
-class _Recorder:
-    """Hooks that count."""
-
-    def __init__(self, there_anyway: Iterable[Tensor], blocks: int) -> None:
-        # A storage is the same Python object as long as it lives, and its number is not used again.
-        self._numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-        self._next = 0
-        self._anyway = {self._number(tensor.untyped_storage()) for tensor in there_anyway}
-        self._order: list[int] = []
-        self._outside: Kept = {}
-        self._inputs: list[Kept] = [{} for _ in range(blocks)]
-        self._inside: list[Kept] = [{} for _ in range(blocks)]
-        self._now = self._outside
-
-    def entering(self, block: int) -> Any:
-        """The hook that is called before a block runs."""
-
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if block not in self._order:
-                self._order.append(block)
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._count(leaf, self._inputs[block])
-            self._now = self._inside[block]
-
-        return enter
-
-    def leave(self, *_: Any) -> None:
-        """The hook that is called after a block has run."""
-        self._now = self._outside
-
-    def keep(self, tensor: Tensor) -> None:
-        """Autograd wants to keep a tensor."""
-        self._count(tensor, self._now)
-
-    def result(self) -> Activations:
-        """What was counted; blocks that did not run are left out."""
-        inputs, inside = ([kept[i] for i in self._order] for kept in (self._inputs, self._inside))
-        return Activations(self._order, self._outside, inputs, inside)
-
-    def _count(self, tensor: Tensor, kept: Kept) -> None:
-        if tensor.layout is not torch.strided:  # has no storage of its own
-            return
-        storage = tensor.untyped_storage()
-        number = self._number(storage)
-        if number not in self._anyway:
-            kept[number] = storage.nbytes()
-
-    def _number(self, storage: torch.UntypedStorage) -> int:
-        if storage not in self._numbers:
-            self._numbers[storage] = self._next
-            self._next += 1
-        return self._numbers[storage]
+    return kept
 
 
 def _cannot_give_back(_: object) -> Tensor:

@@ -1,34 +1,31 @@
-"""The likely cause of a divergence, from numbers and calls alone.
+"""The likely cause of a divergence, from numbers and calls alone, and the verdict on a run.
 
 Each pattern is a code of the catalogue, with what was seen in words. Exact patterns go before
 guesses: a gradient that is a whole multiple of the reference's says what it is by itself.
 
-Why two trainings were given other samples, or other content under the same index.
-
-Patterns of gradients that are not the reference's: constant ratios, and other weights.
-
 The gradient of several ranks is a sum of what their backward passes left, each times a weight. If
 the reference's gradient is such a sum too, with other weights, then only the weighting is wrong,
 and the weights say what it should have been.
-
-A divergence with all that may explain it, and what explains it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import name_ranks
+from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.compare import (
+    FLOAT32,
+    FLOAT64,
     Divergence,
-    Tolerance,
     contents_that_differ,
+    first_divergence,
     ranks_that_differ,
     replicas_that_differ,
     same_samples,
@@ -36,10 +33,13 @@ from lockstep.verify.compare import (
 from lockstep.verify.record import (
     Array,
     Call,
+    Recorded,
     Sample,
     Update,
     backward_passes,
+    batches_of,
     contents_of,
+    count_of,
     indices_of,
     largest,
     loss_of,
@@ -47,13 +47,26 @@ from lockstep.verify.record import (
 )
 
 
-def cause_of(case: Case) -> Cause:
+@dataclass(frozen=True)
+class Cause:
+    """What explains a divergence best."""
+
+    code: str
+    seen: tuple[str, ...]
+    """What it was read from, a sentence each."""
+    names: tuple[str, ...] = ()
+    """Of the tensors that it is about, where they are not all that differ."""
+    ratio: float | None = None
+    """How many times as large as on one process, where it is one number for all."""
+
+
+def cause_of(case: Divergence) -> Cause:
     """The cause of a divergence."""
-    explain = {
+    explain: dict[str, Callable[[Divergence], Cause]] = {
         "initial": _of_initial,
         "replicas": _of_replicas,
-        "samples": of_samples,
-        "contents": of_contents,
+        "samples": _of_samples,
+        "contents": _of_contents,
         "gradients": _of_gradients,
         "loss": _of_loss,
         "rates": _of_rates,
@@ -61,51 +74,45 @@ def cause_of(case: Case) -> Cause:
         "buffers": _of_buffers,
         "length": _of_length,
     }
-    return explain[case.divergence.what](case)
+    return explain[case.what](case)
 
 
-def _of_initial(case: Case) -> Cause:
+def _of_initial(case: Divergence) -> Cause:
     apart = ranks_that_differ(case.many, "before", case.tolerance)
+    seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {_ranks(apart)} had other values than rank 0"
-    else:
-        seen = "all ranks began with the same values, which are not those of one process"
-    return Cause("LS305", (seen,), case.divergence.names)
+    return Cause("LS305", (seen,))
 
 
-def _of_replicas(case: Case) -> Cause:
+def _of_replicas(case: Divergence) -> Cause:
     apart = replicas_that_differ(case.many)
     number = case.many[0].step
     seen = f"before step {number} {_ranks(apart)} held other parameters than rank 0"
-    after = "the last step itself left all ranks with the same" if number else ""
-    return Cause("LS304", tuple(filter(None, (seen, after))), case.divergence.names)
+    after = ["the last step itself left all ranks with the same"] if number else []
+    return Cause("LS304", (seen, *after))
 
 
-def _of_gradients(case: Case) -> Cause:
+def _of_gradients(case: Divergence) -> Cause:
     apart = ranks_that_differ(case.many, "gradients", case.tolerance)
     if apart:
-        return _not_averaged(case, apart)
+        return _not_averaged(case, tuple(apart))
+    for call in _calls(case.many):
+        if call.of_graph and call.name.startswith("all_gather"):
+            seen = f"{call.name} was given a tensor with a gradient, which its result has lost"
+            return Cause("LS207", (seen, call.line, *_patterns(case)))
     expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
-    gathered = [call for rank in case.many for call in rank.calls if _cuts_graph(call)]
     ratio = constant_ratio(expected, found, case.exact)
-    if gathered:
-        call = gathered[0]
-        seen = f"{call.name} was given a tensor with a gradient, which its result has lost"
-        return Cause("LS207", (seen, call.line, *_patterns(case)), case.divergence.names)
     if ratio is not None:
         return _of_ratio(case, ratio)
-    weighed = _of_weights(case, expected)
-    if weighed is not None:
-        return weighed
-    return _of_coupling(case)
+    return _of_weights(case, expected, found) or _of_coupling(case)
 
 
-def _cuts_graph(call: Call) -> bool:
-    return call.of_graph and call.name.startswith("all_gather")
+def _calls(update: Update) -> list[Call]:
+    return [call for rank in update for call in rank.calls]
 
 
-def _not_averaged(case: Case, apart: Mapping[str, Sequence[int]]) -> Cause:
-    names = tuple(apart)
+def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     total = len(merged(case.many, "gradients"))
     seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
     new = {name for rank in case.many for name in rank.not_averaged}
@@ -114,75 +121,68 @@ def _not_averaged(case: Case, apart: Mapping[str, Sequence[int]]) -> Cause:
     lines = [rank.past_wrapper for rank in case.many if rank.past_wrapper]
     if lines:
         return Cause("LS302", (seen, f"around the wrapper: {lines[0]}"), names)
-    local = [_sum(rank.local) for rank in case.many]
+    # What comes too late is among the calls before the next update.
+    soon = case.other[case.update : case.update + 2]
+    reduced = [call for update in soon for call in _calls(update) if call.of_gradient]
+    if reduced:
+        late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
+        return Cause("LS406", (seen, late), names)
     own = all(
-        name in part
-        and not case.tolerance.differ(part[name], rank.gradients[name], largest(part[name]))
-        for rank, part in zip(case.many, local, strict=True)
+        name in left
+        and not case.tolerance.differ(left[name], rank.gradients[name], largest(left[name]))
+        for rank, left in ((rank, _sum(rank.local)) for rank in case.many)
         for name in names
         if name in rank.gradients
     )
-    # What comes too late is among the calls before the next update.
-    near = case.other[case.divergence.update : case.divergence.update + 2]
-    reduced = [call for one in near for rank in one for call in rank.calls if call.of_gradient]
-    if reduced:
-        seen_calls = f"gradients were averaged too late, or others than these: {reduced[0].line}"
-        return Cause("LS406", (seen, seen_calls), names)
     alone = "each rank used what its own backward pass left" if own else "no rank's is the mean"
     return Cause("LS301", (seen, alone), names)
 
 
-def _of_ratio(case: Case, ratio: float) -> Cause:
-    size, names = case.size, case.divergence.names
-    one, many = backward_passes(case.one), backward_passes(case.many)
+def _of_ratio(case: Divergence, ratio: float) -> Cause:
+    size, one, many = case.size, backward_passes(case.one), backward_passes(case.many)
     seen = f"all gradients are {_times(ratio, size)} those of one process"
     if one != many and one and many:
-        if near(ratio, many / one, case.exact):
-            return Cause("LS203", (seen, _passes(case)), names, {"ratio": ratio})
-        if near(ratio, one / many, case.exact):
-            return Cause("LS204", (seen, _passes(case)), names, {"ratio": ratio})
-    gathers = [c.line for rank in case.many for c in rank.calls if c.name.startswith("all_gather")]
+        for code, expected in (("LS203", many / one), ("LS204", one / many)):
+            if near(ratio, expected, case.exact):
+                return Cause(code, (seen, _passes(case)), ratio=ratio)
+    gathers = [call.line for call in _calls(case.many) if call.name.startswith("all_gather")]
     more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
-    if near(ratio, size, case.exact):
-        return Cause("LS201", (seen, *more), names, {"ratio": ratio})
-    if near(ratio, 1 / size, case.exact):
-        return Cause("LS202", (seen, *more), names, {"ratio": ratio})
-    return Cause("LS209", (seen, *_other_ratios(case)), names, {"ratio": ratio})
+    for code, expected in (("LS201", size), ("LS202", 1 / size)):
+        if near(ratio, expected, case.exact):
+            return Cause(code, (seen, *more), ratio=ratio)
+    steps = []
+    for one_step, step in zip(case.reference, case.other, strict=False):
+        of_step = constant_ratio(
+            merged(one_step, "gradients"), merged(step, "gradients"), case.exact
+        )
+        steps.append("none" if of_step is None else f"{of_step:.6g}")
+    others = [f"step by step: {', '.join(steps)}"] if len(steps) > 1 else []
+    return Cause("LS209", (seen, *others), ratio=ratio)
 
 
-def _other_ratios(case: Case) -> tuple[str, ...]:
-    found = []
-    for one, many in zip(case.reference, case.other, strict=False):
-        ratio = constant_ratio(merged(one, "gradients"), merged(many, "gradients"), case.exact)
-        found.append("none" if ratio is None else f"{ratio:.6g}")
-    return (f"step by step: {', '.join(found)}",) if len(found) > 1 else ()
-
-
-def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
+def _of_weights(
+    case: Divergence, expected: Mapping[str, Array], found: Mapping[str, Array]
+) -> Cause | None:
     """Whether other weights of what the ranks' backward passes left would be right."""
     parts = [piece for rank in case.many if rank.counts for piece in rank.local]
-    right = weights(expected, parts, case.exact)
-    if right is None:
+    right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
+    if right is None or used is None:
         return None
-    used = weights(merged(case.many, "gradients"), parts, case.exact)
-    if used is None:
-        return None
-    names = case.divergence.names
     text = (
         "the gradient of one process is a sum of the same parts with other weights",
         f"the backward passes of the ranks weigh {_ratio_text(used)}; "
         f"they should weigh {_ratio_text(right)}",
     )
-    clipped = any(call.name == "clip" for rank in case.many for call in rank.calls)
+    clipped = any(call.name == "clip" for call in _calls(case.many))
     if clipped and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
-        return Cause("LS404", (*text, "gradients were clipped before they were averaged"), names)
+        return Cause("LS404", (*text, "gradients were clipped before they were averaged"))
     # A part's own scale says nothing where the ranks weigh it unequally themselves.
     relative = [r / u if u else 0.0 for r, u in zip(right, used, strict=True)]
     for key, counts in _counts(case, len(parts)).items():
         if proportional(relative, counts):
-            code = "LS206" if key == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
-            return Cause(code, (*text, f"that is by their {key}: {numbers}"), names)
+            code = "LS206" if key == "samples" else "LS205"
+            return Cause(code, (*text, f"that is by their {key}: {numbers}"))
     least = 1e-6 * max(abs(weight) for weight in right)
     foreign = sum(abs(r) < least and u != 0.0 for r, u in zip(right, used, strict=True))
     if foreign:
@@ -191,13 +191,13 @@ def _of_weights(case: Case, expected: Mapping[str, Array]) -> Cause | None:
             "backward passes of the ranks; the others computed batches that one process does not "
             "have"
         )
-        return Cause("LS110", (seen,), names)
-    return Cause("LS404" if clipped else "LS205", text, names)
+        return Cause("LS110", (seen,))
+    return Cause("LS404" if clipped else "LS205", text)
 
 
-def _counts(case: Case, parts: int) -> dict[str, list[float]]:
-    """What each backward pass may weigh, by what was counted in its batch; samples first."""
-    batches = [taken for rank in case.many if rank.counts for taken in rank.taken]
+def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
+    """What each backward pass may weigh, by what was counted in its batch."""
+    batches = batches_of(case.many)
     if len(batches) != parts:
         return {}
     # What is plainest first: samples, labels that count, then what is not padding.
@@ -207,107 +207,95 @@ def _counts(case: Case, parts: int) -> dict[str, list[float]]:
     return {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
 
 
-def _of_coupling(case: Case) -> Cause:
-    names = case.divergence.names
+def _of_coupling(case: Divergence) -> Cause:
+    """Gradients in which samples have to do with each other, or with chance."""
     patterns = _patterns(case)
     layers = _local_statistics(case)
     if layers:
-        return Cause("LS306", (layers, *patterns), names)
+        return Cause("LS306", (layers, *patterns))
     draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
     if draws:
         seen = "random numbers were drawn between a batch and its step"
-        return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns), names)
-    if backward_passes(case.one) != backward_passes(case.many) and _statistics_moved(case):
-        return Cause("LS307", (_passes(case), *patterns), names)
+        return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns))
+    moved = any(name.endswith("running_mean") for name in merged(case.many, "buffers"))
+    if moved and backward_passes(case.one) != backward_passes(case.many):
+        return Cause("LS307", (_passes(case), *patterns))
     if any(rank.local for rank in case.many) and case.size > 1:
         seen = "no weighting of the ranks' own gradients gives that of one process"
-        return Cause("LS208", (seen, *patterns), names)
-    return Cause("LS210", patterns, names)
+        return Cause("LS208", (seen, *patterns))
+    return Cause("LS210", patterns)
 
 
-def _statistics_moved(case: Case) -> bool:
-    buffers = merged(case.many, "buffers")
-    return any(name.endswith("running_mean") for name in buffers)
-
-
-def _patterns(case: Case) -> tuple[str, ...]:
+def _patterns(case: Divergence) -> tuple[str, ...]:
     """How many gradients are right, and what the others are."""
     expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
-    wrong = [name for name in case.divergence.names if name in expected]
-    kinds: dict[str, list[str]] = {}
-    for name, ratio in ratios(
-        {name: expected[name] for name in wrong}, {n: found[n] for n in wrong if n in found}
-    ).items():
-        key = "in no constant ratio" if ratio is None else _times(ratio, case.size)
-        kinds.setdefault(key, []).append(name)
+    wrong = [name for name in case.names if name in expected]
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in (name for name in wrong if name in found):
+        ratio = constant_ratio({name: expected[name]}, {name: found[name]})
+        kinds["in no constant ratio" if ratio is None else _times(ratio, case.size)].append(name)
     right = len(expected) - len(wrong)
     words = [f"{right} of {len(expected)} gradients are right"] if right else []
     words += [f"{key}: {shown(names)}" for key, names in list(kinds.items())[:3]]
     return tuple(words)
 
 
-def _of_loss(case: Case) -> Cause:
+def _of_loss(case: Divergence) -> Cause:
     one, many = loss_of(case.one), loss_of(case.many)
-    assert one is not None
-    assert many is not None
     seen = f"{one:.9g} on one process, {many:.9g} on {case.size}, with equal gradients"
     return Cause("LS501", (seen,))
 
 
-def _of_rates(case: Case) -> Cause:
+def _of_rates(case: Divergence) -> Cause:
     one, many = case.one[0].rates, case.many[0].rates
-    seen = f"{_numbers(one)} on one process, {_numbers(many)} on {case.size}"
+    texts = [", ".join(f"{rate:.6g}" for rate in rates) for rates in (one, many)]
+    seen = f"{texts[0]} on one process, {texts[1]} on {case.size}"
     ratio = many[0] / one[0] if one and many and one[0] else math.nan
-    number = case.divergence.update + 1
+    number = case.update + 1
     turns = _scheduled(case.reference[:number]), _scheduled(case.other[:number])
     if turns[0] != turns[1]:
         text = f"the scheduler had stepped {turns[0]} times, on {case.size} processes {turns[1]}"
-        return Cause("LS401", (seen, text), data={"ratio": ratio})
+        return Cause("LS401", (seen, text), ratio=ratio)
     if number <= len({rank[0].optimizer for rank in case.reference}):
         size = case.size
         kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
         word = next((w for c, w in kinds.items() if near(ratio, c)), f"{ratio:.6g} times")
-        return Cause("LS402", (seen, f"{word} as high"), data={"ratio": ratio})
-    return Cause("LS401", (seen, "they were equal in the steps before"), data={"ratio": ratio})
+        return Cause("LS402", (seen, f"{word} as high"), ratio=ratio)
+    return Cause("LS401", (seen, "they were equal in the steps before"), ratio=ratio)
 
 
 def _scheduled(updates: Sequence[Update]) -> int:
     return sum(call.name == "schedule" for update in updates for call in update[0].calls)
 
 
-def _of_parameters(case: Case) -> Cause:
-    names = case.divergence.names
+def _of_parameters(case: Divergence) -> Cause:
     apart = ranks_that_differ(case.many, "parameters", case.tolerance)
     seen = "gradients and learning rates are equal, and the parameters after the step are not"
     if apart:
-        others = f"rank 0 has others than {_ranks(apart)}"
-        return Cause("LS304", (seen, others), tuple(apart))
-    return Cause("LS403", (seen,), names)
+        return Cause("LS304", (seen, f"rank 0 has others than {_ranks(apart)}"), tuple(apart))
+    return Cause("LS403", (seen,))
 
 
-def _of_buffers(case: Case) -> Cause:
-    names = case.divergence.names
+def _of_buffers(case: Divergence) -> Cause:
     ends = ("running_mean", "running_var", "num_batches_tracked")
-    if all(name.endswith(ends) for name in names):
-        layers = _local_statistics(case)
-        if layers:
-            return Cause("LS306", (layers,), names)
-        equal = backward_passes(case.one) == backward_passes(case.many)
-        return Cause("LS306" if equal else "LS307", (_passes(case),), names)
-    return Cause("LS309", (f"after the step: {shown(names)}",), names)
+    if not all(name.endswith(ends) for name in case.names):
+        return Cause("LS309", (f"after the step: {shown(case.names)}",))
+    layers = _local_statistics(case)
+    equal = backward_passes(case.one) == backward_passes(case.many)
+    return Cause("LS306" if layers or equal else "LS307", (layers or _passes(case),))
 
 
-def _of_length(case: Case) -> Cause:
+def _of_length(case: Divergence) -> Cause:
     one, many = len(case.reference), len(case.other)
     return Cause("LS405", (f"one process took {one} steps, {case.size} took {many}",))
 
 
-def _passes(case: Case) -> str:
+def _passes(case: Divergence) -> str:
     one, many = backward_passes(case.one), backward_passes(case.many)
     return f"backward passes for this step: {one} on one process, {many} on each rank"
 
 
-def _local_statistics(case: Case) -> str:
+def _local_statistics(case: Divergence) -> str:
     """The BatchNorm layers with statistics of a part of the batch, in words; empty: none."""
     layers = sorted({layer for rank in case.many for layer in rank.statistics})
     if not layers or case.size == 1:
@@ -315,7 +303,7 @@ def _local_statistics(case: Case) -> str:
     return f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
 
 
-def _sum(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+def _sum(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     total: dict[str, Array] = {}
     for part in parts:
         for name, array in part.items():
@@ -328,18 +316,12 @@ def _all_equal(values: Sequence[float], exact: float) -> bool:
 
 
 def _times(ratio: float, size: int) -> str:
-    if near(ratio, 1 / size):
-        return f"1/{size} of"
-    return f"{ratio:.6g} times"
+    return f"1/{size} of" if near(ratio, 1 / size) else f"{ratio:.6g} times"
 
 
 def _ratio_text(weights: Sequence[float]) -> str:
     total = sum(weights)
     return " : ".join(f"{weight / total:.4g}" if total else f"{weight:.4g}" for weight in weights)
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
 
 
 def _ranks(apart: Mapping[str, Sequence[int]]) -> str:
@@ -349,18 +331,15 @@ def _ranks(apart: Mapping[str, Sequence[int]]) -> str:
 Identity = Callable[[Update], list[Sample] | None]
 
 
-def of_samples(case: Case) -> Cause:
-    """Of other samples in a step."""
+def _of_samples(case: Divergence) -> Cause:
     # Where indices and contents differ, the contents say more: ranks may have other datasets.
     by_content = same_samples(case.one, case.many)[1] is not None
     identity: Identity = contents_of if by_content else indices_of
     expected, found = Counter(identity(case.one)), Counter(identity(case.many))
     total, wanted = found.total(), expected.total()
     numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
-    before = set(_all(case.other[: case.divergence.update], identity))
-    again = [
-        s for s, n in found.items() if n > max(1, expected[s]) or s in before - expected.keys()
-    ]
+    before = _all(case.other[: case.update], identity).keys() - expected.keys()
+    again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
     if again:
         per_rank = [Counter(identity([rank])) for rank in case.many if rank.counts]
         every = all(one == per_rank[0] for one in per_rank)
@@ -372,30 +351,23 @@ def of_samples(case: Case) -> Cause:
         return Cause("LS110", (numbers, text))
     if total < wanted and not found - expected:
         return Cause("LS102", (numbers, f"left out: {_which(expected - found, case)}"))
-    if _all(case.reference, identity) == _all(case.other, identity):
-        return Cause("LS109", (numbers, "over all steps compared they are the same samples"))
-    other = (found - expected).total()
-    return Cause(
-        "LS109", (numbers, f"{other} of them are in another step of one process, or in none")
-    )
+    text = "over all steps compared they are the same samples"
+    if _all(case.reference, identity) != _all(case.other, identity):
+        other = (found - expected).total()
+        text = f"{other} of them are in another step of one process, or in none"
+    return Cause("LS109", (numbers, text))
 
 
-def of_contents(case: Case) -> Cause:
-    """Of other content of the same samples."""
+def _of_contents(case: Divergence) -> Cause:
     samples = contents_that_differ(case.one, case.many)
     text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
-    known = {
-        digest
-        for update in case.reference
-        for rank in update
-        for batch in rank.taken
-        for digest in batch.contents
-    }
+    reference = [batch for update in case.reference for rank in update for batch in rank.taken]
+    known = {digest for batch in reference for digest in batch.contents}
+    batches = [batch for rank in case.many for batch in rank.taken]
     wrong = set(samples)
     other = [
         digest
-        for rank in case.many
-        for batch in rank.taken
+        for batch in batches
         for sample, digest in zip(batch.ids or (), batch.contents, strict=False)
         if sample in wrong
     ]
@@ -403,18 +375,17 @@ def of_contents(case: Case) -> Cause:
     if 2 * moved >= len(other):
         where = f"{moved} of them stand under another index on one process"
         return Cause("LS105", (text, where))
-    if any(batch.drew for rank in case.many for batch in rank.taken):
+    if any(batch.stream for batch in batches):
         streams = [rank.taken[0].stream for rank in case.many if rank.taken]
         if len(streams) > 1 and len(set(streams)) == 1:
             return Cause("LS106", (text, "all ranks drew the same random numbers to read theirs"))
         return Cause("LS107", (text, "random numbers of the process were drawn to read them"))
-    first = contents_that_differ(case.one, case.many[:1])
-    if not first and case.size > 1:
+    if case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
         return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     return Cause("LS107", (text, "no draw of a random number was seen"))
 
 
-def _which(samples: Iterable[Sample], case: Case) -> str:
+def _which(samples: Iterable[Sample], case: Divergence) -> str:
     """Samples by their indices on one process, where those are known."""
     index_of = {
         content: index
@@ -437,22 +408,11 @@ def constant_ratio(
 ) -> float | None:
     """`c` where all of `found` is `c` times the reference; None: there is no such number."""
     a, b = flat(reference), flat(found)
-    if a.shape != b.shape or not a.size:
-        return None
-    square = float(a @ a)
+    square = float(a @ a) if a.shape == b.shape else 0.0
     if square == 0.0:
         return None
     ratio = float(a @ b) / square
     return ratio if _norm(b - ratio * a) <= exact * _norm(b) and ratio != 0.0 else None
-
-
-def ratios(reference: Mapping[str, Array], found: Mapping[str, Array]) -> dict[str, float | None]:
-    """The constant ratio of each tensor by itself; None: it has none."""
-    return {
-        name: constant_ratio({name: reference[name]}, {name: found[name]})
-        for name in reference
-        if name in found
-    }
 
 
 def weights(
@@ -468,18 +428,13 @@ def weights(
     Returns:
         One number a part; None where there is no such sum, or it could be one by chance.
     """
-    names = list(target)
     goal = flat(target)
     if not parts or goal.size < 4 * len(parts):
         return None
-    columns = np.stack(
-        [
-            flat({n: part[n] if n in part else np.zeros_like(target[n]) for n in names})
-            for part in parts
-        ],
-        axis=1,
-    )
-    scale = np.sqrt((columns**2).sum(axis=0))
+    zeros = {name: np.zeros_like(array) for name, array in target.items()}
+    of_target = [{name: part.get(name, zeros[name]) for name in target} for part in parts]
+    columns = np.stack([flat(part) for part in of_target], axis=1)
+    scale = np.linalg.norm(columns, axis=0)
     used = scale > 0
     if not used.any():
         return None
@@ -490,7 +445,7 @@ def weights(
         return None
     result = np.zeros(len(parts))
     result[used] = solution / scale[used]
-    return tuple(float(w) for w in result)
+    return tuple(result.tolist())
 
 
 def proportional(one: Sequence[float], other: Sequence[float], exact: float = 1e-5) -> bool:
@@ -498,13 +453,12 @@ def proportional(one: Sequence[float], other: Sequence[float], exact: float = 1e
     a, b = np.asarray(one, dtype=float), np.asarray(other, dtype=float)
     if not a.any() or not b.any():
         return False
-    a, b = a / _norm(a), b / _norm(b)
-    return bool(_norm(a - b) <= exact)
+    return _norm(a / _norm(a) - b / _norm(b)) <= exact
 
 
 def near(one: float, other: float, exact: float = 1e-6) -> bool:
     """Equal but for rounding."""
-    return abs(one - other) <= exact * max(abs(one), abs(other))
+    return math.isclose(one, other, rel_tol=exact)
 
 
 def flat(arrays: Mapping[str, Array]) -> Array:
@@ -516,49 +470,133 @@ def _norm(values: Array) -> float:
     return float(np.linalg.norm(values))
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What explains a divergence best."""
-
-    code: str
-    seen: tuple[str, ...]
-    """What it was read from, a sentence each."""
-    names: tuple[str, ...] = ()
-    """Of tensors or samples that it is about."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A divergence with all that may explain it."""
-
-    reference: Sequence[Update]
-    other: Sequence[Update]
-    divergence: Divergence
-    tolerance: Tolerance
-
-    @property
-    def one(self) -> Update:
-        """The reference's update in which they part."""
-        return self.reference[self.divergence.update]
-
-    @property
-    def many(self) -> Update:
-        """The other's."""
-        return self.other[self.divergence.update]
-
-    @property
-    def size(self) -> int:
-        """Processes of the other."""
-        return len(self.other[0])
-
-    @property
-    def exact(self) -> float:
-        """The largest remainder that counts as none."""
-        return max(1e-7, 10 * self.tolerance.relative)
-
-
 def shown(things: Sequence[object]) -> str:
     """The first of several things, in words."""
     words = [str(t[-1]) if isinstance(t, tuple) else str(t) for t in things[:6]]
     return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
+
+
+_WHAT = {
+    "initial": "the parameters before the first step",
+    "replicas": "the parameters of the ranks",
+    "samples": "the samples of the global batch",
+    "contents": "the content of samples",
+    "gradients": "gradients",
+    "loss": "the loss",
+    "rates": "the learning rate",
+    "parameters": "the parameters after the step",
+    "buffers": "the buffers after the step",
+    "length": "the number of steps",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one way, against the reference."""
+
+    reference: Recorded
+    other: Recorded
+    divergence: Divergence | None = None
+    cause: Cause | None = None
+
+    @property
+    def word(self) -> str:
+        """`EQUAL`, `DIFFERENT`, or `FAILED`: the script ended with an error of another kind."""
+        if self.other.error and not self.other.code:
+            return "FAILED"
+        return "EQUAL" if self.cause is None else "DIFFERENT"
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that the cause is about."""
+        names = self.cause.names if self.cause is not None else ()
+        if not names and self.divergence is not None:
+            names = self.divergence.names
+        return [name.partition("/")[2] or name for name in names]
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain values."""
+        found = []
+        if self.cause is not None:
+            divergence, updates = self.divergence, self.reference.updates
+            number = None if divergence is None else divergence.update
+            if number is not None and number < len(updates):
+                number = updates[number][0].step
+            entry = ENTRIES.get(self.cause.code)
+            found.append(
+                {
+                    "code": self.cause.code,
+                    "title": "" if entry is None else entry.title,
+                    "what": "" if divergence is None else divergence.what,
+                    "step": number,
+                    "names": self.names,
+                    "seen": list(self.cause.seen),
+                    **({} if self.cause.ratio is None else {"ratio": self.cause.ratio}),
+                }
+            )
+        return {
+            "verdict": self.word,
+            "way": self.other.way.name,
+            "processes": self.other.way.nproc,
+            "steps": len(self.reference.updates),
+            "losses": [loss_of(update) for update in self.reference.updates],
+            "switched_off": list(self.other.notes),
+            "findings": found,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        head = f"{self.word:9}  {self.other.way.name}"
+        if self.cause is None:
+            return [f"{head}: {_compared(self.reference.updates)}"]
+        lines = [f"{head}, first in {_place(self.divergence)}" if self.divergence else head]
+        entry = ENTRIES.get(self.cause.code)
+        if entry is not None:
+            lines.append(f"  cause   {entry.code}: {entry.title}")
+        for text in self.cause.seen:
+            first, *rest = text.splitlines()
+            lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
+        if self.names:
+            lines.append(f"  where   {shown(self.names)}")
+        if entry is not None:
+            lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
+        printed = self.other.output.splitlines() if self.word == "FAILED" else []
+        return lines + [f"  | {line}" for line in printed]
+
+
+def judge(reference: Recorded, other: Recorded) -> Verdict:
+    """Compares a run with the reference."""
+    if other.error:
+        seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
+        return Verdict(reference, other, cause=Cause(other.code, (seen,)))
+    tolerance = FLOAT64 if other.way.precision == "fp64" else FLOAT32
+    found = first_divergence(reference.updates, other.updates, tolerance)
+    return Verdict(reference, other, found, None if found is None else cause_of(found))
+
+
+def _place(divergence: Divergence) -> str:
+    what = _WHAT[divergence.what]
+    if divergence.what == "length":
+        return what
+    if divergence.names:
+        what += f" ({len(divergence.names)} of {divergence.of})"
+    update = divergence.one[0]
+    several = len({update[0].optimizer for update in divergence.reference}) > 1
+    of_optimizer = f" of optimizer {update.optimizer}" if several else ""
+    return f"{what}, step {update.step}{of_optimizer}"
+
+
+def _compared(updates: Sequence[Update]) -> str:
+    if not updates:
+        return "nothing was compared"
+    first = updates[0]
+    kinds = [
+        f"{len(updates)} optimizer steps",
+        f"{count_of(first)} samples each" if count_of(first) else "",
+        "losses" if loss_of(first) is not None else "",
+        f"{len(merged(first, 'gradients'))} gradients",
+        f"{len(merged(first, 'parameters'))} parameters",
+        f"{len(merged(first, 'buffers'))} buffers" if merged(first, "buffers") else "",
+        "learning rates",
+    ]
+    return ", ".join(filter(None, kinds))

@@ -7,9 +7,11 @@ parameters, buffers. Pure: values go in, a `Divergence` comes out.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from lockstep.verify.record import (
     Array,
     Sample,
     Update,
+    batches_of,
     contents_of,
     count_of,
     indices_of,
@@ -25,7 +28,6 @@ from lockstep.verify.record import (
     losses_of,
     merged,
     scale_of,
-    shapes_of,
 )
 
 
@@ -54,10 +56,13 @@ FLOAT64 = Tolerance()
 FLOAT32 = Tolerance(relative=1e-3, absolute=1e-5)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Divergence:
-    """The first place where two trainings differ."""
+    """The first place where two trainings differ, with all that may explain it."""
 
+    reference: Sequence[Update]
+    other: Sequence[Update]
+    tolerance: Tolerance
     update: int
     """Which update, from 0; what is compared before it counts as of update 0."""
     what: str
@@ -68,57 +73,80 @@ class Divergence:
     of: int = 0
     """How many were compared."""
 
+    @property
+    def one(self) -> Update:
+        """The reference's update in which they part."""
+        return self.reference[self.update]
+
+    @property
+    def many(self) -> Update:
+        """The other's."""
+        return self.other[self.update]
+
+    @property
+    def size(self) -> int:
+        """Processes of the other."""
+        return len(self.other[0])
+
+    @property
+    def exact(self) -> float:
+        """The largest remainder, against a gradient itself, that counts as none."""
+        return max(1e-7, 10 * self.tolerance.relative)
+
 
 def first_divergence(
     reference: Sequence[Update], other: Sequence[Update], tolerance: Tolerance
 ) -> Divergence | None:
     """The first place where `other` is not what `reference` is; None: there is none."""
     for number, (one, many) in enumerate(zip(reference, other, strict=False)):
-        found = _within(number, one, many, tolerance)
-        if found is not None:
-            return found
+        first = next(_differences(one, many, tolerance, begins=number == 0), None)
+        if first is not None:
+            what, names, of = first
+            return Divergence(reference, other, tolerance, number, what, tuple(names), of)
     if len(reference) != len(other):
-        return Divergence(update=min(len(reference), len(other)), what="length")
+        shorter = min(len(reference), len(other))
+        return Divergence(reference, other, tolerance, shorter, "length")
     return None
 
 
-def _within(number: int, one: Update, many: Update, tolerance: Tolerance) -> Divergence | None:
-    if number == 0:
-        found = _of_tensors(number, one, many, "before", tolerance)
-        if found is not None:
-            return replace(found, what="initial")
-    parted = tuple(replicas_that_differ(many))
+def _differences(
+    one: Update, many: Update, tolerance: Tolerance, *, begins: bool
+) -> Iterator[tuple[str, Iterable[str], int]]:
+    """What differs in an update, the names of it, and how many were compared: causes first."""
+    if begins:
+        yield from _of_tensors("initial", "before", one, many, tolerance)
+    parted = replicas_that_differ(many)
     if parted:
-        return Divergence(
-            update=number, what="replicas", names=parted, of=len(merged(many, "held"))
-        )
+        yield "replicas", parted, len(merged(many, "held"))
     by_index, by_content = same_samples(one, many)
     same = by_index if by_content is None else by_content
     if same is False and by_index is not True:
-        return Divergence(update=number, what="samples", of=count_of(one))
-    if by_index and by_content is not True:
-        other = contents_that_differ(one, many)
-        if other:
-            return Divergence(update=number, what="contents", names=tuple(map(str, other)))
-    found = _of_tensors(number, one, many, "gradients", tolerance)
-    if found is None and _losses_differ(one, many, tolerance):
-        return Divergence(update=number, what="loss")
-    if found is None and not np.allclose(
-        one[0].rates, many[0].rates, rtol=tolerance.relative, atol=0
-    ):
-        return Divergence(update=number, what="rates")
-    return (
-        found
-        or _of_tensors(number, one, many, "parameters", tolerance)
-        or _of_tensors(number, one, many, "buffers", tolerance)
-    )
+        yield "samples", (), count_of(one)
+    if by_index and by_content is not True and contents_that_differ(one, many):
+        yield "contents", (), 0
+    yield from _of_tensors("gradients", "gradients", one, many, tolerance)
+    if _losses_differ(one, many, tolerance):
+        yield "loss", (), 0
+    if not np.allclose(one[0].rates, many[0].rates, rtol=tolerance.relative, atol=0):
+        yield "rates", (), 0
+    for what in ("parameters", "buffers"):
+        yield from _of_tensors(what, what, one, many, tolerance)
 
 
 def _of_tensors(
-    number: int, one: Update, many: Update, what: str, tolerance: Tolerance
-) -> Divergence | None:
-    names, of = differing(one, many, what, tolerance)
-    return Divergence(update=number, what=what, names=names, of=of) if names else None
+    what: str, kind: str, one: Update, many: Update, tolerance: Tolerance
+) -> Iterator[tuple[str, Iterable[str], int]]:
+    """The arrays of a kind that are not the reference's on some rank, if any."""
+    expected, found = merged(one, kind), merged(many, kind)
+    scale = scale_of(expected)
+    wrong = expected.keys() ^ found.keys()
+    for rank in many:
+        for name, array in getattr(rank, kind).items():
+            if name in expected and tolerance.differ(expected[name], array, scale):
+                wrong.add(name)
+    names = [*expected, *sorted(found.keys() - expected.keys())]
+    if wrong:
+        yield what, [name for name in names if name in wrong], len(names)
 
 
 def _losses_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
@@ -139,12 +167,9 @@ def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:
     longest have several. Indices of datasets that are not the same on all ranks mean nothing where
     the contents are known.
     """
-    return (
-        _same(indices_of(one), indices_of(many)),
-        _same(contents_of(one), contents_of(many))
-        if len(shapes_of(one) | shapes_of(many)) == 1
-        else None,
-    )
+    shapes = {batch.shape for batch in batches_of([*one, *many]) if batch.contents}
+    by_content = _same(contents_of(one), contents_of(many)) if len(shapes) == 1 else None
+    return _same(indices_of(one), indices_of(many)), by_content
 
 
 def _same(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
@@ -153,66 +178,41 @@ def _same(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
     return Counter(one) == Counter(many)
 
 
-def differing(
-    one: Update, many: Update, what: str, tolerance: Tolerance
-) -> tuple[tuple[str, ...], int]:
-    """Names of the arrays that are not the reference's on some rank, and how many there are."""
-    expected = merged(one, what)
-    scale = scale_of(expected)
-    wrong = {
-        name
-        for rank in many
-        for name, array in getattr(rank, what).items()
-        if name not in expected or tolerance.differ(expected[name], array, scale)
-    }
-    wrong |= expected.keys() - merged(many, what).keys()
-    names = [*expected, *sorted(wrong - expected.keys())]
-    return tuple(name for name in names if name in wrong), len(names)
-
-
 def ranks_that_differ(update: Update, what: str, tolerance: Tolerance) -> dict[str, list[int]]:
     """By name, the ranks whose array is not that of the first rank that has it."""
     scale = max(scale_of(getattr(rank, what)) for rank in update)
-    first = merged(update, what)
-    found: dict[str, list[int]] = {}
-    for number, rank in enumerate(update):
-        for name, array in getattr(rank, what).items():
-            if tolerance.differ(first[name], array, scale):
-                found.setdefault(name, []).append(number)
-    return found
+    return _apart(update, what, lambda one, other: tolerance.differ(one, other, scale))
 
 
 def replicas_that_differ(update: Update) -> dict[str, list[int]]:
     """By name, the ranks that held another parameter before the update than rank 0."""
-    first: dict[str, str] = {}
-    found: dict[str, list[int]] = {}
+    return _apart(update, "held", operator.ne)
+
+
+def _apart(update: Update, what: str, differ: Callable[[Any, Any], bool]) -> dict[str, list[int]]:
+    first = merged(update, what)
+    found: dict[str, list[int]] = defaultdict(list)
     for number, rank in enumerate(update):
-        for name, digest in rank.held.items():
-            if digest != first.setdefault(name, digest):
-                found.setdefault(name, []).append(number)
+        for name, value in getattr(rank, what).items():
+            if differ(first[name], value):
+                found[name].append(number)
     return found
 
 
-def contents_that_differ(one: Update, many: Update) -> list[int | str]:
+def contents_that_differ(one: Update, many: Update) -> list[int]:
     """Samples that have an index, and other content than the reference's under it.
 
     Only where the samples have one shape: batches padded to their longest have several.
     """
-    expected = _contents(one)
-    return [
-        sample
-        for key, (sample, digests) in _contents(many).items()
-        if key in expected and digests != expected[key][1]
-    ]
+    expected, found = _contents(one), _contents(many)
+    return [key[-1] for key in found if key in expected and found[key] != expected[key]]
 
 
-def _contents(update: Update) -> Mapping[tuple[object, ...], tuple[int | str, set[str]]]:
-    found: dict[tuple[object, ...], tuple[int | str, set[str]]] = {}
-    for rank in update:
-        for taken in rank.taken:
-            if taken.ids is None or len(taken.ids) != len(taken.contents):
-                continue
-            for sample, digest in zip(taken.ids, taken.contents, strict=True):
-                key = taken.loader, taken.epoch, taken.shape, sample
-                found.setdefault(key, (sample, set()))[1].add(digest)
+def _contents(update: Update) -> Mapping[tuple[int, int, str, int], set[str]]:
+    """By loader, epoch, shape and index."""
+    found: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
+    for batch in (batch for rank in update for batch in rank.taken):
+        if batch.ids is not None and len(batch.ids) == len(batch.contents):
+            for sample, digest in zip(batch.ids, batch.contents, strict=True):
+                found[batch.loader, batch.epoch, batch.shape, sample].add(digest)
     return found

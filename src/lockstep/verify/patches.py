@@ -10,8 +10,9 @@ import hashlib
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ class DeterminismPatches(TorchFunctionMode):
         self.double = double
         self.off: Counter[str] = Counter()
         """What was switched off, in words, and how often it was met."""
-        self._quieted: set[int] = set()
-        self._drawn = ""
+        self.draw_line = ""
+        """The user's line of the first draw of a random number; empty: there was none."""
         self._numbers = hashlib.blake2b(digest_size=8)
+        self._quieted: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +70,7 @@ class DeterminismPatches(TorchFunctionMode):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
         elif getattr(func, "__name__", "") in _DRAWS:
-            self._drawn = self._drawn or user_line() or "somewhere"
+            self.draw_line = self.draw_line or user_line() or "somewhere"
             drawn = func(*args, **kwargs)
             if isinstance(drawn, torch.Tensor) and drawn.device.type != "meta":
                 self._numbers.update(digest(drawn).encode())
@@ -88,14 +90,14 @@ class DeterminismPatches(TorchFunctionMode):
                 part.dropout = 0.0
                 self.off["dropout of attention and recurrent layers"] += 1
         # DDP and its like hold the very tensors; they are given modules that are float64 already.
-        if self.double and any(
-            p.is_floating_point() and p.dtype != torch.float64 for p in _tensors(module)
-        ):
+        tensors = chain(module.parameters(), module.buffers())
+        if self.double and any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors):
             module.double()
 
     def inputs(self, module: nn.Module, inputs: Any) -> Any:
         """What a model is called with."""
-        return in_double(inputs) if self.double and any(True for _ in _tensors(module)) else None
+        has_any = next(chain(module.parameters(), module.buffers()), None) is not None
+        return in_double(inputs) if self.double and has_any else None
 
     def batch(self, batch: Any) -> Any:
         """What a loader hands out."""
@@ -103,25 +105,21 @@ class DeterminismPatches(TorchFunctionMode):
 
     def watch_draws(self) -> None:
         """From here on the next draw of a random number is the first."""
-        self._drawn = ""
+        self.draw_line = ""
         self._numbers = hashlib.blake2b(digest_size=8)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """What is drawn inside does not count."""
-        before = self._drawn, self._numbers.copy()
+        before = self.draw_line, self._numbers.copy()
         try:
             yield
         finally:
-            self._drawn, self._numbers = before
+            self.draw_line, self._numbers = before
 
     def draws(self) -> str:
         """A digest of the numbers that were drawn; empty: none were."""
-        return self._numbers.hexdigest() if self._drawn else ""
-
-    def draw_line(self) -> str:
-        """The user's line of the first draw; empty: it is not known."""
-        return self._drawn
+        return self._numbers.hexdigest() if self.draw_line else ""
 
     def no_autocast(self) -> None:
         """`torch.autocast` does nothing from here on."""
@@ -197,11 +195,6 @@ class DeterminismPatches(TorchFunctionMode):
         if training and rate:
             self.off["dropout functions"] += 1
         return kwargs["input"] if "input" in kwargs else args[0]
-
-
-def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def digest(tensor: torch.Tensor) -> str:

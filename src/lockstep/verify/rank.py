@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lockstep import step
 from lockstep.data.loader import Loader
-from lockstep.launcher.worker import Script, run_as_main
+from lockstep.launcher.worker import run_as_main
 from lockstep.verify.patches import DeterminismPatches
-from lockstep.verify.record import Writer
+from lockstep.verify.record import Way, Writer, read_way
 from lockstep.verify.recorder import Recorder, random_streams
-from lockstep.verify.runs import read_plan
 
 # Some have new names since torch 2.13, beside the old ones.
 _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object")
@@ -47,15 +46,13 @@ _REDUCES = (
 )  # fmt: skip
 
 
-def install(
-    recorder: Recorder, patches: DeterminismPatches, batch_times: int, folder: Path
-) -> None:
+def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: Path) -> None:
     """For the rest of this process.
 
     Args:
         recorder: is told of everything.
         patches: changes what would not be comparable.
-        batch_times: the DataLoaders of torch get so many times the batch size.
+        way: how the script is run.
         folder: what the script saves goes there.
     """
     step.add_callback(recorder)
@@ -66,9 +63,9 @@ def install(
     _watch_losses(recorder)
     _watch_ddp(recorder)
     _watch_functions(recorder)
-    watch_loaders(recorder, patches)
-    if batch_times > 1:
-        enlarge_batches(batch_times)
+    _watch_loaders(recorder, patches)
+    if way.batch_times > 1:
+        _enlarge_batches(way.batch_times)
     if patches.double:
         torch.set_default_dtype(torch.float64)
         patches.no_autocast()
@@ -78,29 +75,22 @@ def install(
 
 
 def _watch_losses(recorder: Recorder) -> None:
-    tensor: Any = Tensor
     autograd: Any = torch.autograd
-    of_tensor, of_autograd = tensor.backward, autograd.backward
+    plain = autograd.backward
     inside: list[bool] = []
 
-    def seen(loss: Any, call: Callable[[], None]) -> None:
-        single = loss[0] if isinstance(loss, list | tuple) and len(loss) == 1 else loss
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """As `torch.autograd.backward`, which `Tensor.backward` calls too."""
+        single = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
         if not inside and isinstance(single, Tensor) and single.numel() == 1:
             recorder.lost(single)
         inside.append(True)
         try:
-            call()
+            plain(tensors, *args, **kwargs)
         finally:
             inside.pop()
 
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        seen(self, lambda: of_tensor(self, *args, **kwargs))
-
-    def autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        seen(tensors, lambda: of_autograd(tensors, *args, **kwargs))
-
-    tensor.backward = backward
-    autograd.backward = autograd_backward
+    autograd.backward = backward
 
 
 def _watch_ddp(recorder: Recorder) -> None:
@@ -148,13 +138,7 @@ Queues = dict[int, deque[list[int]]]
 """The indices of batches that were drawn and not handed out yet, by the id of their sampler."""
 
 
-def watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
-    """For the rest of this process.
-
-    Args:
-        recorder: is told what is handed out to be trained on.
-        patches: changes it first.
-    """
+def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
     waiting: Queues = {}
     _keep_indices(waiting, patches)
     plain, pieces = DataLoader.__iter__, Loader.__iter__
@@ -177,15 +161,15 @@ def watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
     Loader.__iter__ = of_lockstep  # type: ignore[method-assign]
 
 
-def enlarge_batches(times: int) -> None:
-    """DataLoaders of torch get so many times the batch size, for the rest of this process."""
+def _enlarge_batches(times: int) -> None:
+    """DataLoaders of torch get so many times the batch size."""
     build: Any = DataLoader.__init__
 
     def built(
         self: DataLoader[Any], dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any
     ) -> None:
-        if batch_size is not None and not _is_ours(dataset):
-            batch_size *= 1 if kwargs.get("batch_sampler") else times
+        if batch_size is not None and not _is_ours(dataset) and not kwargs.get("batch_sampler"):
+            batch_size *= times
         build(self, dataset, batch_size, *args, **kwargs)
 
     DataLoader.__init__ = built  # type: ignore[method-assign]
@@ -238,30 +222,24 @@ def _told_of_batches(
 
 
 def main(folder: Path) -> None:
-    """Runs the script of a plan and records it, until it ends or has made its steps.
+    """Runs the script as the folder says and records it there, until it ends or has made its steps.
 
     Raises:
         BaseException: what the script raises.
     """
-    plan = read_plan(folder)
+    way = read_way(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = Writer(folder, rank)
-    patches = DeterminismPatches(double=plan.double)
+    patches = DeterminismPatches(double=way.precision == "fp64")
     # A script that seeds nothing draws other numbers on every process, but the same each time.
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
-    recorder = Recorder(writer, plan.steps, patches)
-    install(recorder, patches, plan.batch_times, folder / "saved")
-    script = Script(
-        path=plan.script,
-        arguments=plan.arguments,
-        module=plan.module,
-        local_rank_flag=plan.local_rank_flag,
-    )
+    recorder = Recorder(writer, way.steps, patches)
+    install(recorder, patches, way, folder / "saved")
     error: BaseException | None = None
     try:
-        run_as_main(script)
+        run_as_main(way.script)
     except BaseException as caught:
         fine = isinstance(caught, SystemExit) and caught.code in (None, 0)
         error = None if fine else caught

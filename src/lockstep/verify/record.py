@@ -1,52 +1,57 @@
 """What a training did, update by update, on every rank: what `lockstep verify` compares.
 
 An update is one step of one optimizer. All values are plain: numbers, text and numpy arrays. Each
-rank writes its own to disk: a line of JSON and a file of tensors for each update.
+rank writes its own to disk, one file for each update; the command, which has started the ranks with
+the `Way` that lies beside, reads them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from lockstep.errors import LockstepError, UsageError
+from lockstep.launcher.worker import Script
+from lockstep.settings import INSTEAD
 from lockstep.watchdog.exit_status import describe
 
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Taken:
     """A batch that a training loop was handed."""
 
-    loader: int
+    loader: int = 0
     """Which of the script's loaders, in the order of their first use."""
-    epoch: int
-    ids: tuple[int, ...] | None
+    epoch: int = 0
+    ids: Sequence[int] | None = None
     """Indices in the dataset; None: nobody knows them, as of a stream."""
-    contents: tuple[str, ...]
+    contents: Sequence[str] = ()
     """Of each sample the digests of its tensors, with a dot between them; empty where the batch
     could not be taken apart."""
-    shape: str
+    shape: str = ""
     """Of the samples; digests are comparable where it is the same."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the batch may weigh: its samples, and what is not padding in each of its tensors."""
-    drew: bool = False
-    """Random numbers were drawn, in this process, while it was read."""
     stream: str = ""
-    """A digest of what was drawn."""
+    """A digest of the random numbers drawn, in this process, while it was read; empty: none."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Call:
     """A call of the script's that matters for the gradients."""
 
@@ -58,43 +63,43 @@ class Call:
     """Its input is the gradient of a parameter."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankUpdate:
-    """An update on one rank."""
+    """An update on one rank, which is filled in while it comes about."""
 
-    optimizer: int
+    optimizer: int = 0
     """Which of the script's optimizers, in the order of their first steps."""
-    step: int
+    step: int = 0
     """Which of its steps, from 0."""
-    rates: tuple[float, ...]
+    rates: Sequence[float] = ()
     """The learning rate of each parameter group."""
-    taken: tuple[Taken, ...]
+    taken: list[Taken] = field(default_factory=list)
     """What was handed out since the update before."""
-    losses: tuple[float, ...]
+    losses: list[float] = field(default_factory=list)
     """What backward passes were made of, weighted, since the update before."""
-    counts: bool
+    counts: bool = True
     """Whether this rank's losses count: under a pipeline those of the other ranks do not."""
-    calls: tuple[Call, ...]
-    drew: bool
+    calls: list[Call] = field(default_factory=list)
+    drew: bool = False
     """Random numbers were drawn between the last batch and the step."""
-    draw_line: str
-    past_wrapper: str
+    draw_line: str = ""
+    past_wrapper: str = ""
     """The line of a training forward pass around DDP; empty: there was none."""
-    not_averaged: tuple[str, ...]
+    not_averaged: Sequence[str] = ()
     """Parameters to train that DDP does not know."""
-    statistics: tuple[str, ...]
+    statistics: list[str] = field(default_factory=list)
     """BatchNorm layers that took statistics of what this rank alone has."""
-    before: Mapping[str, Array]
+    before: Mapping[str, Array] = field(default_factory=dict)
     """Parameters before the first update; empty at later ones."""
-    held: Mapping[str, str]
+    held: Mapping[str, str] = field(default_factory=dict)
     """A digest of each parameter before the update, of those that are whole on this rank."""
-    gradients: Mapping[str, Array]
+    gradients: Mapping[str, Array] = field(default_factory=dict)
     """As the optimizer found them."""
-    local: tuple[Mapping[str, Array], ...]
+    local: list[dict[str, Any]] = field(default_factory=list)
     """As each backward pass of this rank left them, before they were averaged; may be empty."""
-    parameters: Mapping[str, Array]
+    parameters: Mapping[str, Array] = field(default_factory=dict)
     """After the update: those that the optimizer holds."""
-    buffers: Mapping[str, Array]
+    buffers: Mapping[str, Array] = field(default_factory=dict)
     """After the update."""
 
 
@@ -126,13 +131,18 @@ def backward_passes(update: Update) -> int:
     return max((len(rank.losses) for rank in update), default=0)
 
 
+def batches_of(update: Update) -> list[Taken]:
+    """All that were taken, in the order of ranks."""
+    return [taken for rank in update if rank.counts for taken in rank.taken]
+
+
 Sample = tuple[int, int, int | str]
 """Loader, epoch, and the index or a digest of the content."""
 
 
 def indices_of(update: Update) -> list[Sample] | None:
     """All samples of the update in the order of ranks; None: some have no known index."""
-    batches = _batches(update)
+    batches = batches_of(update)
     if any(taken.ids is None for taken in batches):
         return None
     return [(taken.loader, taken.epoch, sample) for taken in batches for sample in taken.ids or ()]
@@ -140,24 +150,15 @@ def indices_of(update: Update) -> list[Sample] | None:
 
 def contents_of(update: Update) -> list[Sample] | None:
     """The same by their content; None: it cannot be told, or is drawn anew by every process."""
-    batches = _batches(update)
-    if any(t.drew or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
+    batches = batches_of(update)
+    if any(t.stream or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
         return None
     return [(taken.loader, taken.epoch, sample) for taken in batches for sample in taken.contents]
 
 
 def count_of(update: Update) -> int:
     """Samples of the update."""
-    return sum(len(taken.ids or taken.contents) for taken in _batches(update))
-
-
-def shapes_of(update: Update) -> set[str]:
-    """Of its samples."""
-    return {taken.shape for taken in _batches(update) if taken.contents}
-
-
-def _batches(update: Update) -> list[Taken]:
-    return [taken for rank in update if rank.counts for taken in rank.taken]
+    return sum(len(taken.ids or taken.contents) for taken in batches_of(update))
 
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
@@ -170,15 +171,15 @@ def largest(array: Array) -> float:
     return float(np.abs(array).max()) if array.size else 0.0
 
 
-_KINDS = ("before", "gradients", "parameters", "buffers")
-_LOCAL = "local"
-ENDED = "ended.json"
-"""What a rank's script ended with, beside its updates."""
 OWN_PROCESSES = (
     "verify a script that is one rank, as for torchrun: with RANK and WORLD_SIZE from the "
     "environment, or with lockstep.init"
 )
 """What to do with a script that starts its ranks itself."""
+_KINDS = ("before", "gradients", "parameters", "buffers")
+_WAY, _ENDED = "way.json", "ended.json"
+_TAIL = 15
+"""Last lines of what a run printed."""
 
 
 class Writer:
@@ -196,7 +197,7 @@ class Writer:
         self._owner = os.getpid()
 
     def write(self, update: RankUpdate) -> None:
-        """One more update; its line is written when its tensors are there.
+        """One more update; its file has its name when all of it is there.
 
         Raises:
             UsageError: it was made in a copy of the process that is recorded.
@@ -207,25 +208,13 @@ class Writer:
                 "lockstep verify records only the processes that it starts",
                 OWN_PROCESSES,
             )
-        arrays = {
-            f"{kind}|{name}": np.ascontiguousarray(array)
-            for kind in _KINDS
-            for name, array in getattr(update, kind).items()
-        }
-        for number, part in enumerate(update.local):
-            for name, array in part.items():
-                arrays[f"{_LOCAL}{number}|{name}"] = np.ascontiguousarray(array)
-        save_file(arrays, self.folder / f"{self._count}.safetensors")
-        plain = {
-            name: value
-            for name, value in vars(update).items()
-            if name not in _KINDS and name not in (_LOCAL, "taken", "calls")
-        }
-        plain["taken"] = [asdict(taken) for taken in update.taken]
-        plain["calls"] = [asdict(call) for call in update.calls]
-        plain["pieces"] = len(update.local)
-        with (self.folder / "updates.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
+        plain = dict(vars(update))
+        kinds = {kind: plain.pop(kind) for kind in _KINDS}
+        kinds |= {f"local{number}": part for number, part in enumerate(update.local)}
+        arrays = {f"{kind}|{name}": kinds[kind][name] for kind in kinds for name in kinds[kind]}
+        text = json.dumps({**plain, "local": len(update.local)}, default=vars)
+        save_file(arrays, self.folder / "unfinished", metadata={"update": text})
+        (self.folder / "unfinished").rename(self.folder / f"{self._count}.safetensors")
         self._count += 1
 
     def end(
@@ -239,26 +228,14 @@ class Writer:
             of_lockstep: whether it trains by Lockstep.
         """
         told = {
-            "error": None if error is None else _in_words(error),
-            "code": error.code if isinstance(error, LockstepError) else None,
+            "error": "" if error is None else _in_words(error),
+            "code": (error.code if isinstance(error, LockstepError) else None) or "",
             "exited": isinstance(error, SystemExit),
             "time": time.time(),
             "notes": list(notes),
             "of_lockstep": of_lockstep,
         }
-        (self.folder / ENDED).write_text(json.dumps(told), encoding="utf-8")
-
-
-def read_updates(folder: Path, size: int) -> list[Update]:
-    """The updates that all ranks have recorded."""
-    ranks = [list(_read_rank(folder / f"rank{rank}")) for rank in range(size)]
-    return [list(update) for update in zip(*ranks, strict=False)]
-
-
-def read_ends(folder: Path, size: int) -> list[dict[str, Any] | None]:
-    """What each rank's script ended with; None: it did not come to its end."""
-    paths = [folder / f"rank{rank}" / ENDED for rank in range(size)]
-    return [json.loads(p.read_text(encoding="utf-8")) if p.exists() else None for p in paths]
+        (self.folder / _ENDED).write_text(json.dumps(told), encoding="utf-8")
 
 
 def _in_words(error: BaseException) -> str:
@@ -271,36 +248,115 @@ def _in_words(error: BaseException) -> str:
 
 
 def _read_rank(folder: Path) -> Iterator[RankUpdate]:
-    lines = folder / "updates.jsonl"
-    if not lines.exists():
-        return
-    with lines.open(encoding="utf-8") as file:
-        for number, line in enumerate(file):
-            yield _update(json.loads(line), load_file(folder / f"{number}.safetensors"))
+    number = 0
+    while (path := folder / f"{number}.safetensors").exists():
+        arrays: dict[str, dict[str, Array]] = defaultdict(dict)
+        with safe_open(path, framework="numpy") as file:
+            plain = json.loads(file.metadata()["update"])
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                kind, _, name = key.partition("|")
+                arrays[kind][name] = file.get_tensor(key)
+        plain["taken"] = [Taken(**entry) for entry in plain["taken"]]
+        plain["calls"] = [Call(**entry) for entry in plain["calls"]]
+        plain["local"] = [arrays[f"local{piece}"] for piece in range(plain["local"])]
+        plain |= {kind: arrays[kind] for kind in _KINDS}
+        yield RankUpdate(**plain)
+        number += 1
 
 
-def _update(plain: dict[str, Any], arrays: Mapping[str, Array]) -> RankUpdate:
-    kinds: dict[str, dict[str, Array]] = {}
-    for key, array in arrays.items():
-        kind, _, name = key.partition("|")
-        kinds.setdefault(kind, {})[name] = array
-    pieces = plain.pop("pieces")
-    taken = tuple(
-        Taken(
-            **{
-                **entry,
-                "ids": None if entry["ids"] is None else tuple(entry["ids"]),
-                "contents": tuple(entry["contents"]),
-            }
-        )
-        for entry in plain.pop("taken")
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of computing the same global batches, by the same script."""
+
+    name: str
+    nproc: int
+    script: Script
+    steps: int = 3
+    """Of the first optimizer."""
+    precision: str = "fp64"
+    """What everything is computed in, `fp64` or `fp32`."""
+    batch_times: int = 1
+    """DataLoaders of torch get so many times the batch size."""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """What else is set in the place of the script's settings; see `lockstep.settings`."""
+
+    def alone(self, batch_times: int = 1) -> Way:
+        """The reference: on one process."""
+        whole = {"shares": None, "micro_batch_size": None}
+        return replace(self, name="1 process", nproc=1, batch_times=batch_times, instead=whole)
+
+    def environment(self) -> dict[str, str]:
+        """Of the run's processes."""
+        # Sets of strings have another order in every process: here surely, elsewhere by chance.
+        own = {"PYTHONHASHSEED": str(self.nproc), **os.environ}
+        return {**own, INSTEAD: json.dumps({"precision": self.precision, **self.instead})}
+
+
+def read_way(folder: Path) -> Way:
+    """How the script is run whose records come into a folder."""
+    values = json.loads((folder / _WAY).read_text(encoding="utf-8"))
+    return Way(**{**values, "script": Script(**values["script"])})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run did."""
+
+    way: Way
+    updates: list[Update]
+    error: str = ""
+    """What it ended with; empty: nothing went wrong."""
+    code: str = ""
+    """The code of the catalogue that the error carries, if it does."""
+    output: str = ""
+    """What it printed last, unless the error says it all."""
+    notes: tuple[str, ...] = ()
+    """What was switched off."""
+    of_lockstep: bool = False
+    """Whether the script trains by Lockstep, which alone honours `Way.instead`."""
+
+
+def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorded:
+    """Runs the script in one way.
+
+    Args:
+        way: how.
+        folder: for the records; it is made.
+        start: brings the processes up that write into the folder; returns what they printed.
+    """
+    folder.mkdir(parents=True)
+    (folder / _WAY).write_text(json.dumps(asdict(way)), encoding="utf-8")
+    output = start(folder, way)
+    ranks = [folder / f"rank{rank}" for rank in range(way.nproc)]
+    written = [rank / _ENDED for rank in ranks if (rank / _ENDED).exists()]
+    ends = [json.loads(path.read_text(encoding="utf-8")) for path in written]
+    # What failed later has often failed because of it: a connection that was closed.
+    failed = [end for end in ends if end["error"]]
+    first: dict[str, Any] = min(failed, key=lambda end: (not end["code"], end["time"]), default={})
+    lost = "the loss of a process" if len(ends) < way.nproc else ""
+    return Recorded(
+        way,
+        [list(update) for update in zip(*map(_read_rank, ranks), strict=False)],
+        first.get("error", lost),
+        first.get("code", ""),
+        output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
+        notes=tuple(dict.fromkeys(note for end in ends for note in end["notes"])),
+        of_lockstep=any(end["of_lockstep"] for end in ends),
     )
-    calls = tuple(Call(**entry) for entry in plain.pop("calls"))
-    values: dict[str, Any] = {
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()},
-        **{kind: kinds.get(kind, {}) for kind in _KINDS},
-        "taken": taken,
-        "calls": calls,
-        "local": tuple(kinds.get(f"{_LOCAL}{number}", {}) for number in range(pieces)),
-    }
-    return RankUpdate(**values)
+
+
+def by_command(folder: Path, way: Way) -> str:
+    """Starts the processes with `lockstep run`."""
+    command = [sys.executable, "-m", "lockstep.cli.main", "run", "--nproc", str(way.nproc)]
+    command += ["-m", "lockstep.verify.rank", str(folder)]
+    ended = subprocess.run(
+        command,
+        env=way.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        text=True,
+        errors="replace",
+    )
+    return ended.stdout.partition("\n")[2]  # the launcher begins with how it starts

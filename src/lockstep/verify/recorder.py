@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,22 +33,13 @@ _IGNORED = -100
 """torch's `ignore_index`: labels that count for nothing."""
 
 
-class Seen(NamedTuple):
-    """Of a batch."""
-
-    size: int
-    """Samples."""
-    contents: tuple[str, ...]
-    shape: str
-    weights: dict[str, float]
-
-
-def look_at(batch: Any, count: int | None = None) -> Seen:
+def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
     """Takes a batch apart.
 
     Args:
         batch: a nest of tensors, each with one row a sample.
         count: of samples; None: the rows of the first tensor.
+        **known: what else is known of it.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     tensors = [t.detach().cpu() for t in leaves if t.layout == torch.strided and t.dim()]
@@ -56,7 +47,8 @@ def look_at(batch: Any, count: int | None = None) -> Seen:
         count = len(tensors[0]) if tensors else 0
     rows = [t for t in tensors if len(t) == count]
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
-    return Seen(count, _digests(rows, count), shape, _weights(rows, count))
+    contents = _digests(rows, count)
+    return Taken(contents=contents, shape=shape, weights=_weights(rows, count), **known)
 
 
 def random_streams() -> list[str]:
@@ -75,15 +67,12 @@ def random_streams() -> list[str]:
     return [hashlib.blake2b(state, digest_size=8).hexdigest() for state in states]
 
 
-def _digests(rows: list[Tensor], count: int) -> tuple[str, ...]:
-    if not rows:
-        return ()
+def _digests(rows: list[Tensor], count: int) -> list[str]:
     plain = [t.reshape(count, -1).contiguous().view(torch.uint8).numpy() for t in rows if t.numel()]
-    found = []
-    for number in range(count):
-        each = (hashlib.blake2b(v[number].tobytes(), digest_size=6).hexdigest() for v in plain)
-        found.append(".".join(each))
-    return tuple(found)
+    return [
+        ".".join(hashlib.blake2b(v[n].tobytes(), digest_size=6).hexdigest() for v in plain)
+        for n in range(count if rows else 0)
+    ]
 
 
 def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
@@ -111,24 +100,8 @@ class Finished(SystemExit):
     """Enough steps have been recorded; ends the script as `sys.exit(0)` would."""
 
 
-@dataclass
-class _Pending:
-    """What happened since the last update."""
-
-    taken: list[Taken] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    local: list[dict[str, Tensor]] = field(default_factory=list)
-    state: list[str] | None = None
-    """Of the random streams, when the last batch was handed out."""
-    rows: list[int] = field(default_factory=list)
-    """Of what models were called with, where no loader hands out batches."""
-    past_wrapper: str = ""
-    statistics: dict[str, None] = field(default_factory=dict)
-
-
 class Recorder(Callback):
-    """A `Watcher` of Lockstep's steps, and the receiver of the hooks of `hooks`.
+    """A `Callback` of Lockstep's steps, and the receiver of the hooks of `rank.install`.
 
     Args:
         writer: of this rank.
@@ -142,8 +115,13 @@ class Recorder(Callback):
         """Whether the script trains by Lockstep."""
         self._writer = writer
         self._steps = steps
-        self._neutral = patches
-        self._pending = _Pending()
+        self._patches = patches
+        self._update = RankUpdate()
+        """What happened since the last one."""
+        self._streams: list[str] | None = None
+        """The random streams, when the last batch was handed out."""
+        self._rows: list[float] = []
+        """Of what models were called with, where no loader hands out batches."""
         self._optimizers: dict[int, Optimizer] = {}
         self._taken: dict[int, int] = {}
         """Steps of each optimizer, by its id."""
@@ -151,36 +129,24 @@ class Recorder(Callback):
         self._passes: dict[int, int] = {}
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
-        self._counts = True
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
-        self._update: dict[str, Any] = {}
-        self._begun = False
 
     # Of Lockstep's steps
 
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
         self.of_lockstep = True
-        self._neutral.quiet(module)
-        self.models.add(module)
-        self._hook_parameters()
+        self._meet(module)
 
     def delivered(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
-        self._end_if_enough()
-        self._counts, self._weighted = event.counts, False
-        seen = look_at(event.batch, event.micro_batch.local)
-        self._take(
-            Taken(
-                loader=self._number(event.loader),
-                epoch=event.epoch,
-                ids=tuple(event.samples.tolist()),
-                contents=seen.contents if len(seen.contents) == len(event.samples) else (),
-                shape=seen.shape,
-                weights=seen.weights,
-            )
-        )
+        self._update.counts = event.counts
+        ids = event.samples.tolist()
+        taken = look_at(event.batch, event.micro_batch.local, epoch=event.epoch, ids=ids)
+        if len(taken.contents) != len(ids):
+            taken.contents = ()
+        self._take(event.loader, taken)
 
     def backward(self, loss: Tensor) -> None:
         """`World.backward` was given a loss, which is weighted here."""
@@ -199,21 +165,8 @@ class Recorder(Callback):
             batch: as it was handed out.
             stream: a digest of the random numbers drawn to read it; empty: none were.
         """
-        self._end_if_enough()
-        self._weighted = False
-        seen = look_at(batch)
-        self._take(
-            Taken(
-                loader=self._number(loader),
-                epoch=self._passes.get(id(loader), 1) - 1,
-                ids=None if ids is None else tuple(ids),
-                contents=seen.contents,
-                shape=seen.shape,
-                weights=seen.weights,
-                drew=bool(stream),
-                stream=stream,
-            )
-        )
+        epoch = self._passes.get(id(loader), 1) - 1
+        self._take(loader, look_at(batch, epoch=epoch, ids=ids, stream=stream))
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -224,15 +177,15 @@ class Recorder(Callback):
         """A backward pass begins at a loss."""
         if self._weighted:
             return
-        self._pending.losses.append(float(loss.detach()))
-        self._pending.local.append({})
+        self._update.losses.append(float(loss.detach()))
+        self._update.local.append({})
 
     def called(self, name: str, tensor: Any) -> None:
         """The script called a function that matters for gradients, with this tensor."""
         known = isinstance(tensor, Tensor)
         storage = _storage(tensor) if known else 0
         own = (_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None)
-        self._pending.calls.append(
+        self._update.calls.append(
             Call(
                 name=name,
                 line=user_line() or "",
@@ -243,7 +196,7 @@ class Recorder(Callback):
 
     def wraps(self, module: nn.Module) -> None:
         """DDP is about to be put around a module."""
-        self._neutral.quiet(module)
+        self._patches.quiet(module)
 
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
         """DDP was put around a module."""
@@ -253,20 +206,19 @@ class Recorder(Callback):
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
+        update, training = self._update, module.training and torch.is_grad_enabled()
         if isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward:
-            if module.training and torch.is_grad_enabled():
-                self._pending.statistics[self.models.name_of(module)] = None
+            if training and (name := self.models.name_of(module)) not in update.statistics:
+                update.statistics.append(name)
             return None
         if self._depth > 1:
             return None
-        if id(module) in self.models.averaged and module.training and torch.is_grad_enabled():
-            self._pending.past_wrapper = self._pending.past_wrapper or user_line() or "somewhere"
-        self._neutral.quiet(module)
-        self.models.add(module)
-        self._hook_parameters()
-        if torch.is_grad_enabled() and len(self._pending.rows) == len(self._pending.losses):
-            self._pending.rows += [look_at(inputs).size] * bool(list(module.parameters()))
-        return self._neutral.inputs(module, inputs)
+        if id(module) in self.models.averaged and training:
+            update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
+        self._meet(module)
+        if torch.is_grad_enabled() and len(self._rows) == len(update.losses):
+            self._rows += [look_at(inputs).weights["samples"]] * bool(list(module.parameters()))
+        return self._patches.inputs(module, inputs)
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
@@ -274,63 +226,59 @@ class Recorder(Callback):
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step."""
-        first = next(iter(self._optimizers), id(optimizer))
         self._optimizers.setdefault(id(optimizer), optimizer)
-        taken = self._taken.get(id(optimizer), 0)
-        if id(optimizer) == first and taken >= self._steps:
-            raise Finished(0)
-        held = _held(optimizer)
+        if next(iter(self._optimizers)) == id(optimizer):
+            self._end_if_enough()
+        update, held = self._update, _held(optimizer)
         named = list(self.models.parameters())
-        pending = self._pending
-        line = self._neutral.draw_line() if pending.state is not None else ""
-        drew = bool(line) or pending.state not in (None, random_streams())
-        before = {} if self._begun else _arrays(named)
-        self._begun = True
+        if self._streams is not None:
+            update.draw_line = self._patches.draw_line
+            update.drew = bool(update.draw_line) or self._streams != random_streams()
+        if not self._taken:
+            update.before = _arrays(named)
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
-        _silence(gradients, [(n, p) for n, p in named if n in gradients])
-        local = pending.local if len(pending.local) <= _MOST_PIECES else []
-        self._update = {
-            "optimizer": list(self._optimizers).index(id(optimizer)),
-            "step": taken,
-            "rates": tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
-            "taken": tuple(pending.taken) or tuple(map(_nameless, pending.rows)),
-            "losses": tuple(pending.losses),
-            "counts": self._counts,
-            "calls": tuple(pending.calls),
-            "drew": drew,
-            "draw_line": line,
-            "past_wrapper": pending.past_wrapper,
-            "not_averaged": tuple(self.models.not_averaged()),
-            "statistics": tuple(pending.statistics),
-            "before": before,
-            "held": {name: digest(p) for name, p in named if not hasattr(p, "full_tensor")},
-            "gradients": gradients,
-            "local": tuple(_arrays(part.items()) for part in local),
-        }
+        _silence(gradients, [p for n, p in named if n in gradients])
+        update.gradients = gradients
+        update.held = {name: digest(p) for name, p in named if not hasattr(p, "full_tensor")}
+        update.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        update.not_averaged = self.models.not_averaged()
+        if not update.taken:  # of these only the sizes are known
+            update.taken = [Taken(ids=(), weights={"samples": rows}) for rows in self._rows]
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        held = _held(optimizer)
-        update = RankUpdate(
-            **self._update,
-            parameters=_arrays((n, p) for n, p in self.models.parameters() if id(p) in held),
-            buffers=_arrays(self.models.buffers()),
-        )
+        update, held = self._update, _held(optimizer)
+        update.optimizer = list(self._optimizers).index(id(optimizer))
+        update.step = self._taken.get(id(optimizer), 0)
+        local = update.local if len(update.local) <= _MOST_PIECES else []
+        update.local = [_arrays(part.items()) for part in local]
+        named = self.models.parameters()
+        update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
+        update.buffers = _arrays(self.models.buffers())
         self._writer.write(update)
-        self._taken[id(optimizer)] = self._taken.get(id(optimizer), 0) + 1
-        state = self._pending.state
-        self._pending = _Pending(state=None if state is None else random_streams())
+        self._taken[id(optimizer)] = update.step + 1
+        self._update, self._rows = RankUpdate(counts=update.counts), []
+        if self._streams is not None:
+            self._streams = random_streams()
         self._weighted = False
+
+    def _meet(self, module: nn.Module) -> None:
+        self._patches.quiet(module)
+        self.models.add(module)
+        self._hook_parameters()
 
     def _end_if_enough(self) -> None:
         first = next(iter(self._optimizers), None)
         if first is not None and self._taken.get(first, 0) >= self._steps:
             raise Finished(0)
 
-    def _take(self, taken: Taken) -> None:
-        self._pending.taken.append(taken)
-        self._neutral.watch_draws()
-        self._pending.state = random_streams()
+    def _take(self, loader: Any, taken: Taken) -> None:
+        self._end_if_enough()
+        self._weighted = False
+        taken.loader = self._number(loader)
+        self._update.taken.append(taken)
+        self._patches.watch_draws()
+        self._streams = random_streams()
 
     def _number(self, loader: Any) -> int:
         self._loaders.setdefault(id(loader), loader)
@@ -350,25 +298,20 @@ class Recorder(Callback):
             self._hooked[id(parameter)] = parameter
 
     def _left(self, name: str, gradient: Tensor) -> None:
-        if self._pending.local and len(self._pending.local) <= _MOST_PIECES:
-            part = self._pending.local[-1]
+        local = self._update.local
+        if 0 < len(local) <= _MOST_PIECES:
             mine = gradient.detach()
-            part[name] = part[name] + mine if name in part else mine.clone()
+            local[-1][name] = local[-1][name] + mine if name in local[-1] else mine.clone()
 
 
-def _nameless(rows: int) -> Taken:
-    """A batch of which only its size is known."""
-    return Taken(loader=0, epoch=0, ids=(), contents=(), shape="", weights={"samples": float(rows)})
-
-
-def _silence(gradients: Mapping[str, Array], named: list[tuple[str, nn.Parameter]]) -> None:
+def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> None:
     """Sets to zero what is rounding alone in gradients.
 
     Those of a bias before a BatchNorm vanish, but for the last bits, which Adam and its like make
     into steps as large as any other.
     """
     limit = _ROUNDING * scale_of(gradients)
-    for _, parameter in named:
+    for parameter in parameters:
         gradient: Any = parameter.grad
         own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         if not own.is_sparse and own.is_floating_point():
@@ -384,12 +327,9 @@ def _held(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _arrays(named: Any) -> Mapping[str, Array]:
+def _arrays(named: Any) -> dict[str, Array]:
     """Whole tensors as arrays; of a sharded one all ranks call this together."""
-    return dict(_each(named))
-
-
-def _each(named: Any) -> Iterator[tuple[str, Array]]:
+    found = {}
     for name, tensor in named:
         whole = tensor.detach()
         if hasattr(whole, "full_tensor"):
@@ -399,7 +339,9 @@ def _each(named: Any) -> Iterator[tuple[str, Array]]:
         whole = whole.cpu()
         if whole.is_floating_point():
             whole = whole.double()
-        yield name, whole.clone().numpy()  # see `digest`
+        # A copy: storage that numpy looks at cannot be freed, see `digest`.
+        found[name] = whole.clone(memory_format=torch.contiguous_format).numpy()
+    return found
 
 
 class Models:
@@ -419,7 +361,7 @@ class Models:
         inner = unwrap(module)
         if id(inner) in self._known:
             return
-        if not any(True for _ in inner.parameters()) and not any(True for _ in inner.buffers()):
+        if next(chain(inner.parameters(), inner.buffers()), None) is None:
             return
         # FSDP gives a module a class of its own, made of its own one.
         kind = next(c.__name__ for c in type(inner).__mro__ if "FSDP" not in c.__name__)
@@ -444,36 +386,29 @@ class Models:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each with a name that is the same on every rank; a tied one under its first name."""
-        for root, name, tensor in self._named("named_parameters"):
-            if isinstance(tensor, nn.Parameter):
-                yield f"{root}/{name}", tensor
+        named = self._named("named_parameters")
+        return ((name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter))
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Each with a name that is the same on every rank."""
-        for root, name, tensor in self._named("named_buffers"):
-            yield f"{root}/{name}", tensor
+        return self._named("named_buffers")
 
     def not_averaged(self) -> list[str]:
         """Parameters to train, inside of DDP, that it does not know."""
-        if not self.averaged:
-            return []
         known = set().union(*self.averaged.values())
-        found = []
-        for root, module in self._roots:
-            inner = unwrap(module)
-            if id(inner) in self.averaged:
-                found += [
-                    f"{root}/{name}"
-                    for name, parameter in inner.named_parameters()
-                    if parameter.requires_grad and id(parameter) not in known
-                ]
-        return found
+        return [
+            f"{root}/{name}"
+            for root, module in self._roots
+            if id(unwrap(module)) in self.averaged
+            for name, parameter in unwrap(module).named_parameters()
+            if parameter.requires_grad and id(parameter) not in known
+        ]
 
-    def _named(self, what: str) -> Iterator[tuple[str, str, Tensor]]:
+    def _named(self, what: str) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for root, module in self._roots:
             plain = plain_names(module)
             for name, tensor in getattr(module, what)():
-                if tensor is not None and tensor.device.type != "meta" and id(tensor) not in seen:
+                if tensor.device.type != "meta" and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield root, plain(name), tensor
+                    yield f"{root}/{plain(name)}", tensor

@@ -284,7 +284,7 @@ def _calls(module: nn.Module, units: Sequence[str], arguments: Arguments) -> dic
     finally:
         for handle in handles:
             handle.remove()
-    for place, inside in zip(found.order, found.inside, strict=True):
+    for place, inside in found.inside.items():
         name = units[place]
         calls[name] = calls[name]._replace(kept=sum(inside.values()))
     return calls

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.verify.record import Writer
-from lockstep.verify.runs import Plan, Recorded, Way, record
+from lockstep.launcher.worker import Script
+from lockstep.verify.record import Recorded, Way, Writer, record
 
-TWO = Way(name="2 processes", nproc=2)
+TWO = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
 
 
 def recorded(folder: Path, *ends: tuple[int, BaseException | None]) -> Recorded:
     """A run whose ranks end so, one after the other."""
 
-    def start(run: Path, way: Way, plan: Plan) -> str:
+    def start(run: Path, way: Way) -> str:
         for rank, error in ends:
             Writer(run, rank).end(error)
         return "one\ntwo\n"
 
-    return record(TWO, Plan(script="train.py"), folder / "run", start)
+    return record(TWO, folder / "run", start)
 
 
 def test_the_error_that_came_first_is_told_with_its_line(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_error_that_came_first_is_told_with_its_line(tmp_path: Path) -> None
     run = recorded(tmp_path, (1, first.value), (0, later))
     headline, at = run.error.splitlines()
     assert headline.startswith("ValueError: invalid literal")
-    assert at.startswith("  at:    test_runs.py:")
+    assert at.startswith("  at:    test_record.py:")
     assert (run.code, run.output) == ("", "")
 
 
