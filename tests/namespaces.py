@@ -138,18 +138,11 @@ def launchers(*machines: Machine) -> Iterator[list[Launcher]]:
 
 
 def config(backend: str = "c10d", endpoint: str = "localhost:0", nodes: int = 1, **fields: Any):
-    """torch's LaunchConfig; `rank`, and what else is no field of it, goes to `rdzv_configs`."""
-    from torch.distributed.launcher.api import LaunchConfig
+    """What torchrun makes of its flags; `rank` and the like are what --rdzv-conf may say."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    own = {n: fields.pop(n) for n in list(fields) if n in LaunchConfig.__dataclass_fields__}
-    values = {"min_nodes": nodes, "max_nodes": nodes, "nproc_per_node": 1, "run_id": "r"}
-    return LaunchConfig(
-        **{**values, **own},
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs=fields,
-        logs_specs=object(),  # torch's default makes a folder, which it leaves behind
-    )
+    values = {"backend": backend, "endpoint": endpoint, "min_nodes": nodes, "max_nodes": nodes}
+    return RendezvousParameters(**{**values, "run_id": "r", **fields})
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -232,7 +225,7 @@ class _Orders:
 
     def rendezvous(self) -> tuple[int, int, int]:
         """Waits for all nodes; returns node rank, number of nodes and attempt."""
-        self._info = self._rendezvous.handler.next_rendezvous()
+        self._info = self._rendezvous.next_rendezvous()
         return self._info.rank, self._info.world_size, self._rendezvous.attempt
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
@@ -246,7 +239,7 @@ class _Orders:
                 "MASTER_PORT": str(place.master_port),
                 "RANK": str(self._info.rank),
                 "WORLD_SIZE": str(self._info.world_size),
-                "TORCHELASTIC_USE_AGENT_STORE": str(self._rendezvous.handler.use_agent_store),
+                "TORCHELASTIC_USE_AGENT_STORE": str(self._rendezvous.use_agent_store),
                 "TORCHELASTIC_RESTART_COUNT": str(self._rendezvous.attempt),
                 **socket_variables({}, self._rendezvous.interface),
             }
@@ -294,10 +287,10 @@ class _Orders:
 
     def waiting(self) -> int:
         """How many nodes wait for a new start, once one does."""
-        return until(self._rendezvous.handler.num_nodes_waiting)
+        return until(self._rendezvous.num_nodes_waiting)
 
     def shutdown(self) -> bool:
-        return self._rendezvous.handler.shutdown()
+        return self._rendezvous.shutdown()
 
     def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())

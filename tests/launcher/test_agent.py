@@ -9,7 +9,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from lockstep.launcher.agent import Agent, rank_environment
-from lockstep.launcher.rendezvous import StaticHandler
+from lockstep.launcher.rendezvous import StaticRendezvous
 
 
 def test_the_methods_that_torch_leaves_to_an_agent() -> None:
@@ -35,7 +35,7 @@ class Group:
     def __init__(self, **options: object) -> None:
         self.group_rank, self.group_world_size = 1, 2
         self.master_addr, self.master_port = "127.0.0.1", 1234
-        handler = object.__new__(StaticHandler)
+        handler = object.__new__(StaticRendezvous)
         handler.get_run_id = lambda: "run"  # type: ignore[method-assign]
         self.spec = WorkerSpec(
             role="trainer",

@@ -274,15 +274,16 @@ class Talk:
         streams = thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
         self.connection = peers.Connection(*streams)
         self.theirs, self.losses = thread.wait(peers.introduce(self.connection, node(1))), 0
-        self.client = peers.Client(self.connection, self.theirs, self._lose)
         self.peers.send = lambda changes: thread.soon(lambda: self.server.send(changes))
-        self.theirs.send = lambda changes: thread.soon(lambda: self.client.send(changes))
+        self.theirs.send = lambda changes: thread.soon(
+            lambda: self.connection.send({"changes": changes})
+        )
 
     def _lose(self) -> None:
         self.losses += 1
 
     def listen(self) -> None:
-        self.thread.wait(self.client.begin())
+        self.thread.start(peers.listen(self.connection, self.theirs, self._lose))
 
     def close(self) -> None:
         self.thread.wait(self.connection.close())
@@ -314,7 +315,7 @@ def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
 
 
 def test_a_client_may_have_the_store_freed_of_old_keys(talk: Talk) -> None:
-    talk.thread.soon(lambda: talk.client.forget("a key"))
+    talk.theirs.update(forget="a key")
     until(lambda: talk.forgotten == ["a key"])
 
 

@@ -168,7 +168,8 @@ def test_killed_and_who_asked(tmp_path: Path) -> None:
     write(tmp_path, {"proc/vmstat": "oom_kill 1\n"})
     assert exit_status_of(process, NOTHING, tmp_path).oom == "likely"
     write(tmp_path, {"dev/kmsg": f"3,1,1,-;Out of memory: Killed process {process.pid} (python)\n"})
-    end = exit_status_of(process, NOTHING, tmp_path, peak_bytes=5 << 30)
+    process.peak_bytes = 5 << 30
+    end = exit_status_of(process, NOTHING, tmp_path)
     assert (end.oom, end.peak_bytes) == ("certain", 5 << 30)
     assert end.oom_detail == f"Out of memory: Killed process {process.pid} (python)"
     process.sent = {signal.SIGUSR1: 98.0, signal.SIGTERM: 99.0, signal.SIGKILL: 99.5}

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import check_flags, is_asked, max_nodes, parse_flags, torchrun_flags
+from lockstep.launcher.plan import check_flags, node_numbers, parse_flags, torchrun_flags
 
 # What `lockstep run` makes of each; a flag that torchrun gets one day must be looked at first.
 HONOURED_BY = {
@@ -58,23 +58,6 @@ def test_flags_with_and_without_a_value() -> None:
     assert "--help" not in flags
 
 
-@pytest.mark.parametrize(
-    ("given", "environ", "asked"),
-    [
-        ((), {}, False),
-        (("--no-python",), {}, True),
-        (("--role", "x", "--no_python"), {}, True),
-        ((), {"PET_NO_PYTHON": "1"}, True),
-        ((), {"PET_NO_PYTHON": "0"}, False),
-        (("--no-python",), {"PET_NO_PYTHON": "0"}, True),
-    ],
-)
-def test_a_flag_without_a_value_may_be_a_variable(
-    given: tuple[str, ...], environ: dict[str, str], asked: bool
-) -> None:
-    assert is_asked("--no-python", given, environ) is asked
-
-
 def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # With a variable for it, ranks would have to be fresh interpreters where that is set.
     monkeypatch.setenv("PET_NUMA_BINDING", "node")
@@ -82,15 +65,15 @@ def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_flags(["--numa_binding=node", "script.py"]).numa_binding == "node"
 
 
-@pytest.mark.parametrize(("asked", "most"), [("1", 1), ("1:4", 4), ("3:3", 3)])
-def test_number_of_machines(asked: str, most: int) -> None:
-    assert max_nodes(asked) == most
+@pytest.mark.parametrize(("asked", "numbers"), [("1", (1, 1)), ("1:4", (1, 4)), ("3:3", (3, 3))])
+def test_number_of_machines(asked: str, numbers: tuple[int, int]) -> None:
+    assert node_numbers(asked) == numbers
 
 
 @pytest.mark.parametrize("asked", ["0", "2:1", "0:2", "x", "", "1:2:3", "-1", "1.5"])
 def test_what_is_no_number_of_machines(asked: str) -> None:
     with pytest.raises(SettingError, match="--nnodes"):
-        max_nodes(asked)
+        node_numbers(asked)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from ranks import HANG_S
 
-from lockstep.launcher.process import give_keys, in_foreground, stops_with, take_keys
+from lockstep.launcher.process import give_keys, handled, in_foreground, take_keys
 
 pytestmark = pytest.mark.spread
 
@@ -163,7 +163,7 @@ def test_several_ranks_are_told_of_the_terminal(tmp_path: Path, shell: Shell) ->
 def test_a_handler_of_the_users_is_left_in_place() -> None:
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        with stops_with(lambda number: None, lambda: None):
+        with handled({signal.SIGTSTP: lambda number: None}):
             assert signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTSTP, before)

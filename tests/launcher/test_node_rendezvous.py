@@ -22,9 +22,10 @@ from lockstep.errors import (
 from lockstep.launcher import auth, peers
 from lockstep.launcher.peers import Node, Peers
 from lockstep.launcher.rendezvous import (
-    DynamicHandler,
+    DynamicRendezvous,
     Rendezvous,
-    StaticHandler,
+    StaticRendezvous,
+    TorchsRendezvous,
     open_rendezvous,
 )
 
@@ -61,14 +62,14 @@ def test_one_machine_needs_a_store_on_loopback_and_nothing_else(endpoint: str) -
     before, threads = listening(), threading.enumerate()
     said: list[str] = []
     with open_rendezvous(config(endpoint=endpoint), said.append, {}) as rendezvous:
-        info = rendezvous.handler.next_rendezvous()
+        info = rendezvous.next_rendezvous()
         place = info.bootstrap_store_info
         assert listening() - before == {("127.0.0.1", place.master_port)}
         assert place.master_addr == "127.0.0.1"
         assert threading.enumerate() == threads
         assert (info.rank, info.world_size, rendezvous.attempt) == (0, 1, 0)
-        assert rendezvous.handler.use_agent_store
-        assert rendezvous.handler.num_nodes_waiting() == 0
+        assert rendezvous.use_agent_store
+        assert rendezvous.num_nodes_waiting() == 0
         assert rendezvous.lost_nodes() == []
         assert rendezvous.interface in {name for _, name in socket.if_nameindex()}
     assert said == []
@@ -78,7 +79,7 @@ def test_each_start_has_an_empty_store_and_a_number() -> None:
     with open_rendezvous(config(), print, {}) as rendezvous:
         assert rendezvous.attempt is None
         for attempt in range(3):
-            store = rendezvous.handler.next_rendezvous().store
+            store = rendezvous.next_rendezvous().store
             assert rendezvous.attempt == attempt
             assert not store.check(["key"])
             store.set("key", "value")
@@ -86,19 +87,19 @@ def test_each_start_has_an_empty_store_and_a_number() -> None:
 
 def test_launchers_hear_what_was_told_in_this_attempt() -> None:
     with open_rendezvous(config(), print, {}) as rendezvous:
-        rendezvous.handler.next_rendezvous()
+        rendezvous.next_rendezvous()
         assert rendezvous.publish("failure", {"rank": 3})
         assert rendezvous.published("failure") == {0: {"rank": 3}}
         assert rendezvous.published("other") == {}
         assert not rendezvous.publish("failure", "x" * (1 << 20))
         assert rendezvous.published("failure") == {0: {"rank": 3}}
-        rendezvous.handler.next_rendezvous()
+        rendezvous.next_rendezvous()
         assert rendezvous.published("failure") == {}
 
 
 def test_a_port_that_was_asked_for_becomes_the_ranks_master_port(port: int) -> None:
     with open_rendezvous(config(**static(port, 0, nodes=1)), print, {}) as rendezvous:
-        assert rendezvous.handler.next_rendezvous().bootstrap_store_info.master_port == port
+        assert rendezvous.next_rendezvous().bootstrap_store_info.master_port == port
         with pytest.raises(PortTakenError, match=f"port {port} is taken by process"):
             open_rendezvous(config(**static(port, 0, nodes=1)), print, {})
 
@@ -107,8 +108,9 @@ def test_the_handlers_have_all_that_torchs_has() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     wanted = {name for name in dir(RendezvousHandler) if not name.startswith("_")}
-    assert wanted - set(dir(StaticHandler)) == set()
-    assert wanted - set(dir(DynamicHandler)) == set()
+    for kind in (StaticRendezvous, DynamicRendezvous):
+        assert wanted - set(dir(kind)) == set()
+        assert not kind.__abstractmethods__
 
 
 RANK = """
@@ -132,7 +134,7 @@ def test_torchs_own_agent_runs_and_restarts_with_it(tmp_path: Path) -> None:
         spec = WorkerSpec(
             role="r",
             local_world_size=2,
-            rdzv_handler=rendezvous.handler,
+            rdzv_handler=rendezvous,
             entrypoint=sys.executable,
             args=("-c", RANK, str(tmp_path / "seen")),
             max_restarts=1,
@@ -196,7 +198,7 @@ def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
     said: list[str] = []
     with open_rendezvous(config(**static(port, 0, timeout=1)), said.append, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError) as error:
-            rendezvous.handler.next_rendezvous()
+            rendezvous.next_rendezvous()
         rendezvous.close("node 1 has not come")
     missing = f"node 1 of 2 has not come; here: node 0 on host {socket.gethostname()}"
     assert error.value.found == f"{missing} (waited 1 s)"
@@ -207,7 +209,7 @@ def test_too_few_nodes_for_a_dynamic_rendezvous(port: int) -> None:
     fields = {"endpoint": f"localhost:{port}", "nodes": 2, "join_timeout": 1}
     with open_rendezvous(config(**fields), print, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError, match="within the join timeout; here: process"):
-            rendezvous.handler.next_rendezvous()
+            rendezvous.next_rendezvous()
         rendezvous.close("too few")
 
 
@@ -308,22 +310,19 @@ def test_an_open_run_is_said_to_be_open(port: int) -> None:
 )
 def test_an_error_within_is_the_reason_told(error: BaseException | None, reason: str) -> None:
     own = Node(number=0, rank=0, host="h", pid=1, run_id="r", nodes="2:2")
-    told: list[str] = []
-    handler = StaticHandler.__new__(StaticHandler)
-    with (
-        contextlib.suppress(KeyboardInterrupt, SettingError),
-        Rendezvous(handler, Peers(own), interface=None, leave=told.append),
-    ):
+    nodes = Peers(own)
+    rendezvous: Rendezvous = StaticRendezvous(config(), nodes, None, print)
+    with contextlib.suppress(KeyboardInterrupt, SettingError), rendezvous:
         if error:
             raise error
-    assert told == [reason]
+    assert (nodes.own.state, nodes.own.why) == ("left", reason)
 
 
 def test_other_backends_are_torchs_own(tmp_path: Path) -> None:
     said: list[str] = []
     fields = {"endpoint": str(tmp_path / "store"), "nodes": 2, "store_type": "file"}
     with open_rendezvous(config(**fields), said.append, {}) as rendezvous:
-        assert type(rendezvous.handler).__name__ == "DynamicRendezvousHandler"
+        assert type(rendezvous) is TorchsRendezvous
         assert rendezvous.attempt is None
         assert rendezvous.interface is None
     assert "torch's own rendezvous" in said[0]

@@ -1,24 +1,29 @@
-"""The agent: torch elastic's, with ranks from the zygote instead of fresh processes.
+"""A run on this machine: from the rendezvous with the other machines to how it ended.
 
-Rendezvous, membership and restarts are those of `torch.distributed.elastic`'s SimpleElasticAgent
+The agent is torch elastic's, with ranks from the zygote instead of fresh processes. Rendezvous,
+membership and restarts are those of `torch.distributed.elastic`'s SimpleElasticAgent
 (elastic/agent/server/api.py); its four abstract methods are here. It also holds the supervisor's
-clock: torch elastic looks at the workers every `monitor_interval` seconds. What goes with the
-processes, `Watch`, opens their streams, looks after them and finds out what failed first.
+clock: torch elastic looks at the workers every `monitor_interval` seconds.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import errno
+import logging
 import math
 import os
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -27,31 +32,29 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
+from lockstep.distributed.network import socket_variables
+from lockstep.errors import JoinError, SettingError
+from lockstep.launcher import process as job
 from lockstep.launcher.machine import peak_memory, read_oom_counts
-from lockstep.launcher.output import Console
+from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
-from lockstep.launcher.plan import HangRules
-from lockstep.launcher.process import (
-    Attempt,
-    Process,
-    exit_status_of,
-    follow_keys,
-    give_keys,
-    in_foreground,
-    take_keys,
-)
-from lockstep.launcher.rendezvous import Rendezvous
+from lockstep.launcher.plan import HangRules, Plan, rendezvous_parameters
+from lockstep.launcher.process import Attempt, Process, exit_status_of
+from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER, Command
 from lockstep.launcher.zygote import Ended, Refused, Zygote
 from lockstep.watchdog import exit_status
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption, LostNode
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
+from lockstep.watchdog.probe import FLIGHT_RECORDER
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snapshot
 
 _ERROR_FILE_NAME = "elastic_error.json"
+_GRACE_S = 10.0
+"""Between asking a rank to end and killing it, where --shutdown-timeout does not say."""
 _SETTLE_S = 0.5
 """After a first failure the others follow within moments, and which came first matters."""
 _INTERRUPT_S = 10.0
@@ -62,56 +65,197 @@ _OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
 _LOOK_S = 0.1
 _PEAKS_EVERY_S = 2.0
-_REPORT, _DONE, _RANKS = "exit report", "done", "ranks"
+_REPORT = "exit report"
 """What the launchers of a run tell each other."""
+LAUNCHER = "LOCKSTEP_LAUNCHER"
+"""Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
+_SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_NAME = 60
+"""Characters of a script's name that stand in its folder's."""
+_ROOM_BYTES = 1 << 18
+"""What a run's first files may need."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this machine."""
+
+    failure: FirstFailure | None
+    """None: all is well, or it was interrupted before a rank was started."""
+    interrupted: Interruption | None
+    attempt: Attempt | None
+    """The last one; None: no rank was started."""
+    late: tuple[int, ...]
+    """The ranks that were ended because the time was over."""
+
+    @property
+    def exit_code(self) -> int:
+        """See `lockstep.errors`."""
+        if self.failure is not None:
+            return self.failure.exit_code
+        return 0 if self.interrupted is None else 128 + self.interrupted.signal
+
+
+def launch_agent(
+    plan: Plan,
+    flags: argparse.Namespace,
+    zygote: Zygote,
+    folder: Path,
+    hang: HangRules,
+    *,
+    command: Command | None = None,
+    timeout: float | None = None,
+    keyboard: bool = True,
+    launcher: str = "lockstep run",
+) -> Outcome:
+    """Meets the other machines, starts the ranks of this one and watches them to their end.
+
+    Args:
+        plan: what to start here.
+        flags: torchrun's.
+        zygote: starts the ranks.
+        folder: of the run; each attempt gets a folder in it.
+        hang: when the run counts as hanging.
+        command: what a rank executes; None: the zygote's own work.
+        timeout: seconds from the start of the ranks after which they are ended; None: no limit.
+        keyboard: a rank that is alone gets the terminal's keys while it runs.
+        launcher: what the ranks are told of who gave them their ranks.
+
+    Raises:
+        SettingError: a flag's value that cannot be honoured.
+        JoinError: the machines of the run did not come together.
+    """
+    with (
+        _scarcity_explained(plan.nproc),
+        console_for(flags, plan.nproc) as console,
+        open_rendezvous(rendezvous_parameters(flags), console.announce) as rendezvous,
+    ):
+        variables = {
+            **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
+            **socket_variables(os.environ, rendezvous.interface),
+            **plan.environment,
+            **({} if plan.nproc == 1 and plan.one_node else console.environment),
+            **({} if plan.own_processes else {LAUNCHER: launcher}),
+        }
+        agent = Agent(
+            plan,
+            flags,
+            zygote,
+            folder,
+            command,
+            variables,
+            console,
+            rendezvous,
+            hang,
+            timeout,
+            keyboard,
+        )
+        numbers = [text.strip() for text in flags.signals_to_handle.split(",") if text.strip()]
+        handlers: dict[int, Callable[[int], object]] = {
+            signal.SIGUSR1: agent.pass_on,  # it asks for a checkpoint
+            signal.SIGTSTP: agent.stop,
+            **{signal.Signals[name]: agent.interrupt for name in numbers},
+        }
+        try:
+            with job.handled(handlers), _quiet_torch_logs():
+                agent.run()
+        except SignalException:  # `agent.interrupted` has it
+            events.record(agent.get_event_failed(), flags.event_log_handler)
+        except JoinError as error:
+            # For another start, that is; what made it necessary is the first failure.
+            if agent.failure is None:
+                raise
+            console.announce(f"the ranks cannot be started again: {error}")
+        else:
+            events.record(agent.get_event_succeeded(), flags.event_log_handler)
+            rendezvous.shutdown()
+        if agent.failure is not None:
+            rendezvous.close(agent.failure.headline)
+        elif agent.interrupted is not None:
+            rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
+    attempt = agent.attempts[-1] if agent.attempts else None
+    return Outcome(agent.failure, agent.interrupted, attempt, agent.late)
 
 
 class Agent(SimpleElasticAgent):
     """Starts, watches and ends the ranks of this machine.
 
     Args:
-        spec: what torch elastic wants to know; the entry point is not used, the zygote has it.
+        plan: what to start here.
+        flags: torchrun's.
         zygote: starts the ranks.
+        folder: of the run.
         command: what a rank executes; None: the zygote's own work.
-        environment: variables for every rank.
-        folder: of the run; each attempt gets a folder in it.
-        watch: opens the streams and looks after the ranks.
-        grace: seconds between asking the ranks to end and killing them.
-        plain: the one process is not told that it is a rank: it starts the ranks itself.
-        keyboard: a rank that is alone gets the terminal's keys while it runs.
+        variables: for every rank.
+        console: opens and reads the ranks' streams.
+        rendezvous: also carries what the machines of the run tell each other.
+        rules: when a run counts as hanging.
+        timeout: seconds for the ranks; None: no limit.
+        keyboard: a rank that is alone gets the terminal's keys.
     """
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        plan: Plan,
+        flags: argparse.Namespace,
         zygote: Zygote,
-        command: Command | None,
-        environment: Mapping[str, str],
         folder: Path,
-        watch: Watch,
-        grace: float,
-        plain: bool,
-        keyboard: bool = True,
+        command: Command | None,
+        variables: Mapping[str, str],
+        console: Console,
+        rendezvous: Rendezvous,
+        rules: HangRules,
+        timeout: float | None,
+        keyboard: bool,
     ) -> None:
-        super().__init__(spec)  # not with the grace, which newer versions take: `_end` has it
-        self._zygote, self._command, self._environment = zygote, command, environment
-        self._folder, self._watch, self._grace = folder, watch, grace
-        self._plain, self._keyboard = plain, keyboard
+        super().__init__(  # not with the grace, which newer versions take: `_end` has it
+            WorkerSpec(
+                role=flags.role,
+                local_world_size=plan.nproc,
+                rdzv_handler=rendezvous,
+                entrypoint=folder.name,  # of events alone: the zygote has the ranks' work
+                max_restarts=flags.max_restarts,
+                monitor_interval=flags.monitor_interval,
+                local_addr=flags.local_addr,
+                event_log_handler=flags.event_log_handler,
+                virtual_local_rank=flags.virtual_local_rank,
+            )
+        )
+        grace = getattr(flags, "shutdown_timeout", None)  # since torch 2.12
+        if grace is None:
+            grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
+        self._grace: float = grace
+        self._plan, self._zygote, self._folder = plan, zygote, folder
+        self._command, self._variables = command, variables
+        self._console, self._announce, self._rdzv = console, console.announce, rendezvous
+        self._rules, self._timeout, self._keyboard = rules, timeout, keyboard
+        self._stop_at, self._next_look = math.inf, 0.0
+        self._oom = read_oom_counts()
         self._refused: str | None = None
         """Why a rank could not be started."""
         self._alone: Process | None = None
         """The rank that has the terminal's keys."""
         self._failures = 0
         """Of attempts; torch elastic starts again after `max_restarts` of them."""
+        self._in_a_hurry = False
+        """The user asks a second time: what still runs is killed at once."""
+        self._supervisor: Supervisor | None = None
+        self._exchange: SnapshotExchange
         self.attempts: list[Attempt] = []
-        self.in_a_hurry = False
-        """Set when the user asks a second time: what still runs is killed at once."""
+        self.interrupted: Interruption | None = None
+        """The signal that ended the run from outside."""
+        self.late: tuple[int, ...] = ()
+        """The ranks that still ran when the time was over."""
+
+    @property
+    def failure(self) -> FirstFailure | None:
+        """What failed first in the last attempt, once that is over."""
+        return self.attempts[-1].failure if self.attempts else None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers = worker_group.workers
         folder = self._folder / f"attempt_{len(self.attempts)}"
         attempt = Attempt(
-            restarts=self._failures,
             processes=[
                 Process(w.global_rank, w.local_rank, folder / f"rank_{w.global_rank}")
                 for w in workers
@@ -123,7 +267,7 @@ class Agent(SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
-        alone = self._keyboard and attempt.world_size == 1 and in_foreground()
+        alone = self._keyboard and attempt.world_size == 1 and job.in_foreground()
         self._alone = attempt.processes[0] if alone else None
         for worker in workers:
             try:
@@ -135,7 +279,7 @@ class Agent(SimpleElasticAgent):
             self._read_events(timeout=1.0)
         if self._refused is not None:
             raise BlockingIOError(errno.EAGAIN, self._refused)
-        self._watch.started(attempt)
+        self._watch(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
     def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
@@ -143,16 +287,20 @@ class Agent(SimpleElasticAgent):
         process.folder.mkdir(parents=True)
         command = self._command and self._command.for_rank(process.local_rank)
         # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
-        counted = getattr(group.spec.rdzv_handler, "attempt", None)
-        restarts = attempt.restarts if counted is None else counted
+        counted = self._rdzv.attempt
+        restarts = self._failures if counted is None else counted
+        place = rank_environment(group, worker, restarts, os.environ)
         variables = {
-            **({} if self._plain else rank_environment(group, worker, restarts, os.environ)),
+            # Where it starts the ranks itself, the one process is not told that it is one.
+            **({} if self._plan.own_processes else place),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
             **(command.environment if command else {}),
-            **self._environment,
+            **self._variables,
         }
-        streams = self._watch.streams(process, attempt.world_size == 1)
+        streams = self._console.open(
+            process.rank, process.local_rank, process.folder, alone=attempt.world_size == 1
+        )
         try:
             self._zygote.start(
                 process.local_rank,
@@ -165,19 +313,35 @@ class Agent(SimpleElasticAgent):
             for stream in streams:
                 os.close(stream)
 
+    def _watch(self, attempt: Attempt) -> None:
+        """Begins to look after the ranks."""
+        if self._timeout is not None:
+            self._stop_at = time.monotonic() + self._timeout
+        self._tell(attempt)
+        processes = attempt.processes
+        self._exchange = SnapshotExchange(
+            self._rdzv,
+            attempt.node,
+            attempt.nodes,
+            lambda lines: take_snapshot(processes, lines=lines),
+        )
+        self._supervisor = Supervisor(
+            processes, self._rules, attempt.folder, self._announce, self._exchange.of_all_ranks
+        )
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempts[-1]
         self._read_events()
         if self._alone and self._alone.pid and self._alone.code is None:
-            follow_keys(self._alone.pid, self.pass_on)
-        if self._watch.look(attempt) or _failures(attempt):
+            job.follow_keys(self._alone.pid, self.pass_on)
+        if self._is_over(attempt) or _failures(attempt):
             settled = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
             self._failures += 1
             return RunResult(state=WorkerState.FAILED, failures=_failures(attempt))
         # Those that have ended here are started again with the others when a rank elsewhere fails.
-        if attempt.running or self._watch.others_are_done(attempt) is False:
+        if attempt.running or self._others_run(attempt):
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(
             state=WorkerState.SUCCEEDED,
@@ -187,60 +351,81 @@ class Agent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
         # Before the other machines are waited for, which may take minutes.
-        left = worker_group.spec.max_restarts - self._failures
-        self._watch.again(self.attempts[-1], left)
+        if self.failure is None:
+            self._announce("the machines of the run have changed; starting all ranks again")
+        else:
+            left = worker_group.spec.max_restarts - self._failures
+            self._announce(render(self.failure))
+            self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end(signal.SIGTERM, self._grace)
+        self._end(signal.SIGTERM)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end(death_sig, self._grace)
+        self._end(death_sig)
 
     def _exit_barrier(self) -> None:
-        # torch's waits in C++ for up to 300 s, where Ctrl-C is not heard.
-        if self._watch.others_are_done(self.attempts[-1]) is None:
+        # torch's waits in C++ for up to 300 s, where Ctrl-C is not heard; `_others_run` has waited.
+        if not self._rdzv.can_publish:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
-    def _end(self, number: int, grace: float) -> None:
-        """Asks the ranks to end, waits, and kills those that have not."""
-        if not self.attempts:
+    def _end(self, number: int) -> None:
+        """Asks the ranks to end, waits, and kills those that have not; finds out what failed."""
+        if not self.attempts or self.attempts[-1].over:
             return
         attempt = self.attempts[-1]
-        self._watch.ending(attempt)
+        self._tell(attempt)
         # A rank that waits in C++ answers to Ctrl-C only when it comes back to Python; SIGTERM's
         # default ends it where it is.
-        steps = [(number, grace)]
+        steps = [(number, self._grace)]
         if number == signal.SIGINT:
-            steps = [(signal.SIGINT, _INTERRUPT_S), (signal.SIGTERM, grace)]
+            steps = [(signal.SIGINT, _INTERRUPT_S), (signal.SIGTERM, self._grace)]
         for step, patience in steps:
             self._send(attempt, step)
             limit = time.monotonic() + patience
-            while attempt.running and time.monotonic() < limit and not self.in_a_hurry:
+            while attempt.running and time.monotonic() < limit and not self._in_a_hurry:
                 self._read_events(timeout=0.05)
         self._send(attempt, signal.SIGKILL)
         while attempt.running:
             self._read_events(timeout=1.0)
         if self._alone and self._alone.pid:
-            take_keys(self._alone.pid)
-        self._watch.ended(attempt)
-
-    def pass_on(self, number: int) -> None:
-        """Sends the ranks a signal that says nothing about their end."""
-        if self.attempts:
-            self._zygote.signal([p.local_rank for p in self.attempts[-1].running], number)
-
-    def give_keys(self) -> None:
-        """Gives the terminal's keys to a rank that is alone, if the launcher has them."""
-        if self._alone and self._alone.pid and self._alone.code is None:
-            give_keys(self._alone.pid)
+            job.take_keys(self._alone.pid)
+        attempt.over = True
+        self._console.drain()
+        attempt.failure = self._first_failure(attempt)
 
     def _send(self, attempt: Attempt, number: int) -> None:
-        running = attempt.running
-        for process in running:
+        for process in attempt.running:
             process.sent.setdefault(number, time.time())
+        self.pass_on(number)
+
+    # What the user asks for
+
+    def pass_on(self, number: int) -> None:
+        """Sends the ranks a signal."""
+        running = self.attempts[-1].running if self.attempts else []
         if running:
             self._zygote.signal([process.local_rank for process in running], number)
+
+    def interrupt(self, number: int) -> None:
+        """Ends the run in order, and when called again kills what still runs."""
+        if self.interrupted is not None:
+            self._in_a_hurry = True
+            return
+        self.interrupted = Interruption(signal=number, time=time.time())
+        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+
+    def stop(self, number: int) -> None:
+        """Stops the ranks and this process; lets the ranks go on when this process does."""
+        # Not SIGTSTP: the kernel does not stop groups by it that no shell could let go on.
+        self.pass_on(signal.SIGSTOP)
+        job.stop_here()
+        if self._alone and self._alone.pid and self._alone.code is None:
+            job.give_keys(self._alone.pid)
+        self.pass_on(signal.SIGCONT)
+
+    # What happens to the ranks
 
     def _read_events(self, timeout: float = 0.0) -> None:
         processes = {process.local_rank: process for process in self.attempts[-1].processes}
@@ -260,6 +445,146 @@ class Agent(SimpleElasticAgent):
                     process.ended_at = time.time()
             else:
                 process.pid = event.pid
+
+    def _is_over(self, attempt: Attempt) -> bool:
+        """Whether the run is to be stopped."""
+        now = time.monotonic()
+        if now >= self._stop_at and attempt.running:
+            self.late = tuple(process.rank for process in attempt.running)
+            return True
+        others = self._others(attempt).values()
+        if self._rdzv.lost_nodes() or any(report.failed for report in others):
+            return True
+        if now >= self._next_look:
+            self._next_look = now + _PEAKS_EVERY_S
+            for process in attempt.running:
+                peak = peak_memory(process.pid) if process.pid else None
+                process.peak_bytes = peak or process.peak_bytes
+            # A rank that has raised and does not end, while others may wait for it.
+            records = [exit_status.read_record(process.folder) for process in attempt.running]
+            if any(r and time.time() - r.time > _STUCK_AT_EXIT_S for r in records):
+                return True
+        self._exchange.answer()
+        return self._supervisor is not None and self._supervisor.check()
+
+    # What the machines tell each other
+
+    def _report(self, attempt: Attempt) -> ExitReport:
+        supervisor = self._supervisor
+        return ExitReport(
+            host=socket.gethostname(),
+            ranks=tuple(process.rank for process in attempt.processes),
+            exits=tuple(
+                exit_status_of(process, self._oom)
+                for process in attempt.processes
+                if process.code is not None
+            ),
+            complete=not attempt.running,
+            hang=supervisor.verdict if supervisor else None,
+            judged_at=supervisor.judged_at if supervisor else 0.0,
+            interrupted=self.interrupted or _ctrl_c(attempt),
+        )
+
+    def _tell(self, attempt: Attempt) -> ExitReport:
+        """Lets the other machines know what has become of the ranks of this one."""
+        report = self._report(attempt)
+        if attempt.nodes > 1:
+            self._rdzv.publish(_REPORT, report.to_values())
+        return report
+
+    def _others(self, attempt: Attempt) -> dict[int, ExitReport]:
+        """What the other machines of the attempt have told, by node."""
+        told = self._rdzv.published(_REPORT) if attempt.nodes > 1 else {}
+        return {
+            node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
+        }
+
+    def _others_run(self, attempt: Attempt) -> bool:
+        """Whether ranks of other machines have not ended, or not all have said so."""
+        if attempt.nodes == 1 or not self._rdzv.can_publish:
+            return False
+        if not attempt.told:
+            attempt.told = True
+            self._tell(attempt)
+        done = [report for report in self._others(attempt).values() if report.complete]
+        return len(done) < attempt.nodes - 1
+
+    def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
+        own = self._tell(attempt)
+        self._wait_for_others(attempt, own)
+        others = self._others(attempt)
+        reports = [own, *others.values()]
+        hangs = [report for report in reports if report.hang is not None]
+        judged = min(hangs, key=lambda report: report.judged_at, default=own)
+        signals = [report for report in reports if report.interrupted is not None]
+        exits = [status for report in reports for status in report.exits]
+        ended = {status.rank for status in exits}
+        gone = [(node, others.get(_rank(node))) for node in self._rdzv.lost_nodes()]
+        failure = first_failure(
+            exits,
+            hang=judged.hang,
+            judged_at=judged.judged_at,
+            interrupted=signals[0].interrupted if signals else None,
+            # Those that are gone without a word about the end of their ranks.
+            lost_nodes=[
+                LostNode(
+                    host=node.host,
+                    ranks=report.ranks if report else (),
+                    time=time.time(),
+                    reason=departure(node),
+                )
+                for node, report in gone
+                if report is None or not ended & set(report.ranks)
+            ],
+            folder=str(attempt.folder),
+        )
+        if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
+            host = signals[0].host
+            failure = replace(failure, headline=f"{failure.headline} on host {host}")
+        return failure
+
+    def _wait_for_others(self, attempt: Attempt, own: ExitReport) -> None:
+        """Waits a few seconds at most for what the other machines say of the end of their ranks."""
+        if attempt.nodes == 1 or not self._rdzv.can_publish:
+            return
+        limit = time.monotonic() + _OTHERS_S
+        while time.monotonic() < limit:
+            others = self._others(attempt)
+            reports = [own, *others.values()]
+            told = {node for node, report in others.items() if report.complete}
+            gone = {_rank(node) for node in self._rdzv.lost_nodes()}
+            if (
+                len(told | gone) >= attempt.nodes - 1
+                or any(report.interrupted for report in reports)
+                or not any(report.failed for report in reports)
+            ):
+                return
+            time.sleep(_LOOK_S)
+
+
+def _rank(node: Node) -> int:
+    return -1 if node.rank is None else node.rank
+
+
+def _ctrl_c(attempt: Attempt) -> Interruption | None:
+    """Ctrl-C reaches a rank alone that has the terminal, and not the launcher."""
+    for process in attempt.processes:
+        if attempt.world_size == 1 and process.code == -signal.SIGINT and not process.sent:
+            return Interruption(signal=signal.SIGINT, time=process.ended_at or time.time())
+    return None
+
+
+def _failures(attempt: Attempt) -> dict[int, ProcessFailure]:
+    return {
+        process.rank: ProcessFailure(
+            local_rank=process.local_rank,
+            pid=process.pid or 0,
+            exitcode=process.code,
+            error_file=str(process.folder / _ERROR_FILE_NAME),
+        )
+        for process in attempt.processes
+        if process.code not in (None, 0)
+    }
 
 
 def rank_environment(
@@ -288,7 +613,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
-    if getattr(spec, "virtual_local_rank", False):  # each rank sees its own GPU alone, as device 0
+    if spec.virtual_local_rank:  # each rank sees its own GPU alone, as device 0
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible is not None else []
         local = worker.local_rank
@@ -297,211 +622,61 @@ def rank_environment(
     return {name: str(value) for name, value in variables.items()}
 
 
-def _failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    return {
-        process.rank: ProcessFailure(
-            local_rank=process.local_rank,
-            pid=process.pid or 0,
-            exitcode=process.code,
-            error_file=str(process.folder / _ERROR_FILE_NAME),
-        )
-        for process in attempt.processes
-        if process.code not in (None, 0)
-    }
-
-
-class Watch:
-    """What goes with the ranks' processes: their streams, and who looks after them.
+def make_folder(asked: str | None, name: str) -> Path:
+    """A new folder for a run's logs: in `--log-dir`, else in the system's temporary folder.
 
     Args:
-        console: opens and reads the ranks' streams.
-        rendezvous: for what the machines of the run tell each other.
-        rules: when a run counts as hanging.
-        timeout: seconds from the start of the ranks after which the run is stopped; None: no limit.
+        asked: the flag's value.
+        name: of the script.
+
+    Raises:
+        SettingError: nothing can be written there.
     """
-
-    def __init__(
-        self, console: Console, rendezvous: Rendezvous, rules: HangRules, timeout: float | None
-    ) -> None:
-        self._console, self._rendezvous, self._rules = console, rendezvous, rules
-        self._announce = console.announce
-        self._timeout, self._stop_at = timeout, math.inf
-        self._oom = read_oom_counts()
-        self._supervisor: Supervisor | None = None
-        self._peaks: dict[int, int] = {}
-        self._next_look = 0.0
-        self._exchange: SnapshotExchange | None = None
-        self._seen: list[Attempt] = []
-        self._done: Attempt | None = None
-        self.interrupted: Interruption | None = None
-        """The signal that ended the run from outside."""
-        self.late: tuple[int, ...] = ()
-        """The ranks that still ran when the time was over."""
-
-    def again(self, attempt: Attempt, left: int) -> None:
-        """Says why the ranks are started again, before they are."""
-        if attempt.failure is None:
-            self._announce("the machines of the run have changed; starting all ranks again")
-            return
-        self._announce(render(attempt.failure))
-        self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
-
-    def streams(self, process: Process, alone: bool) -> tuple[int, int, int]:
-        """Opens the streams of a rank that is about to start."""
-        return self._console.open(process.rank, process.local_rank, process.folder, alone=alone)
-
-    def started(self, attempt: Attempt) -> None:
-        """Begins to watch."""
-        if self._timeout is not None:
-            self._stop_at = time.monotonic() + self._timeout
-        self._rendezvous.publish(_RANKS, [process.rank for process in attempt.processes])
-        processes = attempt.processes
-        self._exchange = exchange = SnapshotExchange(
-            self._rendezvous,
-            attempt.node,
-            attempt.nodes,
-            lambda lines: take_snapshot(processes, lines=lines),
-        )
-        self._supervisor = Supervisor(
-            processes, self._rules, attempt.folder, self._announce, exchange.of_all_ranks
-        )
-
-    def look(self, attempt: Attempt) -> bool:
-        """Whether the run is to be stopped."""
-        now = time.monotonic()
-        if now >= self._stop_at and attempt.running:
-            self.late = tuple(process.rank for process in attempt.running)
-            return True
-        others = self._others(attempt).values()
-        if self._rendezvous.lost_nodes() or any(report.failed for report in others):
-            return True
-        if now >= self._next_look:
-            self._next_look = now + _PEAKS_EVERY_S
-            for process in attempt.running:
-                peak = peak_memory(process.pid) if process.pid else None
-                if peak is not None:
-                    self._peaks[process.rank] = peak
-            if self._stuck(attempt):
-                return True
-        if self._exchange is not None:
-            self._exchange.answer()
-        return self._supervisor is not None and self._supervisor.check()
-
-    def _stuck(self, attempt: Attempt) -> bool:
-        """Whether a rank has raised and does not end, while others may wait for it."""
-        records = [exit_status.read_record(process.folder) for process in attempt.running]
-        return any(r is not None and time.time() - r.time > _STUCK_AT_EXIT_S for r in records)
-
-    def ended(self, attempt: Attempt) -> None:
-        """Reads the streams to their end and finds out what failed first."""
-        if attempt not in self._seen:
-            self._seen.append(attempt)
-            self._console.drain()
-            attempt.failure = self._failure(attempt)
-
-    def others_are_done(self, attempt: Attempt) -> bool | None:
-        """Whether the ranks of the other machines have ended well too; None: it cannot be known."""
-        if attempt.nodes == 1:
-            return True
-        if not self._rendezvous.can_publish:
-            return None
-        if self._done is not attempt:
-            self._done = attempt
-            self._rendezvous.publish(_DONE, True)
-        return len(self._rendezvous.published(_DONE)) == attempt.nodes
-
-    def ending(self, attempt: Attempt) -> None:
-        """Lets the other machines know why, before the ranks of this one are asked to end."""
-        if attempt not in self._seen and attempt.nodes > 1:
-            self._rendezvous.publish(_REPORT, self._report(attempt).to_values())
-
-    def _report(self, attempt: Attempt) -> ExitReport:
-        supervisor = self._supervisor
-        stops = supervisor is not None and self._rules.on_hang == "stop"
-        return ExitReport(
-            host=socket.gethostname(),
-            exits=tuple(
-                exit_status_of(process, self._oom, peak_bytes=self._peaks.get(process.rank))
-                for process in attempt.processes
-                if process.code is not None
-            ),
-            complete=not attempt.running,
-            hang=supervisor.verdict if supervisor and stops else None,
-            judged_at=supervisor.judged_at if supervisor else 0.0,
-            interrupted=self.interrupted or _ctrl_c(attempt),
-        )
-
-    def _others(self, attempt: Attempt) -> dict[int, ExitReport]:
-        """What the other machines of the attempt have told, by node."""
-        if attempt.nodes == 1:
-            return {}
-        told = self._rendezvous.published(_REPORT)
-        return {
-            node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
-        }
-
-    def _failure(self, attempt: Attempt) -> FirstFailure | None:
-        own = self._report(attempt)
-        reports = [own, *self._wait_for_reports(attempt, own)]
-        hangs = [report for report in reports if report.hang is not None]
-        judged = min(hangs, key=lambda report: report.judged_at, default=own)
-        signals = [report for report in reports if report.interrupted is not None]
-        exits = [status for report in reports for status in report.exits]
-        failure = first_failure(
-            exits,
-            hang=judged.hang,
-            judged_at=judged.judged_at,
-            interrupted=signals[0].interrupted if signals else None,
-            lost_nodes=self._lost({status.rank for status in exits}),
-            folder=str(attempt.folder),
-        )
-        if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
-            host = signals[0].host
-            failure = replace(failure, headline=f"{failure.headline} on host {host}")
-        return failure
-
-    def _wait_for_reports(self, attempt: Attempt, own: ExitReport) -> Sequence[ExitReport]:
-        """Those of the other machines that can be had in a few seconds."""
-        if attempt.nodes == 1:
-            return ()
-        self._rendezvous.publish(_REPORT, own.to_values())
-        limit = time.monotonic() + (_OTHERS_S if self._rendezvous.can_publish else 0.0)
-        while time.monotonic() < limit:
-            others = self._others(attempt)
-            reports = [own, *others.values()]
-            told = {node for node, report in others.items() if report.complete}
-            gone = {_rank(node) for node in self._rendezvous.lost_nodes()}
-            if (
-                len(told | gone) >= attempt.nodes - 1
-                or any(report.interrupted for report in reports)
-                or not any(report.failed for report in reports)
-            ):
-                break
-            time.sleep(_LOOK_S)
-        return tuple(self._others(attempt).values())
-
-    def _lost(self, explained: set[int]) -> list[LostNode]:
-        """The machines that are gone without a word about their ranks."""
-        ranks = self._rendezvous.published(_RANKS)
-        return [
-            LostNode(
-                host=node.host,
-                ranks=tuple(ranks.get(_rank(node), ())),
-                time=time.time(),
-                reason=departure(node),
-            )
-            for node in self._rendezvous.lost_nodes()
-            if not explained & set(ranks.get(_rank(node), ()))
-        ]
+    try:
+        # The ranks may change their own working folder.
+        root = Path(asked or Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")).absolute()
+        root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
+        if not asked and root.stat().st_uid != os.getuid():  # made by somebody to read or swap ours
+            root = root.parent
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(tempfile.mkdtemp(prefix=f"{name[:_NAME]}-{stamp}-", dir=root))
+        (folder / "room").write_bytes(bytes(_ROOM_BYTES))  # a full disk is heard of here
+        (folder / "room").unlink()
+        return folder
+    except OSError as error:
+        raise SettingError(
+            f"--log-dir {asked}" if asked else "the temporary folder, as there is no --log-dir",
+            str(error),
+            "name a folder in which you may write: --log-dir FOLDER",
+        ) from None
 
 
-def _rank(node: Node) -> int:
-    return -1 if node.rank is None else node.rank
+@contextlib.contextmanager
+def _scarcity_explained(nproc: int) -> Iterator[None]:
+    """Within it the want of processes, threads, files or memory is told as what it is."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # Python and torch raise the second where they get no thread.
+        words = ("can't start new thread", os.strerror(errno.EAGAIN))
+        if getattr(error, "errno", None) not in _SCARCE and str(error) not in words:
+            raise
+        raise SettingError(
+            f"{nproc} process{'' if nproc == 1 else 'es'} on this machine",
+            f"the system gives no more: {error}",
+            "raise the limits of processes, files or memory (ulimit -a; the container's), or start "
+            "fewer processes",
+        ) from None
 
 
-def _ctrl_c(attempt: Attempt) -> Interruption | None:
-    """Ctrl-C reaches a rank alone that has the terminal, and not the launcher."""
-    for process in attempt.processes:
-        if attempt.world_size == 1 and process.code == -signal.SIGINT and not process.sent:
-            return Interruption(signal=signal.SIGINT, time=process.ended_at or time.time())
-    return None
+@contextlib.contextmanager
+def _quiet_torch_logs() -> Iterator[None]:
+    """Within it torch's agent logs no warnings, which are said better here; LOGLEVEL still wins."""
+    logger = logging.getLogger(SimpleElasticAgent.__module__)
+    before = logger.level
+    if "LOGLEVEL" not in os.environ:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

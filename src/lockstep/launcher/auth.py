@@ -36,6 +36,7 @@ import socket
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,9 +88,13 @@ class NetworkThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs `work` in the thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the thread and returns its result; signals may interrupt the waiting."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
             return future.result()
         except BaseException:

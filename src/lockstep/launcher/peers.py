@@ -6,9 +6,7 @@ alone; what it changes is sent to the others, over one connection from each to t
 Messages are JSON objects, each behind its length in four bytes. A client sends itself (a `Node`);
 the server answers with the client's number and all nodes, or with the error for which it does not
 take it in. From then on both send changes of nodes (a client: of itself; the server: of itself and
-of all others), and a heartbeat every second; who is not heard for seven of them is lost. A client
-may also ask for the store to be freed of what earlier ranks have left there
-(`rendezvous.forget_ranks`).
+of all others), and a heartbeat every second; who is not heard for seven of them is lost.
 
 The connections belong to the event loop of `auth.NetworkThread`.
 """
@@ -38,7 +36,7 @@ _MAX_UNSENT = 16 << 20
 _HELLO_S = 10.0
 _FLUSH_S = 2.0
 _LENGTH = struct.Struct("!I")
-_CLIENTS_OWN = {"rank", "round", "started", "published"}
+_CLIENTS_OWN = {"rank", "round", "started", "state", "why", "published", "forget"}
 _ERRORS: dict[str, type[JoinError]] = {
     kind.__name__: kind for kind in (DuplicateRankError, WorldSizeError, MasterUnreachableError)
 }
@@ -67,6 +65,9 @@ class Node:
     """Why it is not here; empty: it left at the end of the run."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """What it lets the others know, see `Rendezvous.publish`."""
+    forget: str = ""
+    """Asks the launcher that serves to free the store of what earlier ranks have left there
+    (`rendezvous.forget_ranks`), and then to set this key."""
 
     @property
     def name(self) -> str:
@@ -109,15 +110,13 @@ class Peers:
         with self._lock:
             return [self._nodes[number] for number in sorted(self._nodes)]
 
-    def put(self, node: Node) -> None:
-        """Adds a node, or replaces the one of the same number."""
-        with self._lock:
-            self._nodes[node.number] = node
-
     def write(self, number: int, changes: Mapping[str, Any]) -> None:
-        """Changes fields of a node; the keys of `published` are added to those that are there."""
+        """Changes fields of a node; the keys of `published` are added to those that are there.
+
+        Of a node that is not known yet these are all fields.
+        """
         with self._lock:
-            node = self._nodes[number]
+            node = self._nodes.get(number) or Node(**changes)
             published = {**node.published, **changes.get("published", {})}
             self._nodes[number] = replace(node, **{**changes, "published": published})
 
@@ -154,7 +153,7 @@ class Peers:
                 "one",
             )
         admitted = replace(comer, number=len(nodes), state=HERE, why="", published={})
-        self.put(admitted)
+        self.write(admitted.number, asdict(admitted))
         return admitted
 
 
@@ -320,7 +319,7 @@ class Server:
             return
         nodes = [asdict(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
-        self._send_all({"node": asdict(self._peers.node(number))})
+        self._spread(number, asdict(self._peers.node(number)))
         self._clients[number] = connection
         ended = await connection.handle_all(lambda message: self._handle(number, message))
         del self._clients[number]
@@ -328,68 +327,33 @@ class Server:
             self._change(number, {"state": LOST, "why": ended})
 
     def _handle(self, number: int, message: Mapping[str, Any]) -> None:
-        if "forget" in message:
-            self._forget(str(message["forget"]))
-        changes = message.get("changes", {})
-        own = {name: value for name, value in changes.items() if name in _CLIENTS_OWN}
-        if changes.get("state") == LEFT:
-            own |= {"state": LEFT, "why": str(changes.get("why", ""))}
+        own = {name: value for name, value in message["changes"].items() if name in _CLIENTS_OWN}
+        if own.get("state") != LEFT:
+            own.pop("state", None)
         self._change(number, own)
 
     def _change(self, number: int, changes: Mapping[str, Any]) -> None:
         self._peers.write(number, changes)
-        self._send_all({"number": number, "changes": changes}, but=number)
+        self._spread(number, changes)
         node = self._peers.node(number)
         if "state" in changes and node.gone:
             self._say(departure(node))
 
     def send(self, changes: Mapping[str, Any]) -> None:
         """Sends changes of the own node, see `Peers.send`."""
-        self._send_all({"number": self._peers.own_number, "changes": changes})
+        self._spread(self._peers.own_number, changes)
 
-    def _send_all(self, message: Mapping[str, Any], but: int = -1) -> None:
-        for number, connection in self._clients.items():
-            if number != but:
-                connection.send(message)
+    def _spread(self, number: int, changes: Mapping[str, Any]) -> None:
+        if changes.get("forget"):
+            self._forget(changes["forget"])
+        for other, connection in self._clients.items():
+            if other != number:
+                connection.send({"number": number, "changes": changes})
 
     async def close(self) -> None:
         """Ends all connections after all that was handed over has been sent."""
         self._closing = True
         await asyncio.gather(*(connection.close() for connection in [*self._clients.values()]))
-
-
-class Client:
-    """The other side: takes over what the server says."""
-
-    def __init__(self, connection: Connection, peers: Peers, on_loss: Callable[[], None]) -> None:
-        self._connection, self._peers, self._on_loss = connection, peers, on_loss
-
-    async def begin(self) -> None:
-        """Listens from now on, until the server is gone."""
-        self._listening = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        try:
-            ended = await self._connection.handle_all(self._handle)
-            server = self._peers.all()[0]
-            if server.state != LEFT:
-                self._peers.write(server.number, {"state": LOST, "why": ended})
-        finally:
-            self._on_loss()
-
-    def _handle(self, message: Mapping[str, Any]) -> None:
-        if "node" in message:
-            self._peers.put(Node(**message["node"]))
-        else:
-            self._peers.write(int(message["number"]), message["changes"])
-
-    def send(self, changes: Mapping[str, Any]) -> None:
-        """Sends changes of the own node, see `Peers.send`."""
-        self._connection.send({"changes": changes})
-
-    def forget(self, key: str) -> None:
-        """Asks for `rendezvous.forget_ranks`, and for a key to be set after it."""
-        self._connection.send({"forget": key})
 
 
 async def introduce(connection: Connection, own: Node) -> Peers:
@@ -404,8 +368,22 @@ async def introduce(connection: Connection, own: Node) -> Peers:
     if "error" in answer:
         kind, was_set, found, do = answer["error"]
         raise _ERRORS.get(kind, JoinError)(was_set, found, do)
-    nodes = {node["number"]: Node(**node) for node in answer["nodes"]}
-    peers = Peers(nodes[answer["number"]])
-    for node in nodes.values():
-        peers.put(node)
+    nodes = {node["number"]: node for node in answer["nodes"]}
+    peers = Peers(Node(**nodes[answer["number"]]))
+    for number, node in nodes.items():
+        peers.write(number, node)
     return peers
+
+
+async def listen(connection: Connection, peers: Peers, on_loss: Callable[[], None]) -> None:
+    """Takes over what the server says, until it is gone."""
+
+    def handle(message: Mapping[str, Any]) -> None:
+        peers.write(int(message["number"]), message["changes"])
+
+    try:
+        ended = await connection.handle_all(handle)
+        if peers.node(0).state != LEFT:
+            peers.write(0, {"state": LOST, "why": ended})
+    finally:
+        on_loss()

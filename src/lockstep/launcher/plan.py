@@ -11,21 +11,23 @@ import difflib
 import os
 import shlex
 import signal
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.network import Endpoint, means_loopback
 from lockstep.errors import SettingError
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.output import choose_streams
 
 if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-_RENDEZVOUS = {"standalone", "node_rank", "master_addr", "master_port"}
+_RENDEZVOUS = ("--standalone", "--node-rank", "--master-addr", "--master-port", "--rdzv-")
+"""How the flags begin that say how nodes meet."""
+_MASTER_PORT = 29500
+"""Torchrun's, where --master-port does not say."""
 
 
 @dataclass(frozen=True)
@@ -120,22 +122,19 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
     """
     if asked == "cpu" or (asked == "auto" and gpus == 0):
         return cores
-    if asked == "auto":
+    if asked == "auto" or (asked == "gpu" and gpus > 0):
         return gpus
-    if asked == "gpu":
-        if gpus == 0:
-            raise SettingError(
-                "--nproc gpu", "no GPU is visible", "give a number, or --nproc cpu (one a core)"
-            )
-        return gpus
+    found = "no GPU is visible" if asked == "gpu" else "not a number of processes"
     try:
         number = int(asked)
     except ValueError:
+        from torch.distributed.run import determine_local_world_size
+
         number = 0
+        with suppress(ValueError):  # the names of other devices that torchrun knows, such as `xpu`
+            number = int(determine_local_world_size(str(asked)))
     if number < 1:
-        raise SettingError(
-            f"--nproc {asked}", "not a number of processes", "give 1 or more, auto, gpu or cpu"
-        )
+        raise SettingError(f"--nproc {asked}", found, "give 1 or more, auto, gpu or cpu")
     return number
 
 
@@ -174,16 +173,6 @@ def split_arguments(
         else:
             raise SettingError(flag, "no value follows it", f"write {flag} VALUE")
     return flags, rest
-
-
-def names_given(torchrun: Sequence[str]) -> set[str]:
-    """The names of the flags among torchrun's flags and their values, such as `rdzv_backend`.
-
-    They are spelt as in the namespace of torchrun's parser, whichever way they were written. What
-    `PET_` variables say is not among them.
-    """
-    flags = {text.partition("=")[0] for text in torchrun if text.startswith("--")}
-    return {flag.removeprefix("--").replace("-", "_") for flag in flags}
 
 
 def _known_name(flag: str, takes_value: Mapping[str, bool]) -> tuple[str, bool]:
@@ -247,9 +236,9 @@ def plan(
 
 def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     """Whether the user says how the nodes meet, by flag or by torchrun's `PET_` variables."""
-    given = names_given(spec.torchrun)
-    given |= {name.removeprefix("PET_").lower() for name in environ if name.startswith("PET_")}
-    return any(name in _RENDEZVOUS or name.startswith("rdzv_") for name in given)
+    named = [f"--{name[4:].lower()}" for name in environ if name.startswith("PET_")]
+    given = (word.replace("_", "-") for word in (*spec.torchrun, *named))
+    return any(word.startswith(_RENDEZVOUS) for word in given)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
@@ -266,21 +255,6 @@ def torchrun_flags() -> dict[str, bool]:
         for name in action.option_strings
         if name not in ("-h", "--help")
     }
-
-
-def is_asked(flag: str, given: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether a flag without a value is set, on the command line or by its `PET_` variable.
-
-    Args:
-        flag: as torchrun spells it, with dashes.
-        given: torchrun's flags and their values.
-        environ: the launcher's environment.
-    """
-    (name,) = names_given([flag])
-    if name in names_given(given):
-        return True
-    value = environ.get(f"PET_{name.upper()}", "0")
-    return value.strip().isdigit() and int(value) != 0  # another value is refused by `parse_flags`
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
@@ -322,14 +296,15 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
     Raises:
         SettingError: a value with which nothing can be started, or which Lockstep does not honour.
     """
-    for check in (_check_program, _check_counts, _check_rendezvous, _check_names, _check_folder):
+    for check in (_check_program, _check_counts, _check_names, _check_folder):
         check(flags)
+    rendezvous_parameters(flags)
     choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
     _check_devices(flags, nproc)
 
 
-def max_nodes(asked: str) -> int:
-    """The most machines that a value of `--nnodes` stands for.
+def node_numbers(asked: str) -> tuple[int, int]:
+    """The fewest and the most machines that a value of `--nnodes` stands for.
 
     Raises:
         SettingError: it stands for no number of machines.
@@ -340,7 +315,44 @@ def max_nodes(asked: str) -> int:
         raise SettingError(
             f"--nnodes {asked}", "not a number of machines", "write a number, or MIN:MAX"
         )
-    return numbers[-1]
+    return numbers[0], numbers[-1]
+
+
+def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
+    """What torchrun makes of its flags.
+
+    Raises:
+        SettingError: a value of `--nnodes` or `--rdzv-conf` that stands for nothing.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    least, most = node_numbers(flags.nnodes)
+    backend, endpoint, run_id = flags.rdzv_backend, flags.rdzv_endpoint, flags.rdzv_id
+    options = _rendezvous_options(flags.rdzv_conf)
+    if backend == "static":
+        options["rank"] = flags.node_rank
+    unset = backend == "static" and not endpoint
+    if flags.standalone or (unset and flags.master_port is None and most == 1):
+        backend, endpoint, run_id = "c10d", "localhost:0", str(uuid.uuid4())
+    elif unset:
+        endpoint = f"{flags.master_addr}:{flags.master_port or _MASTER_PORT}"
+    return RendezvousParameters(
+        backend, endpoint, run_id or "none", least, most, flags.local_addr, **options
+    )
+
+
+def _rendezvous_options(text: str) -> dict[str, Any]:
+    options = {}
+    for part in text.strip().split(",") if text.strip() else ():
+        key, _, value = map(str.strip, part.partition("="))
+        if not key or not value:
+            raise SettingError(
+                f"--rdzv-conf {text}",
+                f"{part.strip() or 'an empty part'} has no value or no name",
+                "write KEY=VALUE, with commas between several",
+            )
+        options[key] = value
+    return options
 
 
 def _check_program(flags: argparse.Namespace) -> None:
@@ -373,22 +385,10 @@ def _check_counts(flags: argparse.Namespace) -> None:
             raise SettingError(f"{flag} {value}", "out of range", f"give a number {least}")
 
 
-def _check_rendezvous(flags: argparse.Namespace) -> None:
-    max_nodes(flags.nnodes)
-    for part in flags.rdzv_conf.strip().split(",") if flags.rdzv_conf.strip() else ():
-        key, _, value = part.partition("=")
-        if not key.strip() or not value.strip():
-            raise SettingError(
-                f"--rdzv-conf {flags.rdzv_conf}",
-                f"{part.strip() or 'an empty part'} has no value or no name",
-                "write KEY=VALUE, with commas between several",
-            )
-
-
 def _check_names(flags: argparse.Namespace) -> None:
     from torch.distributed.elastic.events.handlers import get_logging_handler
 
-    names = getattr(flags, "signals_to_handle", "")
+    names = flags.signals_to_handle
     for name in filter(None, map(str.strip, names.split(","))):
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise SettingError(
@@ -418,7 +418,7 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not getattr(flags, "virtual_local_rank", False) or visible is None:
+    if not flags.virtual_local_rank or visible is None:
         return
     if len(visible.split(",")) < nproc:
         raise SettingError(
@@ -426,79 +426,6 @@ def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
             f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",
             "start no more processes than devices, or make more devices visible",
         )
-
-
-# What they say about the rendezvous
-
-
-def check_node_rank(config: LaunchConfig) -> None:
-    """Refuses node ranks that the number of nodes does not have, with a SettingError."""
-    rank = config.rdzv_configs.get("rank", 0)
-    if config.rdzv_backend == "static" and not 0 <= int(rank) < config.max_nodes:
-        raise SettingError(
-            f"--node-rank {rank} with --nnodes {config.max_nodes}",
-            f"node ranks count from 0 to {config.max_nodes - 1}",
-            "give each machine a --node-rank of its own",
-        )
-
-
-_JOIN_TIMEOUT_S, _READ_TIMEOUT_S = 600.0, 60.0
-"""Torch's own defaults."""
-
-
-def join_timeout(config: LaunchConfig) -> float:
-    """Seconds that nodes wait for each other: `timeout` (static), `join_timeout` (c10d).
-
-    Raises:
-        SettingError: not a number above 0.
-    """
-    static = config.rdzv_backend == "static"
-    return _seconds(config, "timeout" if static else "join_timeout", _JOIN_TIMEOUT_S)
-
-
-def store_timeout(config: LaunchConfig) -> timedelta:
-    """How long the store waits for an answer: `timeout` (static) or `read_timeout`."""
-    static = config.rdzv_backend == "static"
-    name, default = ("timeout", _JOIN_TIMEOUT_S) if static else ("read_timeout", _READ_TIMEOUT_S)
-    return timedelta(seconds=_seconds(config, name, default))
-
-
-def _seconds(config: LaunchConfig, name: str, default: float) -> float:
-    given = config.rdzv_configs.get(name, default)
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise SettingError(
-            f"--rdzv-conf {name}={given}", "not a number of seconds above 0", "write a number"
-        )
-    return seconds
-
-
-def endpoint_of(config: LaunchConfig) -> Endpoint:
-    """The host and port that all nodes were given.
-
-    Raises:
-        SettingError: they are malformed, or not given.
-    """
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-    static = config.rdzv_backend == "static"
-    flags = "--master-addr and --master-port" if static else "--rdzv-endpoint"
-    try:
-        host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, -1 if static else 29400)
-    except ValueError as error:
-        raise SettingError(
-            f"{flags}: {config.rdzv_endpoint!r}", str(error), "write HOST:PORT"
-        ) from None
-    if port < 1 and config.max_nodes > 1:
-        raise SettingError(
-            f"{flags}: {config.rdzv_endpoint!r}",
-            "there is no port at which several machines could meet",
-            "give the address of one of the machines and a free port there, the same on all",
-        )
-    return Endpoint(host, port, one_node=means_loopback(host))
 
 
 @contextmanager

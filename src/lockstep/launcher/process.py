@@ -15,10 +15,9 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import source_line
@@ -49,21 +48,26 @@ class Process:
     """`time.time()` when its end was seen."""
     sent: dict[int, float] = field(default_factory=dict)
     """Signals that the launcher has sent, and when first."""
+    peak_bytes: int | None = None
+    """Its highest resident memory, where that is known."""
 
 
 @dataclass(eq=False)
 class Attempt:
     """The ranks of this machine between two rendezvous."""
 
-    restarts: int
     processes: list[Process]
     world_size: int
     node: int
     """Rank of this machine among the `nodes` of the run."""
     nodes: int
     folder: Path
+    told: bool = False
+    """The other machines know that the ranks of this one have ended."""
+    over: bool = False
+    """All have ended, and what failed first was found out."""
     failure: FirstFailure | None = None
-    """What failed first, once all have ended; None: nothing."""
+    """What failed first; None: nothing."""
 
     @property
     def running(self) -> list[Process]:
@@ -85,6 +89,8 @@ _WORDS = {
 _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call first\):\n")
 _THAT_END = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _LAST_LINES = 20
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that no user has set."""
 
 
 def in_words(code: int) -> str:
@@ -127,16 +133,13 @@ def crash_line(folder: Path) -> str | None:
     )
 
 
-def exit_status_of(
-    process: Process, before: OomCounts, root: Path = Path("/"), *, peak_bytes: int | None = None
-) -> ExitStatus:
+def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) -> ExitStatus:
     """All that can be found out about a rank that has ended.
 
     Args:
         process: it has a code.
         before: the counters from before the ranks were started.
         root: stands for the root of the file system.
-        peak_bytes: its highest resident memory, where that is known.
 
     Raises:
         ValueError: it still runs.
@@ -160,45 +163,36 @@ def exit_status_of(
         crash_line=crash_line(folder) if code < 0 else None,
         last_lines=tuple(tail(folder, _LAST_LINES, "stderr")) if code else (),
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
-        peak_bytes=peak_bytes,
+        peak_bytes=process.peak_bytes,
         asked_to_end=min(ends, default=None),
     )
 
 
 @contextlib.contextmanager
-def stops_with(
-    signal_ranks: Callable[[int], object], before_going_on: Callable[[], object]
-) -> Iterator[None]:
-    """Within it SIGTSTP stops the ranks and this process, and SIGCONT lets both go on.
+def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
+    """Within it signals are answered by these functions.
 
-    A handler that the user has set is left in place, and elsewhere than in the main thread nothing
-    can be done.
-
-    Args:
-        signal_ranks: sends a signal to all ranks.
-        before_going_on: called when this process goes on, before the ranks do.
+    One that is ignored, as SIGHUP is under nohup, stays ignored, and one for which the user has set
+    a handler keeps it. Elsewhere than in the main thread nothing can be done.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        # Not SIGTSTP: the kernel does not stop groups by it that no shell could let go on.
-        signal_ranks(signal.SIGSTOP)
-        # Not by its name: a function that refers to itself keeps the run's sockets open until a
-        # garbage collection.
-        this = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, this)
-        before_going_on()
-        signal_ranks(signal.SIGCONT)
-
-    signal.signal(signal.SIGTSTP, stop)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in handlers}
+    free = {n: old for n, old in before.items() if old in _DEFAULT_HANDLERS}
     try:
+        for number in free:
+            signal.signal(number, lambda received, frame: handlers[received](received))
         yield
     finally:
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        for number, old in free.items():
+            signal.signal(number, old)
+
+
+def stop_here() -> None:
+    """Stops this process as Ctrl-Z would; returns when it goes on."""
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def in_foreground() -> bool:

@@ -7,8 +7,8 @@
 Which node serves is torchrun's rule: node 0 with --node-rank, --master-addr and --master-port; with
 c10d the node that --rdzv-endpoint names, or whose --rdzv-conf says `is_host=1`.
 
-Torch elastic's agent takes a `RendezvousHandler`; all forms give it one (`handler`), and beside it
-what torch does not have: which nodes have left, and a way for launchers to publish something.
+Torch elastic's agent takes a `RendezvousHandler`. All forms are one (`Rendezvous`), and have beside
+it what torch does not have: which nodes have left, and a way for launchers to publish something.
 
 Sources: torch/distributed/elastic/rendezvous/{api,static_tcp_rendezvous,dynamic_rendezvous}.py.
 """
@@ -19,12 +19,11 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from json import dumps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -39,22 +38,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from lockstep.distributed.network import (
-    CUT,
-    LOOPBACK,
-    UNRESOLVED,
-    Endpoint,
-    cannot_listen,
-    interface_of,
-    is_here,
-    listening_socket,
-    resolve,
-    serve_store,
-    serving_address,
-    unreachable,
-    wait_until,
-)
+from lockstep.distributed import network
+from lockstep.distributed.network import LOOPBACK, Endpoint
 from lockstep.errors import (
     JoinError,
     LockstepError,
@@ -64,42 +51,16 @@ from lockstep.errors import (
     SettingError,
     TokenDiffersError,
 )
-from lockstep.launcher import auth
-from lockstep.launcher.auth import VARIABLE, Token, find_token
+from lockstep.launcher import auth, peers
 from lockstep.launcher.machine import loopback_name
-from lockstep.launcher.peers import (
-    HERE,
-    LEFT,
-    Client,
-    Connection,
-    Node,
-    Peers,
-    Server,
-    absent,
-    announcer,
-    departure,
-    here,
-    introduce,
-    latest,
-    nnodes,
-)
-from lockstep.launcher.plan import (
-    check_node_rank,
-    endpoint_of,
-    join_timeout,
-    store_timeout,
-    variables,
-)
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+from lockstep.launcher.peers import HERE, LEFT, Node, Peers
+from lockstep.launcher.plan import variables
 
 Say = Callable[[str], None]
-Forget = Callable[[str], object]
-"""Has the node that serves call `forget_ranks` and then set a key."""
 
-_OURS = ("static", "c10d")
 _SERVER = "the node that serves"
+_JOIN_TIMEOUT_S, _READ_TIMEOUT_S = 600.0, 60.0
+"""Torch's own defaults."""
 _MAX_PUBLISHED = 1 << 20
 _RETRY_S, _LOOK_S = 0.25, 0.02
 _FIRST_COMER_S = 1.0
@@ -114,41 +75,46 @@ _NO_STORE_OF_TORCHS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Torch's dynamic rendezvous then opens no store for the ranks."""
 
 
-class Rendezvous:
-    """One launcher's part in a run. May be used as a context manager; see `close`."""
+class Rendezvous(RendezvousHandler):
+    """One launcher's part in a run. May be used as a context manager; see `close`.
+
+    Args:
+        parameters: what torchrun makes of its flags.
+        nodes: the launchers of the run.
+        store: for the ranks, on loopback; None: torch's own rendezvous opens it.
+        say: called with what is waited for.
+        interface: name of the network interface that reaches the other nodes; loopback on one
+            machine; None: unknown. For `network.socket_variables`.
+    """
+
+    can_publish = True
+    """Whether launchers see what others publish; they do not by a rendezvous of torch's own."""
 
     def __init__(
         self,
-        handler: RendezvousHandler,
-        peers: Peers,
-        *,
-        interface: str | None,
-        can_publish: bool = True,
-        leave: Callable[[str], None] = lambda why: None,
+        parameters: RendezvousParameters,
+        nodes: Peers,
+        store: TCPStore | None,
+        say: Say,
+        interface: str | None = None,
     ) -> None:
-        self.handler = handler
-        """For torch's agent."""
+        self._parameters, self._peers, self._say = parameters, nodes, say
+        self._store: Any = store
         self.interface = interface
-        """Name of the network interface that reaches the other nodes; loopback on one machine;
-        None: unknown. For `network.socket_variables`."""
-        self.can_publish = can_publish
-        """Whether launchers see what others publish; they do not by a rendezvous of torch's own."""
-        self._peers, self._leave = peers, leave
+        self.opened = ExitStack()
+        """Closed with the rendezvous."""
         self._closed = False
-
-    @property
-    def attempt(self) -> int | None:
+        self.attempt: int | None = None
         """How many times the ranks were started before, counted by all nodes alike; None: unknown.
 
         For TORCHELASTIC_RESTART_COUNT, by which the ranks of one start find each other: the agents'
         own counts differ once a node has restarted because of another one.
         """
-        return getattr(self.handler, "attempt", None)
 
     def lost_nodes(self) -> list[Node]:
         """The nodes of the current start that have gone before the end; never waits."""
         own = self._peers.own
-        return [n for n in latest(self._peers.all()) if n.gone and n.round >= own.round > 0]
+        return [n for n in peers.latest(self._peers.all()) if n.gone and n.round >= own.round > 0]
 
     def publish(self, key: str, value: Any) -> bool:
         """Lets all nodes know a value (JSON) under a key, for the current attempt; never waits.
@@ -164,7 +130,7 @@ class Rendezvous:
     def published(self, key: str) -> dict[int, Any]:
         """What each node has published under a key in this attempt, by node rank; never waits."""
         found = {}
-        for node in latest(self._peers.all()):
+        for node in peers.latest(self._peers.all()):
             entry = node.published.get(key)
             if node.rank is not None and entry is not None and entry["attempt"] == self.attempt:
                 found[node.rank] = entry["value"]
@@ -177,9 +143,19 @@ class Rendezvous:
             why: why this node leaves before the end of the run, told to the others; empty: the run
                 has ended.
         """
-        if not self._closed:
-            self._closed = True
-            self._leave(why)
+        if self._closed:
+            return
+        self._closed = True
+        with self.opened:
+            if why:
+                self._peers.update(state=LEFT, why=why)
+            if self._peers.own_number == 0:
+                deadline = time.monotonic() + (_LEAVE_AFTER_FAILURE_S if why else _LEAVE_S)
+                network.wait_until(self._others_left, deadline)
+            self._peers.update(state=LEFT)
+
+    def _others_left(self) -> bool:
+        return all(node.state != HERE for node in self._peers.all()[1:])
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -188,19 +164,48 @@ class Rendezvous:
         found = error.found if isinstance(error, LockstepError) else ""
         self.close("" if kind is None else found or f"its launcher ended with {kind.__name__}")
 
+    @property
+    def use_agent_store(self) -> bool:
+        """True."""
+        return True
+
+    def get_run_id(self) -> str:
+        """`--rdzv-id`."""
+        return str(self._parameters.run_id)
+
+    def get_backend(self) -> str:
+        """`--rdzv-backend`."""
+        return str(self._parameters.backend)
+
+    def is_closed(self) -> bool:
+        """False: nobody closes it while this node takes part."""
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing, as torch's own for static rendezvous."""
+
+    def shutdown(self) -> bool:
+        """Does nothing: `close` tells the others."""
+        return True
+
+    def _info(self, store: Any, rank: int, size: int) -> RendezvousInfo:
+        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+    def _server_gone(self) -> bool:
+        return self._peers.all()[0].state != HERE
+
 
 def open_rendezvous(
-    config: LaunchConfig, say: Say, environ: Mapping[str, str] = os.environ
+    parameters: RendezvousParameters, say: Say, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous:
     """Serves the store at which the nodes of a run meet, or connects to it.
 
     On one machine, and on the node that serves, it returns at once; on other nodes when the serving
-    node has taken them in. The waiting for each other happens in `Rendezvous.handler`. Threads are
+    node has taken them in. The waiting for each other happens in `next_rendezvous`. Threads are
     started on several machines alone, so call it after what must be forked without any.
 
     Args:
-        config: as torch's `config_from_args` makes it; `--standalone` and the defaults that
-            torchrun's `run` sets are the caller's.
+        parameters: what torchrun makes of its flags.
         say: called with each line that the user should read, from any thread.
         environ: for LOCKSTEP_TOKEN, and to find the user's home folder.
 
@@ -212,85 +217,103 @@ def open_rendezvous(
         WorldSizeError: `--nnodes` differs from the serving node's.
         TokenDiffersError: the token differs from the serving node's.
     """
-    check_node_rank(config)
-    kind = str(config.rdzv_configs.get("store_type", "tcp")).strip().lower()
-    in_file = config.rdzv_backend == "c10d" and kind != "tcp" and config.max_nodes > 1
-    if config.rdzv_backend not in _OURS or in_file:
+    static, size = parameters.backend == "static", parameters.max_nodes
+    rank = int(parameters.get("rank", 0)) if static or size == 1 else None
+    if static and not 0 <= (rank or 0) < size:
+        raise SettingError(
+            f"--node-rank {rank} with --nnodes {size}",
+            f"node ranks count from 0 to {size - 1}",
+            "give each machine a --node-rank of its own",
+        )
+    own = Node(
+        number=0,
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        run_id=parameters.run_id,
+        nodes=f"{size if static else parameters.min_nodes}:{size}",
+    )
+    kind = str(parameters.get("store_type", "tcp")).strip().lower()
+    if parameters.backend not in ("static", "c10d") or (not static and kind != "tcp" and size > 1):
         say(
-            f"--rdzv-backend {config.rdzv_backend}: torch's own rendezvous; its store asks for no "
+            f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
             "several machines are not told"
         )
-        handler = get_rendezvous_handler(_parameters(config, config.rdzv_backend, config.run_id))
-        return Rendezvous(handler, Peers(_own_node(config)), interface=None, can_publish=False)
-    if config.max_nodes == 1:
-        return _on_one_machine(config, say)
-    return _on_several(config, say, environ)
-
-
-def _on_one_machine(config: LaunchConfig, say: Say) -> Rendezvous:
+        return TorchsRendezvous(parameters, Peers(own))
+    if size > 1:
+        return _on_several(parameters, own, say, environ)
     # The port of a c10d endpoint is where other nodes find the store; that of a static one becomes
     # the ranks' MASTER_PORT.
-    endpoint = endpoint_of(config) if config.rdzv_backend == "static" else Endpoint(LOOPBACK, 0)
+    endpoint = _endpoint(parameters) if static else Endpoint(LOOPBACK, 0)
     try:
-        store = serve_store(LOOPBACK, endpoint.port, store_timeout(config))
+        store = network.serve_store(LOOPBACK, endpoint.port, _store_timeout(parameters))
     except OSError as error:
-        raise cannot_listen(error, endpoint) from None
-    peers = Peers(_own_node(config))
-    peers.update(rank=0, run_id=config.run_id or str(uuid.uuid4()))
-    handler = StaticHandler(peers, store, store.port, say, size=1, timeout=1.0)
-    return Rendezvous(handler, peers, interface=loopback_name())
+        raise network.cannot_listen(error, endpoint) from None
+    return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
-def _on_several(config: LaunchConfig, say: Say, environ: Mapping[str, str]) -> Rendezvous:
-    endpoint, token = endpoint_of(config), find_token(environ)
-    serves, sure = _serves(config, endpoint)
+def _on_several(
+    parameters: RendezvousParameters, own: Node, say: Say, environ: Mapping[str, str]
+) -> Rendezvous:
+    endpoint, token = _endpoint(parameters), auth.find_token(environ)
+    timeout = _join_timeout(parameters)
+
+    def connect(patience: float) -> Rendezvous:
+        return _connect(parameters, own, endpoint, token, say, patience)
+
+    serves, sure = _serves(parameters, endpoint)
     if not serves:
-        return _connect(config, endpoint, token, say, join_timeout(config))
-    if sure and not any(map(is_here, resolve(endpoint.host))):
+        return connect(timeout)
+    if sure and not any(map(network.is_here, network.resolve(endpoint.host))):
         # A forwarder's address, or that of a machine on which another node 0 is.
         with suppress(MasterUnreachableError):
-            return _connect(config, endpoint, token, say, _FIRST_COMER_S)
-    address = serving_address(endpoint, config.local_addr)
+            return connect(_FIRST_COMER_S)
+    address = network.serving_address(endpoint, parameters.local_addr)
     try:
-        listener = listening_socket(address, endpoint.port)
+        listener = network.listening_socket(address, endpoint.port)
     except OSError as error:
-        taken = cannot_listen(error, endpoint)
+        taken = network.cannot_listen(error, endpoint)
         if not isinstance(taken, PortTakenError):
             raise taken from None
         # A launcher that has the port already says what is wrong, if anything is.
         try:
-            patience = _FIRST_COMER_S if sure else join_timeout(config)
-            return _connect(config, endpoint, token, say, patience)
+            return connect(_FIRST_COMER_S if sure else timeout)
         except (MasterUnreachableError, TokenDiffersError):
             raise taken from None
-    return _serve(config, endpoint, token, say, listener)
+    return _serve(parameters, own, endpoint, token, say, listener)
 
 
-def _serves(config: LaunchConfig, endpoint: Endpoint) -> tuple[bool, bool]:
+def _serves(parameters: RendezvousParameters, endpoint: Endpoint) -> tuple[bool, bool]:
     """Whether this node serves, and whether that is what the user said or our guess."""
-    if config.rdzv_backend == "static":
-        return int(config.rdzv_configs["rank"]) == 0, True
+    if parameters.backend == "static":
+        return int(parameters.get("rank")) == 0, True
     try:
-        said = _parameters(config, "c10d", config.run_id).get_as_bool("is_host")
+        said = parameters.get_as_bool("is_host")
     except ValueError:
-        given = config.rdzv_configs["is_host"]
         raise SettingError(
-            f"--rdzv-conf is_host={given}", "neither yes nor no", "write 1 or 0"
+            f"--rdzv-conf is_host={parameters.get('is_host')}",
+            "neither yes nor no",
+            "write 1 or 0",
         ) from None
     if said is not None:
         return said, True
     here = endpoint.host in ("localhost", socket.gethostname())
-    return here or any(map(is_here, resolve(endpoint.host))), False
+    return here or any(map(network.is_here, network.resolve(endpoint.host))), False
 
 
 def _serve(
-    config: LaunchConfig, endpoint: Endpoint, token: Token, say: Say, listener: socket.socket
+    parameters: RendezvousParameters,
+    own: Node,
+    endpoint: Endpoint,
+    token: auth.Token,
+    say: Say,
+    listener: socket.socket,
 ) -> Rendezvous:
     address = str(listener.getsockname()[0])
-    store = serve_store(LOOPBACK, 0, store_timeout(config))
-    inside = _client_store(store.port, store_timeout(config), endpoint)
-    peers = Peers(_own_node(config))
+    store = network.serve_store(LOOPBACK, 0, _store_timeout(parameters))
+    inside = _client_store(store.port, parameters, endpoint)
+    nodes = Peers(own)
 
     def forget(key: str) -> None:
         forget_ranks(inside)
@@ -299,105 +322,129 @@ def _serve(
     with ExitStack() as stack:
         thread = auth.NetworkThread()
         stack.callback(thread.close)
-        server = Server(peers, say, forget)
-        peers.send = lambda changes: thread.soon(lambda: server.send(changes))
+        server = peers.Server(nodes, say, forget)
+        nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
         proxy = auth.AuthProxy(token, store.port, server.attend, say)
         thread.wait(proxy.listen(listener))
         stack.callback(lambda: thread.wait(proxy.close()))
         stack.callback(lambda: thread.wait(server.close()))
         if token.open:
             where = Endpoint(address, endpoint.port)
-            say(f"{VARIABLE}=none: whoever reaches {where} may join this run")
-
-        def leave(why: str) -> None:
-            if why:
-                peers.update(state=LEFT, why=why)
-            patience = _LEAVE_AFTER_FAILURE_S if why else _LEAVE_S
-            deadline = time.monotonic() + patience
-            wait_until(lambda: all(n.state != HERE for n in peers.all()[1:]), deadline)
-            if not why:
-                peers.update(state=LEFT)
-
-        return _rendezvous(config, peers, store, store.port, address, say, forget, leave, stack)
+            say(f"{auth.VARIABLE}=none: whoever reaches {where} may join this run")
+        return _made(parameters, nodes, store, say, address, stack)
 
 
 def _connect(
-    config: LaunchConfig, endpoint: Endpoint, token: Token, say: Say, patience: float
+    parameters: RendezvousParameters,
+    own: Node,
+    endpoint: Endpoint,
+    token: auth.Token,
+    say: Say,
+    patience: float,
 ) -> Rendezvous:
     with ExitStack() as stack:
         thread = auth.NetworkThread()
         stack.callback(thread.close)
         address, streams = _authenticate(thread, endpoint, token, say, patience)
-        connection = Connection(*streams)
+        connection = peers.Connection(*streams)
         stack.callback(lambda: thread.wait(connection.close()))
         try:
-            peers = thread.wait(introduce(connection, _own_node(config)))
+            nodes = thread.wait(peers.introduce(connection, own))
         except (OSError, EOFError, ValueError):
-            raise unreachable(_SERVER, endpoint, CUT, address=address) from None
+            raise network.unreachable(_SERVER, endpoint, network.CUT, address=address) from None
         forwarder = auth.Forwarder(address, endpoint.port, token)
         port = thread.wait(forwarder.listen())
         stack.callback(lambda: thread.wait(forwarder.close()))
-        client = Client(connection, peers, forwarder.cut)
-        peers.send = lambda changes: thread.soon(lambda: client.send(changes))
-        thread.wait(client.begin())
-        store = _client_store(port, store_timeout(config), endpoint)
+        nodes.send = lambda changes: thread.soon(lambda: connection.send({"changes": changes}))
+        thread.start(peers.listen(connection, nodes, forwarder.cut))
+        store = _client_store(port, parameters, endpoint)
         own_address = str(streams[1].get_extra_info("sockname")[0])
-
-        def leave(why: str) -> None:
-            peers.update(state=LEFT, why=why)
-
-        def forget(key: str) -> None:
-            thread.soon(lambda: client.forget(key))
-
-        return _rendezvous(config, peers, store, port, own_address, say, forget, leave, stack)
+        return _made(parameters, nodes, store, say, own_address, stack)
 
 
-def _rendezvous(
-    config: LaunchConfig,
-    peers: Peers,
+def _made(
+    parameters: RendezvousParameters,
+    nodes: Peers,
     store: TCPStore,
-    port: int,
-    address: str,
     say: Say,
-    forget: Forget,
-    leave: Callable[[str], None],
+    address: str,
     stack: ExitStack,
 ) -> Rendezvous:
     """The rendezvous of one of several nodes; it takes over what is on the stack."""
-    handler: StaticHandler | DynamicHandler
-    if config.rdzv_backend == "static":
-        timeout = join_timeout(config)
-        handler = StaticHandler(peers, store, port, say, size=config.max_nodes, timeout=timeout)
-    else:
-        handler = DynamicHandler(peers, store, port, say, config, forget)
-    asked = resolve(config.local_addr) if config.local_addr else []
-    shown = next(filter(is_here, asked), address)
-    opened = stack.pop_all()
-
-    def leave_and_close(why: str) -> None:
-        with opened:
-            if isinstance(handler, DynamicHandler):
-                handler.let_go()
-            leave(why)
-
-    return Rendezvous(handler, peers, interface=interface_of(shown), leave=leave_and_close)
+    kind = StaticRendezvous if parameters.backend == "static" else DynamicRendezvous
+    asked = network.resolve(parameters.local_addr) if parameters.local_addr else []
+    interface = network.interface_of(next(filter(network.is_here, asked), address))
+    made = kind(parameters, nodes, store, say, interface)
+    made.opened = stack.pop_all()
+    return made
 
 
-def _client_store(port: int, timeout: timedelta, endpoint: Endpoint) -> TCPStore:
+# What the flags say
+
+
+def _join_timeout(parameters: RendezvousParameters) -> float:
+    """Seconds that nodes wait for each other: `timeout` (static), `join_timeout` (c10d)."""
+    static = parameters.backend == "static"
+    return _seconds(parameters, "timeout" if static else "join_timeout", _JOIN_TIMEOUT_S)
+
+
+def _store_timeout(parameters: RendezvousParameters) -> timedelta:
+    """How long the store waits for an answer: `timeout` (static) or `read_timeout`."""
+    if parameters.backend == "static":
+        return timedelta(seconds=_join_timeout(parameters))
+    return timedelta(seconds=_seconds(parameters, "read_timeout", _READ_TIMEOUT_S))
+
+
+def _seconds(parameters: RendezvousParameters, name: str, default: float) -> float:
+    given = parameters.get(name, default)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise SettingError(
+            f"--rdzv-conf {name}={given}", "not a number of seconds above 0", "write a number"
+        )
+    return seconds
+
+
+def _endpoint(parameters: RendezvousParameters) -> Endpoint:
+    """The host and port that all nodes were given."""
+    static = parameters.backend == "static"
+    flags = "--master-addr and --master-port" if static else "--rdzv-endpoint"
+    was_set = f"{flags}: {parameters.endpoint!r}"
+    try:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, -1 if static else 29400)
+    except ValueError as error:
+        raise SettingError(was_set, str(error), "write HOST:PORT") from None
+    if port < 1 and parameters.max_nodes > 1:
+        raise SettingError(
+            was_set,
+            "there is no port at which several machines could meet",
+            "give the address of one of the machines and a free port there, the same on all",
+        )
+    return Endpoint(host, port, one_node=network.means_loopback(host))
+
+
+# The ways to the node that serves
+
+
+def _client_store(port: int, parameters: RendezvousParameters, endpoint: Endpoint) -> TCPStore:
+    timeout = _store_timeout(parameters)
     try:
         return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError:
-        raise unreachable(_SERVER, endpoint, CUT) from None
+        raise network.unreachable(_SERVER, endpoint, network.CUT) from None
 
 
 def _authenticate(
-    thread: auth.NetworkThread, endpoint: Endpoint, token: Token, say: Say, timeout: float
+    thread: auth.NetworkThread, endpoint: Endpoint, token: auth.Token, say: Say, timeout: float
 ) -> tuple[str, auth.Streams]:
     """Tries to get through the auth proxy at every address of the endpoint, until the timeout."""
     began = time.monotonic()
-    announce = announcer(say)
+    announce = peers.announcer(say)
     while True:
-        address, reason = "", UNRESOLVED
+        address, reason = "", network.UNRESOLVED
         for address in endpoint.addresses():
             try:
                 connecting = auth.authenticate(address, endpoint.port, token, auth.PEER)
@@ -409,85 +456,23 @@ def _authenticate(
             raise TokenDiffersError(
                 f"the run at {endpoint}, with the token of {token.source}",
                 "the token differs: the node that serves has another one",
-                f"set {VARIABLE} to the same text on all machines (`openssl rand -hex 16` makes "
-                "one), or copy the token file of one machine to the others",
+                f"set {auth.VARIABLE} to the same text on all machines (`openssl rand -hex 16` "
+                "makes one), or copy the token file of one machine to the others",
             )
         wrong_service = reason == auth.NOT_A_LAUNCHER
         if waited > timeout or (wrong_service and waited > _WRONG_SERVICE_S):
             tried = 0.0 if wrong_service else timeout
-            raise unreachable(_SERVER, endpoint, reason, address=address, tried=tried)
+            raise network.unreachable(_SERVER, endpoint, reason, address=address, tried=tried)
         announce(f"{_SERVER} at {endpoint}: {reason}")
         time.sleep(_RETRY_S)
 
 
-def _own_node(config: LaunchConfig) -> Node:
-    """This launcher, as it introduces itself."""
-    static = config.rdzv_backend == "static"
-    return Node(
-        number=0,
-        rank=int(config.rdzv_configs.get("rank", 0)) if static else None,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        run_id=config.run_id or "none",
-        nodes=f"{config.max_nodes if static else config.min_nodes}:{config.max_nodes}",
-    )
-
-
-def _parameters(config: LaunchConfig, backend: str, run_id: str) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-
-
-class _Handler(RendezvousHandler):
-    """What the handlers over our own store have in common: ranks use that store, on loopback."""
-
-    def __init__(self, peers: Peers, store: TCPStore, port: int, say: Say) -> None:
-        self._peers, self._store, self._port, self._say = peers, store, port, say
-        self.attempt: int | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True."""
-        return True
-
-    def get_run_id(self) -> str:
-        """`--rdzv-id`."""
-        return self._peers.own.run_id
-
-    def _info(self, store: Any, rank: int, size: int) -> RendezvousInfo:
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(LOOPBACK, self._port))
-
-    def _server_gone(self) -> bool:
-        return self._peers.all()[0].state != HERE
-
-
-class StaticHandler(_Handler):
+class StaticRendezvous(Rendezvous):
     """For a fixed number of numbered nodes; one is the simplest case.
 
     Unlike torch's own for static rendezvous it starts all nodes anew together: a node whose ranks
     have failed asks for the next round, which the others learn from `num_nodes_waiting`.
-
-    Args:
-        peers: the nodes.
-        store: for the ranks.
-        port: of the store, on loopback.
-        say: called with what is waited for.
-        size: number of nodes.
-        timeout: how long nodes wait for each other, in seconds.
     """
-
-    def __init__(
-        self, peers: Peers, store: TCPStore, port: int, say: Say, *, size: int, timeout: float
-    ) -> None:
-        super().__init__(peers, store, port, say)
-        self._size, self._timeout = size, timeout
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Waits until all nodes are ready to start their ranks.
@@ -507,17 +492,18 @@ class StaticHandler(_Handler):
             forget_ranks(self._store)
             store.set(_READY, "")
         store.get(_READY)
-        return self._info(store, rank, self._size)
+        return self._info(store, rank, self._parameters.max_nodes)
 
     def _wait(self, wanted: int) -> None:
-        deadline = time.monotonic() + self._timeout
-        announce = announcer(self._say)
-        while missing := absent(self._peers.all(), self._size, wanted):
+        size, timeout = self._parameters.max_nodes, _join_timeout(self._parameters)
+        deadline = time.monotonic() + timeout
+        announce = peers.announcer(self._say)
+        while missing := peers.absent(self._peers.all(), size, wanted):
             gone = self._gone_for_good(wanted)
             if gone is not None or time.monotonic() > deadline:
                 raise MissingRankError(
-                    f"--nnodes {self._size}",
-                    departure(gone) if gone else f"{missing} (waited {self._timeout:g} s)",
+                    f"--nnodes {size}",
+                    peers.departure(gone) if gone else f"{missing} (waited {timeout:g} s)",
                     "look at the output of the launcher there, or start it",
                 )
             announce(missing)
@@ -532,30 +518,84 @@ class StaticHandler(_Handler):
         nodes = self._peers.all()
         if self._server_gone():
             return nodes[0]
-        return next((n for n in latest(nodes) if n.state == LEFT and wanted > 1), None)
+        return next((n for n in peers.latest(nodes) if n.state == LEFT and wanted > 1), None)
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for this one to start its ranks anew."""
         own = self._peers.own
         return sum(n.state == HERE and n.round > own.round for n in self._peers.all())
 
-    def get_backend(self) -> str:
-        """`static`."""
-        return "static"
+
+class TorchsRendezvous(Rendezvous):
+    """A rendezvous of torch's own, such as that of etcd."""
+
+    can_publish = False
+
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        nodes: Peers,
+        store: TCPStore | None = None,
+        say: Say = print,
+        interface: str | None = None,
+    ) -> None:
+        super().__init__(parameters, nodes, store, say, interface)
+        self._torchs: RendezvousHandler | None = self._handler()
+        """None: nothing is to be heard from it any more."""
+
+    def _handler(self) -> RendezvousHandler:
+        return get_rendezvous_handler(self._parameters)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks use the store in which the launchers meet."""
+        return self._store is not None or bool(self._torchs and self._torchs.use_agent_store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits until torch's rendezvous is complete."""
+        if self._torchs is None:
+            raise RendezvousClosedError
+        return self._torchs.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        """As torch's; 0 when the node that serves has gone (see `lost_nodes`)."""
+        if self._server_gone():
+            self.let_go()
+        if self._torchs is None:
+            return 0
+        try:
+            return int(self._torchs.num_nodes_waiting())
+        except RendezvousConnectionError:
+            self.let_go()
+            return 0
 
     def is_closed(self) -> bool:
-        """False: nobody closes it while this node takes part."""
-        return False
+        """Whether a node has ended the run."""
+        return self._torchs is None or self._server_gone() or bool(self._torchs.is_closed())
 
     def set_closed(self) -> None:
-        """Does nothing, as torch's own for static rendezvous."""
+        """Ends the run for all nodes."""
+        if self._torchs is not None and not self._server_gone():
+            self._torchs.set_closed()  # type: ignore[no-untyped-call]
 
     def shutdown(self) -> bool:
-        """Does nothing: `Rendezvous.close` tells the others."""
-        return True
+        """Ends the run for all nodes, and torch's heartbeats."""
+        torchs = self._torchs
+        done = torchs is None or self._server_gone() or bool(torchs.shutdown())
+        self.let_go()
+        return done
+
+    def close(self, why: str = "") -> None:
+        """See `Rendezvous.close`."""
+        self.let_go()
+        super().close(why)
+
+    def let_go(self) -> None:
+        """Ends torch's heartbeats without a word to the others; without the handler they end."""
+        self._torchs = None
 
 
-class DynamicHandler(_Handler):
+class DynamicRendezvous(TorchsRendezvous):
     """Torch's own dynamic rendezvous over our store, for `--nnodes MIN:MAX` and c10d.
 
     Membership, ranks and new rounds are torch's. Two things are ours: ranks use the store that is
@@ -563,20 +603,11 @@ class DynamicHandler(_Handler):
     all nodes alike.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        store: TCPStore,
-        port: int,
-        say: Say,
-        config: LaunchConfig,
-        forget: Forget,
-    ) -> None:
-        super().__init__(peers, store, port, say)
-        self._forget = forget
-        backend = C10dRendezvousBackend(store, self.get_run_id())
-        parameters = _parameters(config, "c10d", self.get_run_id())
-        self._torchs: RendezvousHandler | None = create_handler(store, backend, parameters)
+    can_publish = True
+
+    def _handler(self) -> RendezvousHandler:
+        backend = C10dRendezvousBackend(self._store, self.get_run_id())
+        return create_handler(self._store, backend, self._parameters)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Waits until torch's rendezvous is complete.
@@ -586,15 +617,14 @@ class DynamicHandler(_Handler):
                 serves has left.
             JoinError: the run has been ended by another node.
         """
-        torchs = self._torchs
-        if torchs is None or self._server_gone():
+        if self._torchs is None or self._server_gone():
             raise self._absence("the store of the run is closed")
         with self._errors_named(), self._waiting_announced(), variables(_NO_STORE_OF_TORCHS):
-            info = torchs.next_rendezvous()
+            info = self._torchs.next_rendezvous()
             # Each round has a store of its own, so that nothing of an earlier one is found here.
             if info.rank == 0:
                 attempt = self._store.add("lockstep/attempts", 1) - 1
-                self._forget(f"lockstep/forgotten/{attempt}")
+                self._peers.update(forget=f"lockstep/forgotten/{attempt}")
                 self._store.get(f"lockstep/forgotten/{attempt}")
                 info.store.set("lockstep/attempt", str(attempt))
             self.attempt = int(info.store.get("lockstep/attempt"))
@@ -622,21 +652,21 @@ class DynamicHandler(_Handler):
         nodes = self._peers.all()
         gone = self._server_gone()
         return MissingRankError(
-            f"--nnodes {nnodes(self._peers.own.nodes)}",
-            departure(nodes[0]) if gone else f"{reason}; here: {here(nodes)}",
+            f"--nnodes {peers.nnodes(self._peers.own.nodes)}",
+            peers.departure(nodes[0]) if gone else f"{reason}; here: {peers.here(nodes)}",
             "look at the output of the launchers on the other machines, or start them",
         )
 
     @contextmanager
     def _waiting_announced(self) -> Iterator[None]:
         """Torch's waiting cannot be looked into, so another thread says who is here."""
-        announce = announcer(self._say)
-        wanted = nnodes(self._peers.own.nodes)
+        announce = peers.announcer(self._say)
+        wanted = peers.nnodes(self._peers.own.nodes)
         over = threading.Event()
 
         def run() -> None:
             while not over.wait(_LOOK_S):
-                announce(f"waiting for {wanted} nodes; here: {here(self._peers.all())}")
+                announce(f"waiting for {wanted} nodes; here: {peers.here(self._peers.all())}")
 
         thread = threading.Thread(target=run, name="lockstep-waiting", daemon=True)
         thread.start()
@@ -645,42 +675,6 @@ class DynamicHandler(_Handler):
         finally:
             over.set()
             thread.join()
-
-    def num_nodes_waiting(self) -> int:
-        """As torch's; 0 when the node that serves has gone (see `Rendezvous.lost_nodes`)."""
-        if self._server_gone():
-            self.let_go()
-        if self._torchs is None:
-            return 0
-        try:
-            return int(self._torchs.num_nodes_waiting())
-        except RendezvousConnectionError:
-            self.let_go()
-            return 0
-
-    def get_backend(self) -> str:
-        """`c10d`."""
-        return "c10d"
-
-    def is_closed(self) -> bool:
-        """Whether a node has ended the run."""
-        return self._torchs is None or self._server_gone() or bool(self._torchs.is_closed())
-
-    def set_closed(self) -> None:
-        """Ends the run for all nodes."""
-        if self._torchs is not None and not self._server_gone():
-            self._torchs.set_closed()  # type: ignore[no-untyped-call]
-
-    def shutdown(self) -> bool:
-        """Ends the run for all nodes, and torch's heartbeats."""
-        torchs = self._torchs
-        done = torchs is None or self._server_gone() or bool(torchs.shutdown())
-        self.let_go()
-        return done
-
-    def let_go(self) -> None:
-        """Ends torch's heartbeats without a word to the others; without the handler they end."""
-        self._torchs = None
 
 
 def forget_ranks(store: TCPStore) -> None:

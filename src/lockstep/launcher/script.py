@@ -26,8 +26,7 @@ from lockstep.launcher.plan import (
     LaunchSpec,
     Plan,
     check_flags,
-    is_asked,
-    max_nodes,
+    node_numbers,
     parse_flags,
     variables,
 )
@@ -43,7 +42,6 @@ from lockstep.launcher.worker import (
 )
 from lockstep.launcher.zygote import Zygote
 
-_ASKED_WORDS = {"auto", "gpu", "cpu"}
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
 
@@ -63,10 +61,10 @@ def plan_run(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
     Raises:
         SettingError: as `run_script`.
     """
-    spec = _with_variables(spec, environ)
-    hints = _read(spec, environ)
+    spec, flags = _with_flags(spec, environ)
+    hints = _read(spec, flags)
     made, _ = _prepare(spec, environ)
-    cold = _why_cold(spec, hints, environ) or _why_not_copied(spec)
+    cold = _why_cold(spec, flags, hints, environ) or _why_not_copied(spec)
     return _with_notes(made, _script(spec, hints), hints, cold)
 
 
@@ -86,10 +84,10 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     """
     _open_closed_streams()
     environ = dict(os.environ)
-    spec = _with_variables(spec, environ)
-    hints = _read(spec, environ)
+    spec, flags = _with_flags(spec, environ)
+    hints = _read(spec, flags)
     script = _script(spec, hints)
-    cold = _why_cold(spec, hints, environ)
+    cold = _why_cold(spec, flags, hints, environ)
     # So many ranks this machine gets, where it takes no look at the machine to know.
     nproc = int(spec.nproc or 1) if (spec.nproc or "1").isdigit() else 0
     with variables(_threads_known_early(nproc, environ)):
@@ -100,25 +98,18 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
         try:
             with nothing_collected():
-                from lockstep.launcher.run import launch_agent, make_folder
+                from lockstep.launcher.agent import launch_agent, make_folder
                 from lockstep.watchdog.first_failure import render
 
-                made, namespace = _prepare(spec, environ)
+                made, flags = _prepare(spec, environ)
             made = _with_notes(made, script, hints, cold)
-            command = _fresh_command(script, namespace) if cold else None
+            command = _fresh_command(script, flags) if cold else None
             if command is not None and command.numa is not None:
                 for rank in range(made.nproc):  # what stands against it is heard before any starts
                     command.for_rank(rank)
-            folder = make_folder(namespace.log_dir, Path(spec.script).stem)
+            folder = make_folder(flags.log_dir, Path(spec.script).stem)
             announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-            outcome = launch_agent(
-                plan=made,
-                namespace=namespace,
-                zygote=zygote,
-                command=command,
-                hang=spec.hang,
-                folder=folder,
-            )
+            outcome = launch_agent(made, flags, zygote, folder, spec.hang, command=command)
         finally:
             zygote.close()
     if outcome.failure is not None:
@@ -143,20 +134,37 @@ def _open_closed_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def _with_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
-    """What must be known before torchrun's parser is at hand."""
-    return replace(spec, module=spec.module or is_asked("--module", spec.torchrun, environ))
+def _with_flags(
+    spec: LaunchSpec, environ: Mapping[str, str]
+) -> tuple[LaunchSpec, argparse.Namespace]:
+    """What torchrun's flags say, as far as it is needed before the plan.
+
+    Their parser is imported where there is something to parse: else the ranks' process comes first.
+    """
+    if spec.torchrun or any(name.startswith("PET_") for name in environ):
+        flags = _parse(spec)
+    else:
+        flags = argparse.Namespace(
+            module=spec.module, no_python=False, run_path=False, numa_binding=None
+        )
+    return replace(spec, module=flags.module), flags
 
 
-def _is_program(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+def _parse(spec: LaunchSpec) -> argparse.Namespace:
+    nproc = [] if spec.nproc is None else [f"--nproc-per-node={spec.nproc}"]
+    module = ["--module"] if spec.module else []
+    # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
+    return parse_flags([*spec.torchrun, *nproc, *module, spec.script])
+
+
+def _is_program(flags: argparse.Namespace) -> bool:
     """Whether what is to be started is no Python script."""
-    run_path = is_asked("--run-path", spec.torchrun, environ)
-    return not run_path and is_asked("--no-python", spec.torchrun, environ)
+    return bool(flags.no_python and not flags.run_path)
 
 
-def _read(spec: LaunchSpec, environ: Mapping[str, str]) -> SourceHints:
+def _read(spec: LaunchSpec, flags: argparse.Namespace) -> SourceHints:
     """Checks that there is something to start, and reads its source."""
-    if _is_program(spec, environ):
+    if _is_program(flags):
         _check_program(spec.script)
         return SourceHints()
     check_script(spec.script, module=spec.module)
@@ -238,13 +246,15 @@ def _with_notes(made: Plan, script: Script, hints: SourceHints, cold: str | None
     return replace(made, notes=tuple(notes), own_processes=own, local_rank_flag=flag)
 
 
-def _why_cold(spec: LaunchSpec, hints: SourceHints, environ: Mapping[str, str]) -> str | None:
+def _why_cold(
+    spec: LaunchSpec, flags: argparse.Namespace, hints: SourceHints, environ: Mapping[str, str]
+) -> str | None:
     """Why the ranks cannot be copies of a warm process; None: they can."""
     if not spec.warm:
         return "--no-warm"
-    if _is_program(spec, environ):
+    if _is_program(flags):
         return "--no-python"
-    if "numa_binding" in pure.names_given(spec.torchrun):  # torchrun has no variable for it
+    if flags.numa_binding is not None:
         return "--numa-binding"
     if any(MACRO in text for text in spec.arguments):
         return f"{MACRO} among the arguments"
@@ -270,11 +280,11 @@ def _threads_known_early(nproc: int, environ: Mapping[str, str]) -> dict[str, st
     return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), nproc))}
 
 
-def _fresh_command(script: Script, namespace: argparse.Namespace) -> Command:
+def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     """What a fresh process is to execute, and the variables it needs for that."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)
-    numa = getattr(namespace, "numa_binding", None)
-    if namespace.no_python and not namespace.run_path:
+    numa = flags.numa_binding
+    if _is_program(flags):
         return Command((script.path, *script.arguments), {}, numa)
     if python != sys.executable:
         # Another interpreter may have neither Lockstep nor our version of Python.
@@ -284,27 +294,12 @@ def _fresh_command(script: Script, namespace: argparse.Namespace) -> Command:
 
 
 def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
-    given = [f"--nproc-per-node={spec.nproc}"] if spec.nproc is not None else []
-    asked = parse_flags([*spec.torchrun, *given, spec.script])
+    flags = _parse(spec)
     machine = read_machine()
-    words = asked.nproc_per_node
-    if words in _ASKED_WORDS or words.lstrip("-").isdigit():
-        nproc = pure.choose_nproc(words, machine.cores, machine.gpus)
-    else:  # the names of other devices that torchrun knows, such as `xpu`
-        from torch.distributed.run import determine_local_world_size
-
-        try:
-            nproc = int(determine_local_world_size(words))
-        except ValueError as error:
-            raise SettingError(
-                f"--nproc {words}", str(error), "give 1 or more, auto, gpu or cpu"
-            ) from None
-    check_flags(asked, nproc)
-    made = pure.plan(spec, machine, environ, nproc, one_node=max_nodes(asked.nnodes) == 1)
-    # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
-    namespace = parse_flags([*made.flags, spec.script])
-    namespace.training_script_args = list(spec.arguments)
-    return made, namespace
+    nproc = pure.choose_nproc(flags.nproc_per_node, machine.cores, machine.gpus)
+    check_flags(flags, nproc)
+    one_node = node_numbers(flags.nnodes)[1] == 1
+    return pure.plan(spec, machine, environ, nproc, one_node=one_node), flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from lockstep.launcher.script import large_modules, read_script
 from lockstep.launcher.zygote import FreshZygote, Zygote, serve
 
 if TYPE_CHECKING:
-    from lockstep.launcher.run import Outcome
+    from lockstep.launcher.agent import Outcome
     from lockstep.watchdog.first_failure import FirstFailure
 
 
@@ -121,8 +121,8 @@ def launch(
         made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
         # Only now: it imports much, and the zygote has begun already.
+        from lockstep.launcher.agent import launch_agent, make_folder
         from lockstep.launcher.plan import parse_flags
-        from lockstep.launcher.run import launch_agent, make_folder
 
         flags = parse_flags(made.arguments)
         flags.shutdown_timeout = _GRACE_S
@@ -130,12 +130,11 @@ def launch(
         folder = make_folder(flags.log_dir, spec.script)
         try:
             outcome = launch_agent(
-                plan=made,
-                namespace=flags,
-                zygote=zygote,
-                command=None,
-                hang=HangRules(),
-                folder=folder,
+                made,
+                flags,
+                zygote,
+                folder,
+                HangRules(),
                 timeout=timeout,
                 keyboard=False,
                 launcher="lockstep.launch",

@@ -114,6 +114,8 @@ class ExitReport:
     """
 
     host: str
+    ranks: tuple[int, ...] = ()
+    """All that it has started."""
     exits: tuple[ExitStatus, ...] = ()
     """Of those of its ranks that have ended so far."""
     complete: bool = False
