@@ -56,8 +56,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         return None
     table = CallTable(later)
     activities = {
-        rank: on_its_gpu(before[rank], a, lambda c: table.absent(c) or table.contradicts(c))
-        for rank, a in activities.items()
+        rank: on_its_gpu(before[rank], activity, table) for rank, activity in activities.items()
     }
     activities = with_other_threads(activities, table)
     graph = build_wait_graph(activities, table)
@@ -214,7 +213,7 @@ def _gone(case: Case) -> Verdict | None:
     others = case.activities.keys() - waiting.keys() - gone.keys()
     # Taking a group down takes its time, and waits for nobody who has gone.
     leaving = all(a.op == "destroy_process_group" and r in guessed for r, a in waiting.items())
-    fatal = bool(frozenset[int]().union(*known) & gone.keys()) or not (others or leaving)
+    fatal = bool(set[int]().union(*known) & gone.keys()) or not (others or leaving)
     ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
     kind: VerdictKind = "stopped"
     if ended:
@@ -371,14 +370,8 @@ def _does(activity: Activity) -> str:
         return "is blocked in the kernel, on a disk or a network file system"
     if is_leaving(state.stack):
         return "has come to its end, and waits for a thread of its own"
-    known = {
-        Kind.STOPPED: "is stopped by a signal (SIGSTOP)",
-        Kind.SILENT: "is in C code that holds Python's lock",
-        Kind.LOADING: "waits for the next batch of a DataLoader",
-        Kind.WORKING: "works",
-        Kind.UNKNOWN: "cannot be seen: no stack was obtained",
-    }
-    return known.get(activity.kind, "is blocked without computing")
+    blocked = activity.kind is Kind.PERHAPS_WAITING
+    return str((Kind.BLOCKED if blocked else activity.kind).value)
 
 
 _ADVICE: dict[VerdictKind, str] = {
@@ -501,17 +494,14 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
     table = CallTable(snapshot)
     for group in table.calls:
         matched = _matched(table, group)
+        length = matched[-1].start_s - matched[0].start_s if matched else 0.0
         # The later half as well: a stall before it must not hide what has come since.
-        for since in (_LONGEST_S, _length(matched, _LONGEST_S) / 2):
+        for since in (_LONGEST_S, min(_LONGEST_S, length) / 2):
             window = [late for late in matched if matched[-1].start_s - late.start_s <= since]
-            rank = _late_rank(window)
-            if rank is not None:
-                return _finding(rank, window, snapshot)
+            verdict = _by_window(window, snapshot)
+            if verdict is not None:
+                return verdict
     return None
-
-
-def _length(matched: list[_Late], most: float) -> float:
-    return min(most, matched[-1].start_s - matched[0].start_s) if matched else 0.0
 
 
 def _matched(table: CallTable, group: str) -> list[_Late]:
@@ -530,45 +520,34 @@ def _matched(table: CallTable, group: str) -> list[_Late]:
     return found
 
 
-def _late_rank(window: list[_Late]) -> int | None:
-    if _length(window, _LONGEST_S) < _SHORTEST_S:
+def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
+    length = window[-1].start_s - window[0].start_s if window else 0.0
+    if length < _SHORTEST_S:
         return None
-    total: dict[int, float] = {}
+    waits: dict[int, list[float]] = {}
     for late in window:
-        total[late.rank] = total.get(late.rank, 0.0) + late.wait_s
-    rank = max(total, key=lambda r: total[r])
-    others = max((wait for r, wait in total.items() if r != rank), default=0.0)
-    longest = sorted((late.wait_s for late in window if late.rank == rank), reverse=True)
+        waits.setdefault(late.rank, []).append(late.wait_s)
+    *others, rank = sorted(waits, key=lambda r: sum(waits[r]))
+    longest = sorted(waits[rank], reverse=True)
     regular = len(longest) >= _AT_LEAST and longest[_AT_LEAST - 1] > _ALIKE * longest[2]
-    if not regular or others > _OTHERS * total[rank]:
+    if not regular or (others and sum(waits[others[-1]]) > _OTHERS * sum(longest)):
         return None
-    return rank if min(_shares(window, rank)) > _SHARE else None
-
-
-def _shares(window: list[_Late], rank: int) -> list[float]:
-    """In each slice of the window the share of the time that the others waited for the rank."""
-    start, end = window[0].start_s, window[-1].start_s
-    length = (end - start) / _SLICES
-    if length <= 0:
-        return [0.0]
-    waits = [0.0] * _SLICES
+    slices = [0.0] * _SLICES
     for late in window[1:]:  # the wait in the first is of the time before it
         if late.rank == rank:
-            waits[min(int((late.start_s - start) / length), _SLICES - 1)] += late.wait_s
-    return [wait / length for wait in waits]
-
-
-def _finding(rank: int, window: list[_Late], snapshot: Snapshot) -> Verdict:
-    shares = _shares(window, rank)
-    longest = max((late for late in window if late.rank == rank), key=lambda late: late.wait_s)
-    others = [state.rank for state in snapshot.ranks if state.rank != rank]
+            place = int((late.start_s - window[0].start_s) / length * _SLICES)
+            slices[min(place, _SLICES - 1)] += late.wait_s
+    if min(slices) <= _SHARE * length / _SLICES:
+        return None
+    waiting = [state.rank for state in snapshot.ranks if state.rank != rank]
     headline = (
-        f"rank {rank} is slower than the others, step after step: {name_ranks(others)} "
-        f"{verb('waits', len(others))} for it {sum(shares) / len(shares):.0%} of the time"
+        f"rank {rank} is slower than the others, step after step: {name_ranks(waiting)} "
+        f"{verb('waits', len(waiting))} for it {sum(slices) / length:.0%} of the time"
     )
+    longest_wait = max((late for late in window if late.rank == rank), key=lambda late: late.wait_s)
     rows = []
     for state in snapshot.ranks:
-        call = longest.calls.get(state.rank)
+        call = longest_wait.calls.get(state.rank)
         if call is not None:
             when = "last" if state.rank == rank else "earlier"
             line = own_line(call.frames)

@@ -5,7 +5,7 @@ Pure: `RankState` values go in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
@@ -38,18 +38,18 @@ _NOT_RECORDED = _POINT_TO_POINT | {
 
 
 class Kind(Enum):
-    """What a rank does."""
+    """What a rank does, in the words of a verdict's row."""
 
     EXITED = "has ended"
-    STOPPED = "is stopped"
+    STOPPED = "is stopped by a signal (SIGSTOP)"
     MOVING = "moves on"
     WAITING = "waits for other ranks"
     PERHAPS_WAITING = "has called a collective and is blocked"
-    LOADING = "waits for data"
+    LOADING = "waits for the next batch of a DataLoader"
     WORKING = "works"
-    BLOCKED = "is blocked"
-    SILENT = "does not answer"
-    UNKNOWN = "cannot be seen"
+    BLOCKED = "is blocked without computing"
+    SILENT = "is in C code that holds Python's lock"
+    UNKNOWN = "cannot be seen: no stack was obtained"
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,7 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     return Activity(later, kind, wait, _current(later, wait, kind))
 
 
-def on_its_gpu(
-    earlier: RankState, activity: Activity, held_up: Callable[[Call], object]
-) -> Activity:
+def on_its_gpu(earlier: RankState, activity: Activity, table: CallTable) -> Activity:
     """A rank that seems to work, but in truth waits for what its GPU waits for.
 
     NCCL's recorder knows which calls a GPU has started only where torch takes their times, at the
@@ -138,24 +136,25 @@ def on_its_gpu(
     Args:
         earlier: the rank in the first snapshot.
         activity: by both snapshots.
-        held_up: whether some rank has not come to a call, or called something else in its place.
+        table: all calls.
     """
     if activity.kind is not Kind.WORKING or _place(earlier) != _place(activity.state):
         return activity
-    before = {(call.key, call.seq) for call in _oldest_on_gpu(earlier)}
-    for call in _oldest_on_gpu(activity.state):
-        if (call.key, call.seq) in before and held_up(call):
+    before = _oldest_on_gpu(earlier)
+    for key, call in _oldest_on_gpu(activity.state).items():
+        is_old = key in before and before[key].seq == call.seq
+        if is_old and (table.absent(call) or table.contradicts(call)):
             return replace(activity, kind=Kind.WAITING, call=call)
     return activity
 
 
-def _oldest_on_gpu(state: RankState) -> list[Call]:
+def _oldest_on_gpu(state: RankState) -> dict[str, Call]:
     """Of each group that communicates by NCCL the oldest call that is not completed."""
     found: dict[str, Call] = {}
     for call in pending(state):
         if call.backend == "nccl" and not call.p2p:
             found.setdefault(call.key, call)
-    return list(found.values())
+    return found
 
 
 def _moved(earlier: RankState, later: RankState) -> bool:
@@ -250,10 +249,7 @@ class Mismatch:
     """The earliest of the matching calls just before it that came from different lines."""
 
 
-Signature = tuple[str, int | None, tuple[str, ...]]
-
-
-def signature(call: Call) -> Signature:
+def signature(call: Call) -> tuple[str, int | None, tuple[str, ...]]:
     """What must be equal on all ranks: the operation and, where it must, size and types."""
     if call.op not in _SAME_SIZE:
         return call.op, None, ()
@@ -266,8 +262,9 @@ class CallTable:
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, Call]]] = {}
         """By group and number: rank to call."""
-        self._numbers: dict[str, dict[int, list[int]]] = {}
-        """By group and rank: the numbers of its calls, the latest last."""
+        self._first: dict[tuple[str, int], int] = {}
+        self._last: dict[tuple[str, int], int] = {}
+        """By group and rank the numbers of its first known call and of its last."""
         self._groups: dict[str, Group] = {}
         self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
         for state in snapshot.ranks:
@@ -276,15 +273,16 @@ class CallTable:
                 if call.p2p:
                     continue
                 self.calls.setdefault(call.key, {}).setdefault(call.seq, {})[state.rank] = call
-                numbers = self._numbers.setdefault(call.key, {})
-                numbers.setdefault(state.rank, []).append(call.seq)
+                self._first.setdefault((call.key, state.rank), call.seq)
+                self._last[call.key, state.rank] = call.seq
                 if call.group in groups:
                     self._groups[call.key] = groups[call.group]
 
     def members(self, key: str) -> set[int]:
         """The ranks of a group; where torch did not say, those that have used it."""
         group = self._groups.get(key)
-        return set(group.ranks if group and group.ranks else self._numbers.get(key, ()))
+        used = {rank for known, rank in self._last if known == key}
+        return set(group.ranks) if group and group.ranks else used
 
     def name(self, key: str) -> str:
         """For people."""
@@ -296,8 +294,8 @@ class CallTable:
 
     def absent(self, call: Call) -> set[int]:
         """The members that have not come to a call."""
-        numbers = self._numbers[call.key]
-        return {r for r in self.members(call.key) if numbers.get(r, [0])[-1] < call.seq}
+        members = self.members(call.key)
+        return {rank for rank in members if self._last.get((call.key, rank), 0) < call.seq}
 
     def contradicts(self, call: Call) -> bool:
         """Whether another rank called something else in its place."""
@@ -306,27 +304,51 @@ class CallTable:
 
     def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
-        numbers = self._numbers.get(key, {}).get(rank)
-        return rank not in self._unseen and (numbers is None or seq >= numbers[0])
+        return rank not in self._unseen and seq >= self._first.get((key, rank), 0)
 
 
-@dataclass(frozen=True)
 class WaitGraph:
-    """Who waits for whom."""
+    """Who waits for whom.
 
-    waits_for: Mapping[int, frozenset[int]]
-    """For each waiting rank those that have not come to what it waits in."""
-    contradicting: frozenset[int]
-    """Waiting ranks whose call some other rank answered with another one."""
-    guessed: frozenset[int]
-    """Waiting ranks whose partners are not known: all others are assumed."""
-    deadlocked: frozenset[int]
-    """Waiting ranks that wait, in the end, for each other alone, or in vain."""
+    Args:
+        activities: what each rank does.
+        table: all calls.
+        without: ranks of which it is not said that they wait.
+    """
 
-    @property
-    def awaited(self) -> frozenset[int]:
+    def __init__(
+        self,
+        activities: Mapping[int, Activity],
+        table: CallTable,
+        without: Collection[int] = (),
+    ) -> None:
+        self.waits_for: dict[int, set[int]] = {}
+        """For each waiting rank those that have not come to what it waits in."""
+        self.contradicting: set[int] = set()
+        """Waiting ranks whose call some other rank answered with another one."""
+        self.guessed: set[int] = set()
+        """Waiting ranks whose partners are not known: all others are assumed."""
+        for rank, activity in activities.items():
+            if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
+                continue
+            calls = _open_calls(activity)
+            if calls:
+                absent = set().union(*map(table.absent, calls))
+            else:
+                absent = {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
+                self.guessed.add(rank)
+            absent.discard(rank)
+            contradicted = any(map(table.contradicts, calls))
+            if contradicted:
+                self.contradicting.add(rank)
+            if activity.kind is Kind.WAITING or absent or contradicted:
+                self.waits_for[rank] = absent
+        self.awaited = set[int]().union(*self.waits_for.values())
         """The ranks that some rank waits for."""
-        return frozenset[int]().union(*self.waits_for.values())
+        self.deadlocked = left = set(self.waits_for)
+        """Waiting ranks that wait, in the end, for each other alone, or in vain."""
+        while free := {r for r in left - self.contradicting if not self.waits_for[r] & left}:
+            left -= free
 
 
 def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> dict[int, Activity]:
@@ -335,7 +357,7 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
     Another of its threads does: one that saves a checkpoint and has a process group of its own for
     that. The rank then counts as what that thread is: at work.
     """
-    deadlocked = _graph(activities, table).deadlocked
+    deadlocked = WaitGraph(activities, table).deadlocked
     calls = [call for rank in deadlocked for call in _open_calls(activities[rank])]
     found = dict(activities)
     for rank in deadlocked:
@@ -360,36 +382,12 @@ def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
 
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
     """The graph of waiting."""
-    graph = _graph(activities, table)
+    graph = WaitGraph(activities, table)
     # A rank that is blocked in a line of its own after it called a collective may wait for that,
     # or do anything else. It is not said to be deadlocked unless its call is contradicted.
     blocked = {r for r, a in activities.items() if a.kind is Kind.PERHAPS_WAITING}
     doubtful = (graph.deadlocked & blocked) - graph.contradicting
-    return _graph(activities, table, doubtful) if doubtful else graph
-
-
-def _graph(
-    activities: Mapping[int, Activity], table: CallTable, without: Collection[int] = ()
-) -> WaitGraph:
-    waits_for: dict[int, frozenset[int]] = {}
-    contradicting, guessed = set(), set()
-    for rank, activity in activities.items():
-        if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
-            continue
-        calls = _open_calls(activity)
-        contradicted = any(table.contradicts(call) for call in calls)
-        if calls:
-            absent = set().union(*(table.absent(call) for call in calls)) - {rank}
-        else:
-            absent = {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
-            absent.discard(rank)
-            guessed.add(rank)
-        if activity.kind is Kind.WAITING or absent or contradicted:
-            waits_for[rank] = frozenset(absent)
-        if contradicted:
-            contradicting.add(rank)
-    deadlocked = _deadlocked(waits_for, contradicting)
-    return WaitGraph(waits_for, frozenset(contradicting), frozenset(guessed), deadlocked)
+    return WaitGraph(activities, table, doubtful) if doubtful else graph
 
 
 def _open_calls(activity: Activity) -> list[Call]:
@@ -399,33 +397,20 @@ def _open_calls(activity: Activity) -> list[Call]:
     return calls if activity.call in calls else [*calls, activity.call]
 
 
-def _deadlocked(waits_for: Mapping[int, frozenset[int]], contradicting: set[int]) -> frozenset[int]:
-    left = set(waits_for)
-    while True:
-        free = {r for r in left if r not in contradicting and not waits_for[r] & left}
-        if not free:
-            return frozenset(left)
-        left -= free
-
-
-def find_mismatch(table: CallTable, ranks: frozenset[int]) -> Mismatch | None:
+def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:
     """The first collective in which the ranks did not all call the same.
 
     Args:
         table: all calls.
         ranks: those that wait for each other.
     """
-    found = [
-        mismatch
-        for group in table.calls
-        if len(table.members(group) & ranks) > 0
-        and (mismatch := _mismatch_of(table, group)) is not None
-    ]
-    return min(found, key=_time, default=None)
 
+    def time_s(mismatch: Mismatch) -> float:
+        return min(call.time_s for _, call in mismatch.calls if call is not None)
 
-def _time(mismatch: Mismatch) -> float:
-    return min(call.time_s for _, call in mismatch.calls if call is not None)
+    groups = [group for group in table.calls if table.members(group) & ranks]
+    found = [_mismatch_of(table, group) for group in groups]
+    return min(filter(None, found), key=time_s, default=None)
 
 
 def _mismatch_of(table: CallTable, group: str) -> Mismatch | None:
