@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 import lockstep
-from lockstep.distributed.topology import detect, expand_hostlist
+from lockstep.distributed.topology import detect, first_host
 from lockstep.errors import LockstepError, LockstepWarning, SettingError, UsageError
 
 Found = dict[str, Tensor]
@@ -482,7 +482,7 @@ def test_numbers_that_cannot_be():
     with pytest.raises(SettingError, match="RANK=1 and LOCAL_RANK=3"):
         detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
     with pytest.raises(SettingError, match="host list"):
-        expand_hostlist("n[3-1]")
+        first_host("n[3-1")
 
 
 def test_a_port_in_words_beside_a_rank_of_the_script(monkeypatch):

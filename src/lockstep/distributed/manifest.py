@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     DuplicateRankError,
     JoinError,
+    LockstepError,
     MissingRankError,
     RanksDifferError,
     WorldSizeError,
@@ -88,16 +89,21 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
         Lines such as "arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'", ranks that agree
         grouped together.
     """
-    fields = dict.fromkeys(name for manifest in manifests for name in manifest)
     lines = []
-    for name in fields:
-        if name in NEVER_COMPARED:
-            continue
+    for name in dict.fromkeys(name for manifest in manifests for name in manifest):
         holders: dict[str | None, list[int]] = {}
         for rank, manifest in enumerate(manifests):
             holders.setdefault(manifest.get(name), []).append(rank)
-        if len(holders) > 1:
-            lines.append(f"{name}: {_groups(holders)}")
+        if name in NEVER_COMPARED or len(holders) == 1:
+            continue
+        shown = [
+            f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} "
+            + ("none" if value is None else repr(value))
+            for value, ranks in list(holders.items())[:_GROUPS_SHOWN]
+        ]
+        if len(holders) > len(shown):
+            shown.append(f"and {len(holders) - len(shown)} more values")
+        lines.append(f"{name}: {', '.join(shown)}")
     return lines
 
 
@@ -116,16 +122,6 @@ def shared_arguments(argv: Sequence[str]) -> list[str]:
         else:
             kept.append(argument)
     return kept
-
-
-def _groups(holders: Mapping[str | None, Sequence[int]]) -> str:
-    shown = [
-        f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} "
-        + ("none" if value is None else repr(value))
-        for value, ranks in list(holders.items())[:_GROUPS_SHOWN]
-    ]
-    hidden = len(holders) - len(shown)
-    return ", ".join([*shown, f"and {hidden} more values"] if hidden else shown)
 
 
 def _script_hash() -> str:
@@ -185,64 +181,47 @@ class JoinRequest:
         return f"process {self.pid} on {self.host}"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What rank 0 has decided; `error` is None when all is well."""
-
-    manifests: Sequence[Mapping[str, str]] = ()
-    """In the order of ranks."""
-    error: Error | None = None
-    made_here: bool = False
-    """This process is the one that decided."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the ranks of a run meet, for messages."""
-
-    name: str
-    another: str = "a port of its own"
-    """What a second run needs not to meet this one."""
-    before_next_try: str = ""
-    """What else to do, appended to an advice."""
-
-
 def agree(
     store: Store,
     topology: Topology,
     manifest: Mapping[str, str],
-    place: Place,
+    place: str,
     timeout: float,
-) -> Decision:
-    """Asks to join, and returns rank 0's decision, which is the same on every rank.
+    file: Path | None = None,
+) -> Sequence[Mapping[str, str]]:
+    """Asks to join; rank 0 decides, and its decision is the same on every rank.
 
     Args:
         store: where the ranks of this run, and of no other, meet.
         topology: who this process is.
         manifest: from `collect`.
-        place: where the store is.
+        place: where the store is, for messages.
         timeout: how long ranks wait for each other, in seconds.
+        file: of the store, where it has one; removed where the ranks do not come together.
 
     Returns:
-        The decision; the caller raises its error after having let go of the store.
+        The manifests, in the order of ranks.
+
+    Raises:
+        JoinError, RanksDifferError: the same on all ranks.
     """
-    asked = f"a run of {topology.size} processes that meet at {place.name}"
+    asked = f"a run of {topology.size} processes that meet at {place}"
     try:
         # A second rank 0 asks like any other, and the first one decides.
         decides = topology.is_main and store.add("ranks 0", 1) == 1
         own = _ask(store, topology, manifest)
-        if decides:
-            return _RankZero(store, own, asked, place, timeout).decide()
-        return _await_decision(store, own, asked, place, timeout)
+        join = _Join(store, own, asked, place, timeout, file)
+        return join.decide() if decides else join.await_decision()
     except RuntimeError as error:  # what torch's stores raise
+        if isinstance(error, LockstepError):
+            raise
         reason = str(error).partition("\n")[0]
-        return Decision(
-            error=MissingRankError(
-                asked,
-                f"rank 0 or its store went away during the join ({reason})",
-                "look at rank 0's error: it failed first",
-            )
-        )
+    # Here, as its context would keep the store alive.
+    raise MissingRankError(
+        asked,
+        f"rank 0 or its store went away during the join ({reason})",
+        "look at rank 0's error: it failed first",
+    )
 
 
 def read_request(store: Store, key: str) -> JoinRequest:
@@ -265,56 +244,61 @@ def _ask(store: Store, topology: Topology, manifest: Mapping[str, str]) -> JoinR
     return request
 
 
-def _await_decision(
-    store: Store, own: JoinRequest, asked: str, place: Place, timeout: float
-) -> Decision:
-    if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + timeout):
-        return Decision(
-            error=MissingRankError(
-                asked,
-                f"rank 0 did not come within {timeout:g} s; {name_ranks([own.rank])} did",
-                f"look at the output of rank 0's process, or start it{place.before_next_try}",
+@dataclass
+class _Join:
+    """One rank's side, from its request to the decision; rank 0's to the last reader."""
+
+    store: Store
+    own: JoinRequest
+    asked: str
+    place: str
+    timeout: float
+    file: Path | None
+    requests: list[JoinRequest] = field(default_factory=list)
+    """Those that rank 0 has read."""
+
+    @property
+    def _another(self) -> str:
+        """What a second run needs not to meet this one."""
+        if self.file is None:
+            return "a port of its own"
+        return "a file of its own (if no other run uses this one, it is left over: remove it)"
+
+    def await_decision(self) -> Sequence[Mapping[str, str]]:
+        store, own = self.store, self.own
+        remove = f"; remove {self.file} before the next try" if self.file else ""
+        if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
+            raise MissingRankError(
+                self.asked,
+                f"rank 0 did not come within {self.timeout:g} s; {name_ranks([own.rank])} did",
+                f"look at the output of rank 0's process, or start it{remove}",
             )
-        )
-    if not wait_until(lambda: store.check(["decision"]), time.monotonic() + timeout + GRACE_S):
-        return Decision(
-            error=MissingRankError(
-                asked,
+        limit = time.monotonic() + self.timeout + GRACE_S
+        if not wait_until(lambda: store.check(["decision"]), limit):
+            raise MissingRankError(
+                self.asked,
                 f"rank 0 ({read_request(store, 'rank 0').process}) came, but stopped answering",
                 "look at rank 0's process: it was ended, stopped, or its machine is out of reach"
-                + place.before_next_try,
+                + remove,
             )
-        )
-    decision = json.loads(store.get("decision"))
-    store.set(f"read/{own.number}", "")
-    if decision["error"] is not None:
-        kind, was_set, found, do = decision["error"]
-        return Decision(error=_ERRORS[kind](was_set, found, do))
-    members = decision["members"]
-    if own.number in members:
-        return Decision(manifests=decision["manifests"])
-    member = read_request(store, f"request/{members[own.rank % len(members)]}")
-    return Decision(
-        error=DuplicateRankError(
-            asked,
-            f"a run has already begun there, with {member.process} as rank {member.rank}; "
-            f"this is {own.process} as rank {own.rank}",
-            f"start each rank once, and give a second run {place.another}",
-        )
-    )
+        decision = json.loads(store.get("decision"))
+        store.set(f"read/{own.number}", "")
+        if decision["error"] is not None:
+            kind, was_set, found, do = decision["error"]
+            raise _ERRORS[kind](was_set, found, do)
+        members: list[int] = decision["members"]
+        manifests: list[dict[str, str]] = decision["manifests"]
+        if own.number not in members:
+            member = read_request(store, f"request/{members[own.rank % len(members)]}")
+            raise DuplicateRankError(
+                self.asked,
+                f"a run has already begun there, with {member.process} as rank {member.rank}; "
+                f"this is {own.process} as rank {own.rank}",
+                f"start each rank once, and give a second run {self._another}",
+            )
+        return manifests
 
-
-class _RankZero:
-    """Rank 0's side, from the first request to the last reader."""
-
-    def __init__(
-        self, store: Store, own: JoinRequest, asked: str, place: Place, timeout: float
-    ) -> None:
-        self.store, self.own = store, own
-        self.asked, self.place, self.timeout = asked, place, timeout
-        self.requests: list[JoinRequest] = []
-
-    def decide(self) -> Decision:
+    def decide(self) -> Sequence[Mapping[str, str]]:
         self.store.set("rank 0", json.dumps(vars(self.own)))
         wait_until(self._can_decide, time.monotonic() + self.timeout)
         members = {request.rank: request for request in reversed(self.requests)}
@@ -327,7 +311,10 @@ class _RankZero:
         self.store.set("decision", json.dumps(decision))
         if error is not None:
             self._wait_for_readers(error)
-        return Decision(manifests=manifests, error=error, made_here=True)
+            if self.file is not None:
+                self.file.unlink(missing_ok=True)
+            raise error
+        return manifests
 
     def _read_new_requests(self) -> None:
         while self.store.check([key := f"request/{len(self.requests) + 1}"]):
@@ -342,29 +329,29 @@ class _RankZero:
 
     def _contradiction(self) -> Error | None:
         by_size: dict[int, list[int]] = {}
-        by_rank: dict[int, list[JoinRequest]] = {}
+        by_rank: dict[int, JoinRequest] = {}
         for request in self.requests:
             by_size.setdefault(request.size, []).append(request.rank)
-            by_rank.setdefault(request.rank, []).append(request)
         if len(by_size) > 1:
             return WorldSizeError(
-                f"processes that meet at {self.place.name}",
+                f"processes that meet at {self.place}",
                 "; ".join(
                     f"{name_ranks(ranks)} {'says' if len(set(ranks)) == 1 else 'say'} "
                     f"world size {size}"
                     for size, ranks in sorted(by_size.items())
                 ),
                 f"start every process with the same world size, and give a second run "
-                f"{self.place.another}",
+                f"{self._another}",
             )
-        for rank, doubled in sorted(by_rank.items()):
-            if len(doubled) > 1:
+        for request in self.requests:
+            first = by_rank.setdefault(request.rank, request)
+            if first is not request:
                 return DuplicateRankError(
                     self.asked,
-                    f"two processes claim rank {rank}: "
-                    + " and ".join(request.process for request in doubled[:2]),
+                    f"two processes claim rank {request.rank}: {first.process} and "
+                    f"{request.process}",
                     "start each process with a rank of its own, and give a second run "
-                    f"{self.place.another}",
+                    f"{self._another}",
                 )
         return None
 
@@ -396,12 +383,11 @@ class _RankZero:
 
     def _wait_for_readers(self, error: Error) -> None:
         """Until all that can be expected have read the decision, but not long."""
+        missing = isinstance(error, MissingRankError)
 
         def all_have_read() -> bool:
             self._read_new_requests()
-            expected = (
-                0 if isinstance(error, MissingRankError) else max(r.size for r in self.requests)
-            )
+            expected = 0 if missing else max(request.size for request in self.requests)
             keys = [f"read/{r.number}" for r in self.requests if r.number != self.own.number]
             return len(self.requests) >= expected and (not keys or self.store.check(keys))
 

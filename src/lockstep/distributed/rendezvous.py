@@ -21,21 +21,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from lockstep.distributed.manifest import (
-    ERROR_MARK,
-    REQUEST_MARK,
-    JoinRequest,
-    Place,
-    agree,
-    read_request,
-)
+from lockstep.distributed.manifest import ERROR_MARK, REQUEST_MARK, JoinRequest, agree, read_request
 from lockstep.distributed.network import (
     CUT,
     LOOPBACK,
@@ -53,7 +46,14 @@ from lockstep.distributed.network import (
 )
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.torch_compat import answers_as_store
-from lockstep.errors import PortTakenError, SettingError, StaleInitFileError, UsageError
+from lockstep.errors import (
+    JoinError,
+    PortTakenError,
+    RanksDifferError,
+    SettingError,
+    StaleInitFileError,
+    UsageError,
+)
 
 _FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 _NOT_A_STORE = "something listens there, but it is not a torch store"
@@ -113,18 +113,15 @@ class Joined:
             if self._rank != 0:
                 store.set(f"left/{self._rank}", "")
                 return
-            left = others_leave and _others_have_left(store, len(self.manifests))
+            others = [f"left/{rank}" for rank in range(1, len(self.manifests))]
+            limit = time.monotonic() + _CLOSE_S
+            left = others_leave and wait_until(partial(store.check, others), limit)
         del store
         if left and self._file is not None:
             # Of two stores that are let go at once, torch's counting may let neither be the last.
             file = self._file
             if not wait_until(lambda: not file.exists(), time.monotonic() + _REMOVAL_S):
                 file.unlink(missing_ok=True)
-
-
-def _others_have_left(store: Store, size: int) -> bool:
-    keys = [f"left/{rank}" for rank in range(1, size)]
-    return wait_until(lambda: store.check(keys), time.monotonic() + _CLOSE_S)
 
 
 def join(
@@ -156,34 +153,29 @@ def join(
         StaleInitFileError: the file is left over from an earlier run.
     """
     where = parse_init_method(topology, init_method)
-    file, of_launcher = None, False
+    place, file, of_launcher = f"tcp://{where}", None, False
     if isinstance(where, Path):
-        file = where
-        place = Place(
-            f"file://{file}",
-            another="a file of its own (if no other run uses this one, it is left over: remove it)",
-            before_next_try=f"; remove {file} before the next try",
-        )
-        store = open_file(file, topology.size, timeout)
-    elif of_launcher := _is_the_launchers(where, topology):
-        place = Place(f"the launcher's store at tcp://{where}")
-        store = connect(where, timeout)
+        place, file = f"file://{where}", where
+        store = open_file(where, topology.size, timeout)
     else:
-        place = Place(f"tcp://{where}")
-        if topology.is_main:
+        masters = (topology.master_addr, topology.master_port)
+        of_launcher = topology.agent_store and (where.host, where.port) == masters
+        if of_launcher:
+            place = f"the launcher's store at {place}"
+        if topology.is_main and not of_launcher:
             store = _serve(where, topology, manifest, timeout, attempt)
         else:
             store = connect(where, timeout)
     scoped = _scope(store, attempt)
-    decision = agree(scoped, topology, manifest, place, timeout)
-    if decision.error is None:
+    try:
+        manifests = agree(scoped, topology, manifest, place, timeout, file)
+    except (JoinError, RanksDifferError) as error:
+        failed = error.with_traceback(None)
+    else:
         served = file is None and not of_launcher
-        manifests = decision.manifests
         return Joined(scoped, manifests, rank=topology.rank, served_by_rank_0=served, file=file)
     del store, scoped  # lets go of port and file even while the error is being looked at
-    if decision.made_here and file is not None:
-        file.unlink(missing_ok=True)  # this run's own, and all who came have read the decision
-    raise decision.error
+    raise failed
 
 
 def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint | Path:
@@ -226,11 +218,6 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
 
 def _malformed(init_method: str, found: str) -> SettingError:
     return SettingError(f"init_method={init_method!r}", found, _FORMS)
-
-
-def _is_the_launchers(endpoint: Endpoint, topology: Topology) -> bool:
-    address = (topology.master_addr, topology.master_port)
-    return topology.agent_store and (endpoint.host, endpoint.port) == address
 
 
 def _scope(store: Store, attempt: str) -> Store:

@@ -31,10 +31,11 @@ Environ = Mapping[str, str]
 DEFAULT_PORT = 29500
 _LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_OUTER_COMMA = re.compile(r",(?![^\[]*\])")
+
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ class Topology:
     """Where this was learnt from, in words: `torchrun`, `Slurm`, ..."""
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
+        if not 0 <= self.rank < self.size:
             raise SettingError(
                 f"rank {self.rank} of world size {self.size} (from {self.source})",
                 "ranks count from 0 to world size - 1",
                 "start each process with a rank of its own below the world size",
             )
-        if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
+        if not 0 <= self.local_rank < self.local_size:
             raise SettingError(
                 f"local rank {self.local_rank} of {self.local_size} (from {self.source})",
                 "local ranks count from 0 to the number of processes on the node - 1",
@@ -119,10 +120,9 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
 def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not environ.get("RANK"):
         return None
-    rank = _number(environ, "RANK")
     if not environ.get("WORLD_SIZE"):
         raise _half_set("RANK", environ["RANK"], "WORLD_SIZE")
-    size = _number(environ, "WORLD_SIZE")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _local_rank(environ, argv)
     master_addr = environ.get("MASTER_ADDR") or None
     local_size = _optional(environ, "LOCAL_WORLD_SIZE") or _optional(environ, "LOCAL_SIZE")
@@ -166,8 +166,7 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
 
 def _agree(topology: Topology, environ: Environ) -> None:
     """Each scheduler task is one rank, or starts an equal run of ranks; anything else is a slip."""
-    for name, parse in (("Open MPI", _open_mpi_ranks), ("Slurm", _slurm_ranks)):
-        task = parse(environ)
+    for name, task in (("Open MPI", _pair(environ, _OPEN_MPI)), ("Slurm", _slurm_task(environ))):
         if task is None or task[1] == 1:
             continue
         rank, size = task
@@ -180,46 +179,30 @@ def _agree(topology: Topology, environ: Environ) -> None:
             )
 
 
-def _open_mpi_ranks(environ: Environ) -> tuple[int, int] | None:
-    return _pair(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-
-
-def _pmi_ranks(environ: Environ) -> tuple[int, int] | None:
-    return _pair(environ, "PMI_RANK", "PMI_SIZE")
-
-
-def _slurm_ranks(environ: Environ) -> tuple[int, int] | None:
+def _slurm_task(environ: Environ) -> tuple[int, int] | None:
     # A batch script and an salloc shell have SLURM_PROCID too, but no step of their own.
-    if not environ.get("SLURM_STEP_NUM_TASKS"):
-        return None
-    return _pair(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    return _pair(environ, _SLURM) if environ.get(_SLURM[1]) else None
 
 
 def _open_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    ranks = _open_mpi_ranks(environ)
-    if ranks is None:
-        return None
-    jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
     return _mpi(
         environ,
         "Open MPI",
-        ranks,
+        _pair(environ, _OPEN_MPI),
         ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        job=next((environ[name] for name in jobs if environ.get(name)), None),
+        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
         pass_on="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
     )
 
 
 def _mpich(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    ranks = _pmi_ranks(environ)
-    if ranks is None or ranks == _slurm_ranks(environ):  # `srun --mpi=pmi2` sets both
-        return None
+    ranks = _pair(environ, ("PMI_RANK", "PMI_SIZE"))
     return _mpi(
         environ,
         "MPICH",
-        ranks,
+        None if ranks == _slurm_task(environ) else ranks,  # `srun --mpi=pmi2` sets both
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        job=environ.get("PMI_JOBID"),
+        jobs=("PMI_JOBID",),
         pass_on="mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
     )
 
@@ -227,20 +210,20 @@ def _mpich(environ: Environ, argv: Sequence[str]) -> Topology | None:
 def _mpi(
     environ: Environ,
     source: str,
-    ranks: tuple[int, int],
+    ranks: tuple[int, int] | None,
     local_names: tuple[str, str],
     *,
-    job: str | None,
+    jobs: tuple[str, ...],
     pass_on: str,
-) -> Topology:
+) -> Topology | None:
+    if ranks is None:
+        return None
     rank, size = ranks
     _same_world_size(environ, size, source)
-    local = _pair(environ, *local_names)
-    if local is None:
-        if size > 1:
-            raise _half_set(f"{source}'s rank and size", f"{rank} of {size}", local_names[0])
-        local = (0, 1)
-    local_rank, local_size = local
+    local = _pair(environ, local_names)
+    if local is None and size > 1:
+        raise _half_set(f"{source}'s rank and size", f"{rank} of {size}", local_names[0])
+    local_rank, local_size = local or (0, 1)
     master_addr = environ.get("MASTER_ADDR")
     if not master_addr and local_size < size:
         raise SettingError(
@@ -249,6 +232,7 @@ def _mpi(
             "rank 0 is, is not set",
             pass_on,
         )
+    job = next((environ[name] for name in jobs if environ.get(name)), None)
     return _in_blocks(
         Topology(
             rank=rank,
@@ -265,10 +249,10 @@ def _mpi(
 
 
 def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    ranks = _slurm_ranks(environ)
-    if ranks is None or ranks[1] == 1:
+    task = _slurm_task(environ)
+    if task is None or task[1] == 1:
         return None
-    rank, size = ranks
+    rank, size = task
     _same_world_size(environ, size, "Slurm")
     node_rank = _number(environ, _set_by_srun(environ, "SLURM_NODEID"))
     counts = expand_tasks(environ[_set_by_srun(environ, "SLURM_STEP_TASKS_PER_NODE")])
@@ -288,8 +272,7 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
             local_rank=_number(environ, _set_by_srun(environ, "SLURM_LOCALID")),
             local_size=counts[node_rank],
             node_rank=node_rank,
-            master_addr=environ.get("MASTER_ADDR")
-            or (expand_hostlist(hosts)[0] if hosts else None),
+            master_addr=environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else None),
             master_port=port(environ) or port_of(job),
             source="Slurm",
         ),
@@ -362,15 +345,13 @@ def _same_world_size(environ: Environ, size: int, source: str) -> None:
         )
 
 
-def _pair(environ: Environ, rank_name: str, size_name: str) -> tuple[int, int] | None:
-    rank, size = _optional(environ, rank_name), _optional(environ, size_name)
-    if rank is None and size is None:
-        return None
-    if rank is None:
-        raise _half_set(size_name, str(size), rank_name)
-    if size is None:
-        raise _half_set(rank_name, str(rank), size_name)
-    return rank, size
+def _pair(environ: Environ, names: tuple[str, str]) -> tuple[int, int] | None:
+    """A rank and a size, which are both set or both not."""
+    there = [name for name in names if environ.get(name)]
+    if len(there) == 1:
+        missing = names[1] if there[0] == names[0] else names[0]
+        raise _half_set(there[0], environ[there[0]], missing)
+    return (_number(environ, names[0]), _number(environ, names[1])) if there else None
 
 
 def _set_by_srun(environ: Environ, name: str) -> str:
@@ -403,18 +384,18 @@ def _half_set(name: str, value: str, missing: str) -> SettingError:
 # Slurm's short forms for lists of hosts and of numbers of tasks
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """`a,n[01-03,7]-ib[0-1]` as a list of host names, in Slurm's order.
+def first_host(text: str) -> str:
+    """The first of `n[01-03,7]-ib[0-1],login`: `n01-ib0`.
 
     Source: the host list expressions in the manual page of `scontrol` (`show hostnames`).
 
     Raises:
         SettingError: the text is not a host list.
     """
-    hosts = [host for part in _OUTER_COMMA.split(text.strip()) for host in _expand(part, text)]
-    if not hosts or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
+    if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text.strip()):
         raise _malformed("host list", text, "n[01-03,7],login")
-    return hosts
+    first = re.match(_HOST, text.strip())
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0] if first else "")
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -430,22 +411,6 @@ def expand_tasks(text: str) -> list[int]:
             raise _malformed("list of tasks per node", text, "2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _expand(part: str, whole: str) -> list[str]:
-    match = _BRACKET.search(part)
-    if match is None:
-        return [part]
-    numbers: list[str] = []
-    for item in match[1].split(","):
-        span = _RANGE.fullmatch(item)
-        if span is None:
-            raise _malformed("host list", whole, "n[01-03,7],login")
-        first, last = span[1], span[2] or span[1]
-        width = len(first)
-        numbers += [f"{number:0{width}}" for number in range(int(first), int(last) + 1)]
-    before, after = part[: match.start()], _expand(part[match.end() :], whole)
-    return [f"{before}{number}{rest}" for number in numbers for rest in after]
 
 
 def _malformed(what: str, text: str, example: str) -> SettingError:

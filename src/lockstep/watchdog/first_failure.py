@@ -222,11 +222,7 @@ def _of_lost_node(node: LostNode) -> FirstFailure:
     )
 
 
-def _of_hang(
-    hang: Verdict,
-    judged_at: float,
-    own: Sequence[ExitStatus],
-) -> list[FirstFailure]:
+def _of_hang(hang: Verdict, judged_at: float, own: Sequence[ExitStatus]) -> list[FirstFailure]:
     rows = tuple(line[2:] for line in details(hang))
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:

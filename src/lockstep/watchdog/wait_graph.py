@@ -317,10 +317,7 @@ class WaitGraph:
     """
 
     def __init__(
-        self,
-        activities: Mapping[int, Activity],
-        table: CallTable,
-        without: Collection[int] = (),
+        self, activities: Mapping[int, Activity], table: CallTable, without: Collection[int] = ()
     ) -> None:
         self.waits_for: dict[int, set[int]] = {}
         """For each waiting rank those that have not come to what it waits in."""
