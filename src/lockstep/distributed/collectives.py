@@ -38,28 +38,14 @@ _CARRIERS = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
     torch.float8_e8m0fnu: torch.float32,
 }
-_DTYPES = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    *_CARRIERS,
-}
+"""In what is reduced that torch or a backend cannot compute with."""
 
 Problem = tuple[str, str, str]
 """The parts of a `UsageError`."""
@@ -126,7 +112,6 @@ class Collectives:
         Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
         0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
         """
-        self._check_blocked("gather")
         leaves, spec = pytree.tree_flatten(value)
         call = call_on("gather", leaves, spec)
         described = self._open(call, same_but_first_dimension)
@@ -146,7 +131,8 @@ class Collectives:
         """
         if self.alone:
             return value
-        self._check_blocked("broadcast")
+        form: dict[str, Any] = {}
+        tensors: list[Tensor] = []
         problem = None
         if type(source) is not int or not 0 <= source < self.topology.size:
             problem = (
@@ -154,28 +140,24 @@ class Collectives:
                 f"it is not the number of a rank: there are {self.topology.size} of them",
                 f"give an integer from 0 to {self.topology.size - 1}",
             )
+        elif self.topology.rank == source:
+            form, tensors, problem = pack(value)
         self._open(Call("broadcast", f"from rank {source}", problem=problem))
-        form, tensors = pack(value) if self.topology.rank == source else ({}, [])
         sent = self._exchange(form)[source]
-        if "error" in sent:
-            raise _usage_error(source, sent["error"])
         received = []
-        for form in sent["leaves"]:
-            if isinstance(form, dict):
+        for leaf in sent["leaves"]:
+            if isinstance(leaf, dict):
                 own = tensors.pop(0) if tensors else None
-                received.append(self._broadcast_tensor(own, form, source))
-            else:
-                received.append(form)
+                leaf = self._broadcast_tensor(own, leaf, source)
+            received.append(leaf)
         return pytree.tree_unflatten(received, pytree.treespec_loads(sent["structure"]))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if not self.alone:
-            self._check_blocked("barrier")
             self._open(Call("barrier"))
 
     def _reduce(self, name: str, value: Any, combine: Callable[[list[Number]], Number]) -> Any:
-        self._check_blocked(name)
         leaves, spec = pytree.tree_flatten(value)
         described = self._open(call_on(name, leaves, spec), same_or_numbers)
         if self.alone:
@@ -201,9 +183,8 @@ class Collectives:
         operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(
             name, dist.ReduceOp.SUM
         )
-        return all_reduced(
-            leaf if self.contributes else identity_element(leaf, operation), operation
-        )
+        own = leaf if self.contributes else identity_element(leaf, operation)
+        return all_reduced(own, operation)
 
     def _open(
         self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
@@ -213,6 +194,12 @@ class Collectives:
         Raises on all ranks where the calls differ, or a rank cannot take part. A difference in
         leaves is none where `fits` takes every column of them.
         """
+        if self.blocked is not None and call.name != "exchange":
+            raise UsageError(
+                f"world.{call.name} in the body of an evaluation loop",
+                self.blocked,
+                "sum up inside the loop and call the collective once, after it",
+            )
         if self.alone:
             if call.problem is not None:
                 raise UsageError(*call.problem)
@@ -244,14 +231,6 @@ class Collectives:
                 "move it behind the block",
             )
 
-    def _check_blocked(self, name: str) -> None:
-        if self.blocked is not None:
-            raise UsageError(
-                f"world.{name} in the body of an evaluation loop",
-                self.blocked,
-                "sum up inside the loop and call the collective once, after it",
-            )
-
     def _exchange(self, value: Any) -> list[Any]:
         text = json.dumps(value)
         if self.alone:
@@ -273,16 +252,13 @@ class Collectives:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if self.alone:
             return tensor if tensor.dim() else rows
-        lengths = lengths[: self.data_parallel.size] + [(0,)] * (
-            len(lengths) - self.data_parallel.size
-        )
         rows = rows if self.contributes else rows[:0]
-        counts = [length[0] if length else 1 for length in lengths]
+        counts = [length[0] if length else 1 for length in lengths[: self.data_parallel.size]]
         width = rows.shape[1:].numel() * rows.element_size()
         data = to_bytes(rows)
         padded = data.new_zeros(max(counts) * width)
         padded[: len(data)] = data
-        parts = self._all_gather(padded)
+        parts = self._all_gather(padded)[: len(counts)]
         joined = torch.cat([part[: n * width] for part, n in zip(parts, counts, strict=True)])
         return from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
 
@@ -423,7 +399,7 @@ def problem_with(name: str, leaf: Any) -> Problem | None:
 
 def _problem_with_tensor(name: str, tensor: Tensor) -> Problem | None:
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
-    if tensor.dtype not in _DTYPES:
+    if not (_is_computed_with(tensor.dtype) or tensor.dtype in _CARRIERS):
         return was_set, "no backend can carry this dtype", "convert it first"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
@@ -432,15 +408,20 @@ def _problem_with_tensor(name: str, tensor: Tensor) -> Problem | None:
     return None
 
 
+def _is_computed_with(dtype: torch.dtype) -> bool:
+    """False of quantized ones, those of a few bits, and those that are storage alone."""
+    try:
+        return torch.promote_types(dtype, torch.bool) is not None
+    except RuntimeError:
+        return False
+
+
 def _describe(leaf: Any) -> Leaf:
     if isinstance(leaf, Tensor):
         return Leaf("tensor", str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-    if isinstance(leaf, bool | int):
-        return Leaf("int")
-    for kind, name in ((float, "float"), (str, "text")):
-        if isinstance(leaf, kind):
-            return Leaf(name)
-    return Leaf(type(leaf).__name__)
+    kinds = ((int, "int"), (float, "float"), (str, "text"))  # a bool is an int
+    names = (name for kind, name in kinds if isinstance(leaf, kind))
+    return Leaf(next(names, type(leaf).__name__))
 
 
 def countable(leaf: Any) -> Any:
@@ -527,10 +508,10 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return data.view(dtype).reshape(tuple(shape))
 
 
-def pack(value: Any) -> tuple[dict[str, Any], list[Tensor]]:
+def pack(value: Any) -> tuple[dict[str, Any], list[Tensor], Problem | None]:
     """What a broadcast sends: first a form for JSON, which says what is where; then the tensors.
 
-    The form holds an error instead where the value cannot be sent.
+    And why the value cannot be sent, or None.
     """
     leaves, spec = pytree.tree_flatten(value)
     problem = call_on("broadcast", leaves, spec).problem
@@ -546,12 +527,12 @@ def pack(value: Any) -> tuple[dict[str, Any], list[Tensor]]:
             "send plain dictionaries with text as keys, lists and tuples",
         )
     if problem is not None:
-        return {"error": problem}, []
+        return {}, [], problem
     forms = [
         {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if isinstance(x, Tensor)
         else x
         for x in leaves
     ]
-    form = {"leaves": forms, "structure": structure}
-    return form, [x for x in leaves if isinstance(x, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return {"leaves": forms, "structure": structure}, tensors, None

@@ -35,12 +35,15 @@ def choose_device(
         SettingError: no such device, or fewer GPUs than processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu":
-        return torch.device("cpu"), "as set"
     if wanted is None and not count:
         return torch.device("cpu"), "no CUDA device is visible"
     if wanted is not None:
-        device = _parsed(wanted)
+        try:
+            device = torch.device(wanted)
+        except RuntimeError:
+            raise SettingError(
+                f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
+            ) from None
         if device.type != "cuda":
             return device, "as set"
         if not count:
@@ -60,10 +63,8 @@ def choose_device(
             f"{count} visible GPU{'s' * (count != 1)}{_visible(environ)}; NCCL needs one for each",
             f"start {count}, or use device='cpu', or backend='gloo' to share GPUs",
         )
-    reason = f"local rank {topology.local_rank}" + physical(index, environ)
-    if own:
-        reason = "the one that this process is shown" + physical(index, environ)
-    return torch.device("cuda", index), reason
+    reason = "the one that this process is shown" if own else f"local rank {topology.local_rank}"
+    return torch.device("cuda", index), reason + physical(index, environ)
 
 
 def _each_has_its_own(index: int, on_this_machine: Callable[[str], Sequence[str]]) -> bool:
@@ -74,15 +75,6 @@ def _each_has_its_own(index: int, on_this_machine: Callable[[str], Sequence[str]
     """
     shown = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
     return len(set(shown)) == len(shown)
-
-
-def _parsed(wanted: str) -> torch.device:
-    try:
-        return torch.device(wanted)
-    except RuntimeError:
-        raise SettingError(
-            f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
-        ) from None
 
 
 def _check_one_process(device: torch.device, topology: Topology, count: int) -> None:
@@ -138,9 +130,8 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
         samples: what this rank was computing at a time.
         devices: of this rank, which divide them; `micro_batch_size` is of one.
     """
-    if error is None or not is_out_of_memory(error):
-        return
-    if any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):
+    told = any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ()))
+    if error is None or told or not is_out_of_memory(error):
         return
     pieces = ""
     each = -(-samples // devices)

@@ -45,11 +45,11 @@ def local_addresses() -> dict[str, list[str]]:
 
     found = {}
     for name, entries in psutil.net_if_addrs().items():
-        own = [e.address for e in entries if e.family == socket.AF_INET]
-        own += [
-            e.address
-            for e in entries
-            if e.family == socket.AF_INET6 and not e.address.startswith("fe80")
+        own = [
+            entry.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family and not entry.address.startswith("fe80")
         ]
         if own:
             found[name] = own
@@ -403,10 +403,7 @@ def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[
 
 def hostname_address() -> str | None:
     """What the own host name resolves to; None when it does not."""
-    try:
-        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
-    except OSError:
-        return None
+    return next(iter(resolve(socket.gethostname())), None)
 
 
 def _named(environ: Mapping[str, str], addresses: Addresses) -> tuple[str, str] | None:
@@ -420,9 +417,7 @@ def _named(environ: Mapping[str, str], addresses: Addresses) -> tuple[str, str] 
     matching = [name for name in addresses if nccl_matches(environ[_NCCL], name)]
     if not matching:
         raise _no_such_interface(_NCCL, environ[_NCCL], addresses)
-    if len(matching) > 1:
-        return None
-    return matching[0], f"{_NCCL} is set to {environ[_NCCL]}"
+    return (matching[0], f"{_NCCL} is set to {environ[_NCCL]}") if len(matching) == 1 else None
 
 
 def nccl_matches(pattern: str, name: str) -> bool:

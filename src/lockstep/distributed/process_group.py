@@ -210,8 +210,7 @@ def _on_this_machine(
     """
     if joined is None:
         return [text]
-    store, hosts = joined.store, [manifest["host"] for manifest in joined.manifests]
-    keys = [f"here/{r}" for r, host in enumerate(hosts) if host == hosts[topology.rank]]
+    store, keys = joined.store, [f"here/{rank}" for rank in joined.here]
     store.set(f"here/{topology.rank}", text)
     come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
     return [store.get(key).decode() for key in keys] if come else [text, text]
@@ -221,13 +220,11 @@ def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
     """Where the script gave the rank, the local rank is known once the ranks have met."""
     if topology.source != _BY_SCRIPT:
         return topology
-    hosts = [manifest["host"] for manifest in joined.manifests]
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
     return replace(
         topology,
-        local_rank=here.index(topology.rank),
-        local_size=len(here),
-        node_rank=list(dict.fromkeys(hosts)).index(hosts[topology.rank]),
+        local_rank=joined.here.index(topology.rank),
+        local_size=len(joined.here),
+        node_rank=list(dict.fromkeys(joined.hosts)).index(joined.hosts[topology.rank]),
     )
 
 
@@ -285,34 +282,23 @@ def main_process_first(run: Run, turn: str) -> Iterator[None]:
     if run.joined is None:
         yield
         return
-    key = f"main_process_first/{turn}"
-    if run.topology.is_main:
-        try:
-            with _turn(run.collectives):
-                yield
-        except BaseException:
-            run.joined.store.set(key, "failed")
-            raise
-        run.joined.store.set(key, "done")
-        return
-    run.joined.store.wait([key], _MAIN_FIRST)
-    if run.joined.store.get(key) == b"failed":
-        raise UsageError(
-            "with world.main_process_first()",
-            "rank 0 raised in its block",
-            "look at rank 0's error",
-        )
-    with _turn(run.collectives):
-        yield
-
-
-@contextmanager
-def _turn(collectives: Collectives) -> Iterator[None]:
-    collectives.in_turn = True
+    key, store, failed = f"main_process_first/{turn}", run.joined.store, True
+    if not run.topology.is_main:
+        store.wait([key], _MAIN_FIRST)
+        if store.get(key) == b"failed":
+            raise UsageError(
+                "with world.main_process_first()",
+                "rank 0 raised in its block",
+                "look at rank 0's error",
+            )
+    run.collectives.in_turn = True
     try:
         yield
+        failed = False
     finally:
-        collectives.in_turn = False
+        run.collectives.in_turn = False
+        if run.topology.is_main:
+            store.set(key, "failed" if failed else "done")
 
 
 def _topology(
@@ -337,10 +323,10 @@ def _topology(
         return found
     # Without a launcher nothing says which processes share this machine. With an address of
     # loopback they all do; with any other, each is taken to be alone on its machine.
+    host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
-        local = means_loopback(urlsplit(init_method).hostname)
-    else:
-        local = means_loopback(environ.get("MASTER_ADDR"))
+        host = urlsplit(init_method).hostname
+    local = means_loopback(host)
     return Topology(
         rank=rank,
         size=world_size,
@@ -355,14 +341,10 @@ def _topology(
 
 def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, object]:
     """The settings that must be equal on all ranks."""
+    alike = ("seed", "precision", "backend", "shares", "micro_batch_size", "sync_batchnorm")
     return {
         "strategy": getattr(settings.strategy, "name", settings.strategy),
-        "seed": settings.seed,
-        "precision": settings.precision,
-        "backend": settings.backend,
-        "shares": settings.shares,
-        "micro_batch_size": settings.micro_batch_size,
-        "sync_batchnorm": settings.sync_batchnorm,
+        **{name: getattr(settings, name) for name in alike},
         "ledger": settings.ledger is not None,
         "threads": environ.get("OMP_NUM_THREADS"),
     }
@@ -393,16 +375,13 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
         )
     if backend in ("nccl", CUDA_BACKENDS):
-        if not cuda:
-            found = f"the device is {device}; NCCL moves data of GPUs only"
-            raise SettingError("backend='nccl'", found, "use 'gloo'")
-        if not dist.is_nccl_available():
-            raise SettingError(
-                "backend='nccl'",
-                f"torch {torch.__version__} was built without NCCL",
-                "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL",
-            )
-        return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
+        found, do = f"the device is {device}; NCCL moves data of GPUs only", "use 'gloo'"
+        if cuda and dist.is_nccl_available():
+            return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
+        if cuda:
+            found = f"torch {torch.__version__} was built without NCCL"
+            do = "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL"
+        raise SettingError("backend='nccl'", found, do)
     if backend == "mpi" and not dist.is_mpi_available():
         raise SettingError(
             "backend='mpi'",

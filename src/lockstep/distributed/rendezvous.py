@@ -87,6 +87,10 @@ class Joined:
         self._served_by_rank_0 = served_by_rank_0
         self._file = file
         self.manifests = manifests
+        self.hosts = [manifest["host"] for manifest in manifests]
+        """Of each rank."""
+        self.here = [r for r, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        """The ranks of this machine."""
 
     @property
     def store(self) -> Store:

@@ -53,11 +53,8 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restores the CPU streams of torch, numpy and `random` on leaving."""
-    torch_state, numpy_state, python_state = (
-        torch.get_rng_state(),
-        np.random.get_state(),
-        random.getstate(),
-    )
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
+    python_state = random.getstate()
     try:
         yield
     finally:

@@ -314,9 +314,8 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
         flag, equals, value = argument.partition("=")
         if flag not in _LOCAL_RANK_FLAGS:
             continue
-        if not equals:
-            value = argv[position + 1] if position + 1 < len(argv) else ""
-        argued = _number({flag: value}, flag)
+        following = argv[position + 1 : position + 2]
+        argued = _number({flag: value if equals else "".join(following)}, flag)
         if variable is not None and variable != argued:
             raise SettingError(
                 f"LOCAL_RANK={variable} and {flag}={argued}",
