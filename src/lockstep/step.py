@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 CHECK_EVERY = 200
 """Global batches from one comparison of the ranks to the next, by default."""

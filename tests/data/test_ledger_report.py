@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.ledger_check import FORMAT, STEP, Report, judge, read_file
+from lockstep.data.ledger import FORMAT, STEP, Report, judge, read_file
 from lockstep.errors import CheckpointError
 
 LENGTH, BATCH, STEPS = 10, 4, 3

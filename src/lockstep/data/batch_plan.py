@@ -152,29 +152,15 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
     return batch_size
 
 
-def check_batch_size(batch_size: object) -> None:
-    """Raises DataError unless this is a whole number of at least 1."""
+def check_batch_size(batch_size: object) -> int:
+    """Raises DataError unless this is a whole number of at least 1, which is returned."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise DataError(
             f"batch_size={batch_size!r}",
             "a global batch holds a whole number of samples, at least 1",
             "give the number of samples of one optimizer step over all devices",
         )
-
-
-def global_batch_size(batch_size: int | None, per_device: int | None, devices: int) -> object:
-    """The samples of a global batch, of which one of the two arguments tells.
-
-    Raises:
-        DataError: both are given, or none.
-    """
-    if (batch_size is None) == (per_device is None):
-        raise DataError(
-            f"batch_size={batch_size}, batch_size_per_device={per_device}",
-            "exactly one of them says how large the global batch is",
-            "give batch_size: the samples of one optimizer step over all devices",
-        )
-    return per_device * devices if per_device is not None else batch_size
+    return batch_size
 
 
 def parse_shares(

@@ -1,10 +1,16 @@
 """The sample ledger: every rank writes which samples it trained in which optimizer step.
 
-A folder holds one file for each rank and each start of the run. A file is a row of records that is
-only ever added to: 4 bytes length and 4 bytes CRC-32, both of what follows; then `J` and JSON, or
-`S` and a step: the numbers of `STEP`, and the indices of this rank's samples as 64-bit integers,
-all little-endian. The first record is JSON and tells whose file it is. A record that was cut off
-shows by its length. `lockstep.data.ledger_check` reads it.
+A folder holds one file for each rank and each start of the run, whose name tells which. A file is a
+row of records that is only ever added to: 4 bytes length and 4 bytes CRC-32, both of what follows;
+then `J` and JSON, or `S` and a step: the numbers of `STEP`, and the indices of this rank's samples
+as 64-bit integers, all little-endian. The first record tells the version and the number of ranks.
+What was cut off at the end of a file, because its process was killed, shows by its length and is no
+damage; a record in the middle that its checksum does not fit is.
+
+`judge` reads it: was every sample of every epoch trained once, over all restarts? Where a run was
+started again from a checkpoint, the steps from there on were trained again by the later attempt,
+from a state that knew nothing of the earlier ones. So the later attempt's records take their place,
+and what is judged is the row of steps that led to the last state.
 """
 
 from __future__ import annotations
@@ -12,25 +18,43 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from lockstep.data.batch_plan import Indices
-from lockstep.data.ledger_check import FORMAT, FRAME, NO_LOADER, STEP
-from lockstep.data.loader import Loader
-from lockstep.data.source import IterableSource
-from lockstep.distributed.collectives import Collectives
-from lockstep.errors import SettingError
+from lockstep.errors import CheckpointError, SettingError, name_ranks, reference, some, spans
 from lockstep.step import BatchEvent, Callback
+
+if TYPE_CHECKING:  # reading needs no torch
+    from lockstep.data.loader import Loader
+    from lockstep.distributed.collectives import Collectives
+
+FORMAT = 1
+FRAME = struct.Struct("<II")
+STEP = struct.Struct("<QHIQI")
+"""Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
+NO_LOADER = 0xFFFF
+"""In a step that no prepared loader had to do with."""
+_NAME, _SUFFIX = ".rank", ".ledger"
+_LISTED = 20
+"""Findings in the text; JSON has all."""
+_SHOWN = 5
+"""Of several things in a text."""
+
+Samples = npt.NDArray[np.int64]
 
 
 class Ledger(Callback):
-    """Watches a training and writes its samples down; see `step.Callback`.
+    """Watches a training and writes its samples down.
 
     A global batch counts as trained when the first optimizer has stepped for it.
 
@@ -48,40 +72,28 @@ class Ledger(Callback):
     ) -> None:
         self._folder = Path(folder)
         self._loaders = loaders
-        self._numbers: dict[Loader, int] = {}
-        """Of the loaders that have been written down."""
+        self._introduced: set[int] = set()
+        """The numbers of the loaders that have been written down."""
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         rank = collectives.data_parallel.rank
         self._file = -1
         proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        attempt = collectives.exchange(proposed)[0]
+        start = collectives.exchange(proposed)[0]
         problem = ""
         if collectives.contributes:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                name = self._folder / f"{attempt}.rank{rank}.ledger"
-                self._file = os.open(
-                    name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o666
-                )
+                path = self._folder / f"{start}{_NAME}{rank}{_SUFFIX}"
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
+                self._file = os.open(path, flags, 0o666)
             except OSError as error:
                 problem = f"rank {rank}: {error}"
         problems = [text for text in collectives.exchange(problem) if text]
         if problems:
             self.close()
-            raise _cannot_write(folder, problems[0])
-        self._write_json(
-            {
-                "ledger": FORMAT,
-                "attempt": attempt,
-                "started_ns": int(attempt.partition("-")[0]),
-                "rank": rank,
-                "ranks": collectives.data_parallel.size,
-                "processes": collectives.topology.size,
-                "step": STEP.format,
-                "no_loader": NO_LOADER,
-            }
-        )
+            raise self._cannot_write(problems[0])
+        self._write_json({"ledger": FORMAT, "ranks": collectives.data_parallel.size})
 
     def close(self) -> None:
         """Writes nothing more."""
@@ -101,35 +113,32 @@ class Ledger(Callback):
         trained = {loader: events for loader, events in self._open.items() if loader.mid_epoch}
         self._open.clear()
         for loader, events in trained.items():
-            self._write_step(number, loader, events)
+            first = events[0]
+            place = first.epoch, first.position, first.micro_batch.count
+            samples = np.concatenate([event.samples for event in events])
+            indices = samples.astype("<i8", copy=False).tobytes()
+            self._write(b"S" + STEP.pack(number, self._number(loader), *place) + indices)
         if not trained:
             self._write(b"S" + STEP.pack(number, NO_LOADER, 0, 0, 0))
 
-    def _write_step(self, number: int, loader: Loader, events: list[BatchEvent]) -> None:
-        if loader not in self._numbers:
-            self._numbers[loader] = self._introduce(loader)
-        first = events[0]
-        count = first.micro_batch.count
-        head = STEP.pack(number, self._numbers[loader], first.epoch, first.position, count)
-        samples: Indices = np.concatenate([event.samples for event in events])
-        self._write(b"S" + head + samples.astype("<i8", copy=False).tobytes())
-
-    def _introduce(self, loader: Loader) -> int:
-        """Writes down what the positions of a loader mean; returns its number."""
+    def _number(self, loader: Loader) -> int:
+        """That of a loader; the first time it is written down what its positions mean."""
         number = list(self._loaders).index(loader)
-        source = loader.source
-        self._write_json(
-            {
-                "loader": number,
-                "dataset": type(source.dataset).__name__,
-                "stream": source.sharding if isinstance(source, IterableSource) else None,
-                "length": None if source.steps is None else source.length,
-                "steps": source.steps,
-                "batch_size": source.batch_size,
-                "drop_last": source.drop_last,
-                "own_order": source.custom_order,
-            }
-        )
+        if number not in self._introduced:
+            self._introduced.add(number)
+            source = loader.source
+            self._write_json(
+                {
+                    "loader": number,
+                    "dataset": type(source.dataset).__name__,
+                    "stream": source.sharding,
+                    "length": None if source.steps is None else source.length,
+                    "steps": source.steps,
+                    "batch_size": source.batch_size,
+                    "drop_last": source.drop_last,
+                    "own_order": source.custom_order,
+                }
+            )
         return number
 
     def _write_json(self, values: dict[str, Any]) -> None:
@@ -143,14 +152,463 @@ class Ledger(Callback):
         try:
             written = os.write(self._file, data)
         except OSError as error:
-            raise _cannot_write(self._folder, str(error)) from error
+            raise self._cannot_write(str(error)) from error
         if written < len(data):
-            raise _cannot_write(self._folder, f"{written} of {len(data)} bytes were written")
+            raise self._cannot_write(f"{written} of {len(data)} bytes were written")
+
+    def _cannot_write(self, found: str) -> SettingError:
+        return SettingError(
+            f"ledger={str(self._folder)!r}",
+            f"it cannot be written: {found}",
+            "make room or choose another folder; or leave the ledger out",
+        )
 
 
-def _cannot_write(folder: str | Path, found: str) -> SettingError:
-    return SettingError(
-        f"ledger={str(folder)!r}",
-        f"it cannot be written: {found}",
-        "make room or choose another folder; or leave the ledger out",
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    code: str
+    """Of its entry in the catalogue."""
+    what: str
+    step: int | None = None
+    loader: int | None = None
+    epoch: int | None = None
+    samples: tuple[int, ...] = ()
+    """The first of those concerned."""
+
+
+@dataclass
+class Report:
+    """What a ledger tells."""
+
+    folder: str
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """Of each start of the run: ranks, first and last step, how many steps it trained again."""
+    steps: int = 0
+    """That led to the last state."""
+    again: int = 0
+    """Steps that were trained again after a restart."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """Of each loader and epoch: samples, global batches, whether it came to its end."""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing and not wrong."""
+
+    def find(self, code: str, what: str, **where: Any) -> None:
+        """Adds a finding."""
+        self.findings.append(Finding(code, what, **where))
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        found = [f"{self.folder}: {_counted(self.steps, 'optimizer step')}"]
+        for number, attempt in enumerate(self.attempts, 1):
+            begun = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
+            ranks = _counted(attempt["ranks"], "rank")
+            steps = f"steps {attempt['first']} to {attempt['last']}"
+            text = f"  start {number}, {begun:%Y-%m-%d %H:%M:%S}: {ranks}, "
+            text += "no step" if attempt["last"] is None else steps
+            if attempt["again"]:
+                text += f"; trained {_counted(attempt['again'], 'step')} again"
+            found.append(text)
+        for epoch in self.epochs:
+            of = "" if epoch["steps"] is None else f" of {epoch['steps']}"
+            found.append(
+                f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
+                f"{_counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
+            )
+        found += [f"  note: {note}" for note in self.notes]
+        for finding in self.findings[:_LISTED]:
+            found.append(f"{finding.what}\n  more:  {reference(finding.code)}")
+        if len(self.findings) > _LISTED:
+            found.append(f"and {len(self.findings) - _LISTED} more findings")
+        if not self.findings:
+            found.append("every sample once: nothing was trained twice, nothing was left out")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as values for `json.dumps`."""
+        verdict = "REPEATS OR GAPS" if self.findings else "EVERY SAMPLE ONCE"
+        return {"verdict": verdict, **asdict(self)}
+
+
+class Row(NamedTuple):
+    """What was trained of one global batch: by one rank, or by all of them together."""
+
+    step: int
+    loader: int
+    epoch: int
+    position: int
+    total: int
+    """Samples of the global batch on all ranks."""
+    samples: Samples
+
+
+@dataclass
+class RankFile:
+    """One rank's file of one start of the run."""
+
+    name: str
+    ranks: int = 0
+    loaders: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    cut: bool = False
+    """The last record is not whole."""
+    damaged: list[int] = field(default_factory=list)
+    """Bytes at which records begin that are not what was written."""
+
+
+class Attempt(NamedTuple):
+    """One start of the run, or what followed when it went back to an earlier step."""
+
+    name: str
+    ranks: int
+    files: Mapping[int, RankFile]
+    """Of the ranks; none where the run went back."""
+    rows: Mapping[int, list[Row]]
+    """Of the ranks that have a file."""
+
+
+def judge(folder: str | Path) -> Report:
+    """Reads and judges the ledger of a run.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    attempts = read_folder(Path(folder))
+    report = Report(str(folder))
+    for number, attempt in enumerate(attempts, 1):
+        _check_files(attempt, number, report)
+    trained_by = _last_words(attempts, report)
+    loaders = _loaders(attempts, report)
+    epochs = _batches(attempts, trained_by, report)
+    _check_steps(trained_by, report)
+    keys = sorted(epochs)
+    for key, later in zip(keys, [*keys[1:], None], strict=True):
+        batches = sorted(epochs[key], key=lambda batch: batch.step)
+        following = None
+        if later is not None and later[0] == key[0]:
+            following = min(epochs[later], key=lambda batch: batch.step)
+        _check_epoch(loaders[key[0]], batches, following, trained_by, report)
+    return report
+
+
+def _check_files(attempt: Attempt, number: int, report: Report) -> None:
+    for rank in sorted(set(range(attempt.ranks)) - attempt.rows.keys()):
+        report.find("LS102", f"start {number}: the file of rank {rank} is missing")
+    for rank, file in sorted(attempt.files.items()):
+        if file.cut:
+            report.notes.append(
+                f"start {number}, rank {rank}: the last record is cut off; the process ended while "
+                "it wrote"
+            )
+        if file.damaged:
+            report.find(
+                "LS405",
+                f"start {number}, rank {rank}: {_counted(len(file.damaged), 'record')} of "
+                f"{file.name} cannot be read, the first at byte {file.damaged[0]}",
+            )
+
+
+def _last_words(attempts: Sequence[Attempt], report: Report) -> dict[int, int]:
+    """The steps that led to the last state, each with the place of the attempt that counts."""
+    trained_by: dict[int, int] = {}
+    for number, attempt in enumerate(attempts):
+        steps = {row.step for rows in attempt.rows.values() for row in rows}
+        first, last = min(steps, default=None), max(steps, default=None)
+        again = [step for step in trained_by if first is not None and step >= first]
+        for step in again:
+            del trained_by[step]
+        trained_by |= dict.fromkeys(steps, number)
+        report.again += len(again)
+        report.attempts.append(
+            {
+                "name": attempt.name,
+                "started_ns": int(attempt.name.partition("-")[0]),
+                "ranks": attempt.ranks,
+                "first": first,
+                "last": last,
+                "again": len(again),
+            }
+        )
+    report.steps = len(trained_by)
+    return trained_by
+
+
+def _loaders(attempts: Sequence[Attempt], report: Report) -> dict[int, dict[str, Any]]:
+    """What is known of each loader; it must be the same in all attempts."""
+    found: dict[int, dict[str, Any]] = {}
+    said: set[tuple[int, str]] = set()
+    for number, attempt in enumerate(attempts, 1):
+        for rank, file in sorted(attempt.files.items()):
+            for values in file.loaders:
+                loader = values["loader"]
+                known = found.setdefault(loader, values)
+                for name in ("length", "batch_size", "drop_last"):
+                    if values[name] != known[name] and (loader, name) not in said:
+                        said.add((loader, name))
+                        report.find(
+                            "LS104" if name == "length" else "LS109",
+                            f"loader {loader}: {name} is {values[name]} on rank {rank} of start "
+                            f"{number}, and was {known[name]}",
+                            loader=loader,
+                        )
+    return found
+
+
+def _batches(
+    attempts: Sequence[Attempt], trained_by: Mapping[int, int], report: Report
+) -> dict[tuple[int, int], list[Row]]:
+    """The global batches that count, by loader and epoch; a fault of many steps is said once."""
+    epochs: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    faults: dict[tuple[int, str], list[Finding]] = defaultdict(list)
+    for number, attempt in enumerate(attempts):
+        by_batch: dict[tuple[int, int], dict[int, Row]] = defaultdict(dict)
+        for rank, parts in sorted(attempt.rows.items()):
+            for row in parts:
+                if trained_by.get(row.step) == number and row.loader != NO_LOADER:
+                    by_batch[row.step, row.loader][rank] = row
+        for (step, loader), rows in by_batch.items():
+            first = next(iter(rows.values()))
+            absent = sorted(attempt.rows.keys() - rows.keys())
+            if absent and step == max(trained_by):
+                report.notes.append(
+                    f"start {number + 1} ended in step {step}, before {name_ranks(absent)} had "
+                    "written it down; that step is left out"
+                )
+                continue
+            fault = _fault(rows, absent, attempt.ranks)
+            if fault is not None:
+                faults[number, fault.code].append(fault)
+                if fault.code == "LS109":  # its parts are of different global batches
+                    continue
+            samples = np.concatenate([row.samples for row in rows.values()])
+            epochs[loader, first.epoch].append(first._replace(samples=samples))
+    for found in faults.values():
+        also = f"; so in {len(found)} steps, the last {found[-1].step}" if found[1:] else ""
+        report.findings.append(replace(found[0], what=found[0].what + also))
+    return epochs
+
+
+def _fault(rows: Mapping[int, Row], absent: Sequence[int], ranks: int) -> Finding | None:
+    """Why what the ranks trained in a step does not make a global batch."""
+    (rank, first), *others = rows.items()
+    place = f"global batch {first.position} of epoch {first.epoch}"
+    found = sum(len(row.samples) for row in rows.values())
+    other = next(((r, row) for r, row in others if row[:5] != first[:5]), None)
+    if other is not None:
+        r, row = other
+        code = "LS109"
+        what = (
+            f"rank {rank} trained {place} ({first.total} samples), rank {r} global batch "
+            f"{row.position} of epoch {row.epoch} ({row.total} samples)"
+        )
+    elif absent:
+        code = "LS102"
+        what = f"{name_ranks(absent)} did not record {place}"
+    elif len(rows) == ranks and found != first.total:
+        code = "LS102" if found < first.total else "LS101"
+        what = (
+            f"{place} has {first.total} samples, and the parts of the ranks have {found} together"
+        )
+    else:
+        return None
+    what = f"step {first.step}: {what}"
+    return Finding(code, what, first.step, first.loader, first.epoch)
+
+
+def _check_steps(steps: Mapping[int, int], report: Report) -> None:
+    if not steps:
+        report.notes.append("no optimizer step is written down")
+        return
+    first, last = min(steps), max(steps)
+    if first > 0:
+        report.notes.append(
+            f"the ledger begins at step {first}; it does not cover what was trained before"
+        )
+    missing = sorted(set(range(first, last)) - steps.keys())
+    if missing:
+        what = f"{_counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"
+        report.find("LS405", what, step=missing[0])
+
+
+def _check_epoch(
+    loader: dict[str, Any],
+    batches: Sequence[Row],
+    following: Row | None,
+    trained_by: Mapping[int, int],
+    report: Report,
+) -> None:
+    """Is every sample in an epoch of a loader, and none twice?
+
+    Args:
+        loader: what is known of it.
+        batches: those of the epoch's global batches that were trained, by step.
+        following: the first global batch of the next epoch that was trained, if there is one.
+        trained_by: which attempt trained a step.
+        report: where findings and numbers go.
+    """
+    begin, end = batches[0], batches[-1]
+    title = f"loader {loader['loader']} ({loader['dataset']}), epoch {begin.epoch}"
+
+    def find(code: str, what: str, samples: Samples | Sequence[int] = ()) -> None:
+        first = tuple(int(sample) for sample in samples[:_SHOWN])
+        where = {"loader": loader["loader"], "epoch": begin.epoch, "samples": first}
+        report.find(code, f"{title}: {what}", **where)
+
+    samples = np.concatenate([batch.samples for batch in batches])
+    positions = {batch.position for batch in batches}
+    steps, stop = loader["steps"], max(positions) + 1
+    ended = stop == steps
+    # Where the ledger begins in this epoch.
+    start = begin.position if begin.step == min(trained_by) > 0 else 0
+    why = ""
+    if following is not None and steps is not None and not ended:
+        if trained_by[following.step] == trained_by[end.step]:
+            report.notes.append(
+                f"loader {loader['loader']}: the script left epoch {begin.epoch} after global "
+                f"batch {stop - 1} of {steps}"
+            )
+        else:
+            stop, why = steps, "; the run was then taken up in another epoch"
+    missing = sorted(set(range(start, stop)) - positions)
+    if missing:
+        find("LS102", f"global batches were left out: {spans(missing, _SHOWN)}{why}")
+    if loader["own_order"]:
+        if len(positions) < len(batches):
+            find("LS101", "a global batch of the user's own order was trained twice")
+    else:
+        distinct, counts = np.unique(samples, return_counts=True)
+        twice = distinct[counts > 1]
+        if len(twice):
+            first = [_with_steps(sample, batches) for sample in twice[: _SHOWN + 1].tolist()]
+            number = _counted(len(twice), "sample")
+            find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice)
+        if not missing and all(len(batch.samples) == batch.total for batch in batches):
+            absent = _absent(loader, samples, start, ended=ended)
+            if len(absent):
+                number = _counted(len(absent), "sample")
+                find("LS102", f"{number} left out: {spans(absent.tolist(), _SHOWN)}", absent)
+    report.epochs.append(
+        {
+            "loader": loader["loader"],
+            "dataset": loader["dataset"],
+            "epoch": begin.epoch,
+            "samples": len(samples),
+            "batches": len(positions),
+            "steps": steps,
+            "ended": ended,
+        }
     )
+
+
+def _with_steps(sample: int, batches: Sequence[Row]) -> str:
+    steps = [str(batch.step) for batch in batches if sample in batch.samples]
+    return f"{sample} (step{'s' * (len(steps) > 1)} {', '.join(steps)})"
+
+
+def _absent(loader: dict[str, Any], samples: Samples, start: int, *, ended: bool) -> Samples:
+    """Where no global batch is missing: the samples that are in none."""
+    wanted = range(0)
+    if loader["stream"] is None and ended and not start and not loader["drop_last"]:
+        wanted = range(loader["length"])
+    elif loader["stream"] in ("whole", "seek"):  # a stream of a rank's own has no numbers in a row
+        wanted = range(start * loader["batch_size"], int(samples.max()) + 1)
+    return np.setdiff1d(np.asarray(wanted, dtype=np.int64), samples)
+
+
+def _counted(number: int, noun: str) -> str:
+    """`3 samples`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def read_folder(folder: Path) -> list[Attempt]:
+    """The attempts in a folder, in the order in which they were started.
+
+    Raises:
+        CheckpointError: there is no ledger, or one of a later version.
+    """
+    starts: dict[str, dict[int, RankFile]] = defaultdict(dict)
+    for path in sorted(folder.glob(f"*{_NAME}*{_SUFFIX}")):
+        # The name alone tells as much of a file that was cut off at its very beginning.
+        name, _, rank = path.name.removesuffix(_SUFFIX).rpartition(_NAME)
+        starts[name][int(rank)] = read_file(path)
+    if not starts:
+        raise CheckpointError(
+            f"the ledger {folder}",
+            "the folder holds none" if folder.is_dir() else "there is no such folder",
+            "train with lockstep run --ledger FOLDER, and give that folder",
+        )
+    return [part for name, files in starts.items() for part in _forward(name, files)]
+
+
+def _forward(name: str, files: Mapping[int, RankFile]) -> Iterator[Attempt]:
+    """A start in parts in which the steps go forward: a script may resume in mid-run."""
+    ranks = max(file.ranks for file in files.values())
+    left = {rank: file.rows for rank, file in files.items()}
+    while True:
+        present: dict[int, list[Row]] = {}
+        for rank, rows in left.items():
+            backward = (i for i in range(1, len(rows)) if rows[i].step < rows[i - 1].step)
+            cut = next(backward, len(rows))
+            present[rank], left[rank] = rows[:cut], rows[cut:]
+        yield Attempt(name, ranks, files, present)
+        files = {}
+        if not any(left.values()):
+            return
+
+
+def read_file(path: Path) -> RankFile:
+    """One rank's file.
+
+    Raises:
+        CheckpointError: it is of a later version, or cannot be opened.
+    """
+    file = RankFile(path.name)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"the ledger {path.parent}",
+            f"{path.name} cannot be read: {error}",
+            "make it readable, or copy the folder",
+        ) from error
+    for begin, end in _records(data, file):
+        if data[begin : begin + 1] == b"S":
+            after = begin + 1 + STEP.size
+            samples = np.frombuffer(data, "<i8", (end - after) // 8, after)
+            step, loader, epoch, position, total = STEP.unpack_from(data, begin + 1)
+            file.rows.append(Row(step, loader, epoch, position, total, samples))
+            continue
+        values = json.loads(data[begin + 1 : end])
+        if "loader" in values:
+            file.loaders.append(values)
+        elif values["ledger"] == FORMAT:
+            file.ranks = values["ranks"]
+        else:
+            raise CheckpointError(
+                f"the ledger {path.parent}",
+                f"{path.name} is of version {values['ledger']}, this Lockstep reads version "
+                f"{FORMAT}",
+                "read it with the Lockstep that wrote it",
+            )
+    return file
+
+
+def _records(data: bytes, file: RankFile) -> Iterator[tuple[int, int]]:
+    """Where each whole record begins and ends."""
+    at = 0
+    while at < len(data):
+        begin = at + FRAME.size
+        length, checksum = FRAME.unpack(data[at:begin]) if begin <= len(data) else (0, 0)
+        end = begin + length
+        if end > len(data) or not length:
+            file.cut = True
+            return
+        if zlib.crc32(memoryview(data)[begin:end]) == checksum:
+            yield begin, end
+        elif end == len(data):
+            file.cut = True
+        else:
+            file.damaged.append(at)
+        at = end

@@ -37,7 +37,6 @@ from lockstep.data.batch_plan import (
     batches_in_epoch,
     check_batch_size,
     cut,
-    global_batch_size,
     plan_epoch,
 )
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
@@ -92,6 +91,11 @@ class Source:
     def custom_order(self) -> bool:
         """A sampler of the user's says which samples form the global batches."""
         return self.sampler is not None or self.batch_sampler is not None
+
+    @property
+    def sharding(self) -> str | None:
+        """How a rank comes by its part of an iterable, in a word; None: there is an index."""
+        return None
 
     @property
     def fingerprint(self) -> int:
@@ -175,7 +179,7 @@ class IterableSource(Source):
 
     @property
     def sharding(self) -> str:
-        """How a rank comes by its part, in a word."""
+        """How a rank comes by its part."""
         return "own" if self.shard is False else "whole" if self.shard is None else "seek"
 
 
@@ -255,73 +259,54 @@ def make_source(
             torch.
         UsageError: arguments that do not fit these data.
     """
-    options = options or {}
     dataset = data.dataset if isinstance(data, DataLoader) else data
     iterable = isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
-    if not iterable and (transform is not None or shard is not None):
-        raise UsageError(
-            "transform= or shard= for a map-style dataset",
-            "they are for iterable datasets; of this one each rank reads only its own samples",
-            "leave them out, and transform samples in the dataset's __getitem__",
-        )
     if iterable:
         _check_iterable(dataset, shuffle=shuffle, shard=shard)
     else:
-        _check_map_style(dataset)
+        _check_map_style(dataset, only_of_iterables=transform is not None or shard is not None)
     if not isinstance(data, DataLoader):
-        size = global_batch_size(batch_size, per_device, devices)
-        check_batch_size(size)
-        _check_options(dataset, options)
-        given: dict[str, Any] = {
-            "dataset": dataset,
-            "batch_size": size,
-            "drop_last": drop_last,
-            "collate": collate or default_collate,
-            "options": options,
-        }
-        if iterable:
-            return IterableSource(transform=transform, shard=shard, **given)
-        return Source(shuffle=shuffle, **given)
-    if (
-        batch_size is not None
-        or per_device is not None
-        or options
-        or shuffle
-        or drop_last
-        or collate is not None
-    ):
-        raise UsageError(
-            "world.loader of a DataLoader with batch_size or loader options",
-            "the DataLoader has these already",
-            "set them in the DataLoader, or pass its dataset",
-        )
-    if data.batch_size is None and data.batch_sampler is None:
+        if (batch_size is None) == (per_device is None):
+            raise DataError(
+                f"batch_size={batch_size}, batch_size_per_device={per_device}",
+                "exactly one of them says how large the global batch is",
+                "give batch_size: the samples of one optimizer step over all devices",
+            )
+        size = check_batch_size(batch_size if per_device is None else per_device * devices)
+        loader = _make_loader(dataset, size, drop_last, collate, options or {})
+    else:
+        loader = data
+        none_given = all(each is None for each in (batch_size, per_device, collate))
+        if shuffle or drop_last or options or not none_given:
+            raise UsageError(
+                "world.loader of a DataLoader with batch_size or loader options",
+                "the DataLoader has these already",
+                "set them in the DataLoader, or pass its dataset",
+            )
+    if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             "a DataLoader with batch_size=None",
             "without a batch size there is no global batch",
             "give the DataLoader a batch_size",
         )
-    given = {
+    given: dict[str, Any] = {
         "dataset": dataset,
-        "drop_last": data.drop_last,
-        "collate": data.collate_fn,
-        "options": {name: getattr(data, name) for name in _OPTIONS},
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "collate": loader.collate_fn,
+        "options": {name: getattr(loader, name) for name in _OPTIONS},
     }
     if iterable:
-        return IterableSource(
-            batch_size=cast(int, data.batch_size), transform=transform, shard=shard, **given
-        )
-    return _from_loader(data, given)
+        return IterableSource(transform=transform, shard=shard, **given)
+    return Source(**given | _order(loader, shuffle))
 
 
-def _from_loader(loader: DataLoader[Any], given: dict[str, Any]) -> Source:
-    """A DataLoader over a map-style dataset, whose sampler may be the user's own."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    if isinstance(sampler, DistributedSampler) or isinstance(
-        getattr(batches, "sampler", None), DistributedSampler
-    ):
+def _order(loader: DataLoader[Any], shuffle: bool) -> dict[str, Any]:
+    """What a DataLoader over a map-style dataset, or `shuffle`, says about the order of samples."""
+    batches, sampler = loader.batch_sampler, cast(Any, loader.sampler)
+    if any(isinstance(s, DistributedSampler) for s in (sampler, getattr(batches, "sampler", None))):
         raise UsageError(
             "a DataLoader with a DistributedSampler",
             "it is already sharded; Lockstep would shard each shard again",
@@ -332,22 +317,27 @@ def _from_loader(loader: DataLoader[Any], given: dict[str, Any]) -> Source:
         size = getattr(batches, "batch_size", None)
         if not (isinstance(size, int) and size > 0):  # what is typical of its batches
             size = max(1, -(-_length(loader.dataset) // max(1, _length(batches))))
-        own = cast("Sampler[list[int]]", batches)
-        return Source(batch_size=size, batch_sampler=own, **given)
-    simple = (
-        type(sampler) is SequentialSampler
-        or (type(sampler) is RandomSampler and not sampler.replacement)
-    ) and len(sampler) == len(sampler.data_source) == _length(loader.dataset)
-    return Source(
-        batch_size=loader.batch_size,
-        shuffle=simple and type(sampler) is RandomSampler,
-        sampler=None if simple else cast("Sampler[int]", sampler),
-        **given,
+        return {"batch_sampler": batches, "batch_size": size}
+    of_torch = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement
     )
+    if of_torch and len(sampler) == len(sampler.data_source) == _length(loader.dataset):
+        return {"shuffle": shuffle or type(sampler) is RandomSampler}
+    return {"sampler": sampler}
 
 
-def _check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
-    """Raises DataError where an option is unknown, or refused by torch."""
+def _make_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    drop_last: bool,
+    collate: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+) -> DataLoader[Any]:
+    """Torch's loader of a dataset, which nobody iterates; it completes and checks the options.
+
+    Raises:
+        DataError: an option is unknown, or refused by torch.
+    """
     for name in options:
         if name in _ORDERING:
             raise DataError(
@@ -371,9 +361,11 @@ def _check_options(dataset: Dataset[Any], options: dict[str, Any]) -> None:
                 f"give such a number, or leave {name} out",
             )
     try:
-        with warnings.catch_warnings():  # those come when it is built for use
+        with warnings.catch_warnings():  # those come when one is built for use
             warnings.simplefilter("ignore")
-            DataLoader(dataset, **options)
+            return DataLoader(
+                dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options
+            )
     except (TypeError, ValueError) as error:
         raise DataError(
             ", ".join(f"{name}={value!r}" for name, value in options.items()),
@@ -406,7 +398,13 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
         )
 
 
-def _check_map_style(dataset: object) -> None:
+def _check_map_style(dataset: object, *, only_of_iterables: bool) -> None:
+    if only_of_iterables:
+        raise UsageError(
+            "transform= or shard= for a map-style dataset",
+            "they are for iterable datasets; of this one each rank reads only its own samples",
+            "leave them out, and transform samples in the dataset's __getitem__",
+        )
     if not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"data of type {type(dataset).__name__}",
