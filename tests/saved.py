@@ -18,8 +18,8 @@ def checkpoint(
     """Writes one; returns its folder."""
     trees, files = {}, {}
     for name, module in modules.items():
-        trees[name], files[f"{name}.safetensors"] = encode(plain_state_dict(module))
-    tree, files["training.safetensors"] = encode(training or {})
+        trees[name], files[f"{name}.safetensors"], _ = encode(plain_state_dict(module))
+    tree, files["training.safetensors"], _ = encode(training or {})
     manifest = {
         "id": f"{step:016x}",
         "lockstep": "0.1.0",

@@ -144,7 +144,7 @@ def test_what_is_incomplete_is_passed_over(tmp_path: Path, damage: Callable[[Pat
     damage(bad)
     assert layout.latest(tmp_path) == good
     assert layout.list_checkpoints(tmp_path) == [good]
-    assert layout.incomplete(tmp_path) == [bad]
+    assert layout.candidates(tmp_path) == [bad, good]
     with pytest.raises(CheckpointError, match="not complete"):
         layout.read_manifest(bad)
     assert write(tmp_path, 2, 3.0) == bad
@@ -197,8 +197,8 @@ def test_there_is_no_other_way_to_the_disk() -> None:
     defined = {
         n for n, v in vars(storage).items() if getattr(v, "__module__", "") == storage.__name__
     }
-    use_the_others = {"new_file", "remove_tree", "sync_folder"}
-    only_read = {"checksum", "damaged_files", "in_words", "of_file", "seal_is_broken", "sealed"}
+    use_the_others = {"in_place", "new_file", "remove_tree", "sync_folder"}
+    only_read = {"damaged_files", "in_words", "of_file", "seal_is_broken", "sealed"}
     assert defined - set(CALLS) == use_the_others | only_read
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import CheckpointError
 
 def through(state: Any) -> Any:
     """Encodes, through the very bytes that would be on disk, and decodes."""
-    tree, tensors = encode(state)
+    tree, tensors, _ = encode(state)
     text = json.dumps(tree, allow_nan=False)
     return decode(json.loads(text), safetensors.torch.load(safetensors.torch.save(tensors)))
 
@@ -120,7 +120,7 @@ def test_every_dtype_that_is_claimed(dtype: torch.dtype) -> None:
 
 def test_bytes_of_a_mapped_file_come_to_an_address_that_fits(tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
-    tree, stored = encode({"a": torch.ones(3, dtype=torch.uint8), "b": values})
+    tree, stored, _ = encode({"a": torch.ones(3, dtype=torch.uint8), "b": values})
     safetensors.torch.save_file(stored, tmp_path / "t.safetensors")
     mapped = safetensors.torch.load_file(tmp_path / "t.safetensors")
     assert mapped["b"].data_ptr() % 8 != 0, "or this shows nothing"
@@ -148,7 +148,7 @@ def test_views_come_back_as_values() -> None:
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
     weight = nn.Parameter(torch.rand(3, 3))
-    tree, stored = encode({"first": weight, "second": [weight.data], "view": weight.data[:2]})
+    tree, stored, _ = encode({"first": weight, "second": [weight.data], "view": weight.data[:2]})
     assert sorted(stored) == ["first", "view"]
     back = decode(tree, stored)
     assert back["first"] is back["second"][0]
@@ -167,7 +167,7 @@ def test_names_that_meet_are_kept_apart() -> None:
         "__metadata__": torch.tensor(3),
         "": torch.tensor(4),
     }
-    tree, stored = encode(state)
+    tree, stored, _ = encode(state)
     assert len(stored) == 4
     assert same(decode(tree, stored), state)
 

@@ -20,6 +20,7 @@ from test_session import Counter, Training
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint import lock as locks
+from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import Lock, holder
 from lockstep.checkpoint.preemption import Policy
 from lockstep.errors import CheckpointError
@@ -196,7 +197,7 @@ def test_a_real_full_disk_and_one_that_turns_read_only(small_disk: Path) -> None
         run.save()
     assert "free some space" in caught.value.do
     assert sorted(os.listdir(small_disk / "run")) == [".lock", "step-000000000"]
-    assert layout.damage(first) is None
+    assert not examine(first, values=True).problems
     assert layout.latest(small_disk / "run") == first
     own.state = {"part": torch.ones(80_000)}
     assert run.save() == first, "and it goes on once there is space"
@@ -204,4 +205,4 @@ def test_a_real_full_disk_and_one_that_turns_read_only(small_disk: Path) -> None
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(CheckpointError, match="the file system is read-only"):
         run.save()
-    assert layout.damage(first) is None
+    assert not examine(first, values=True).problems

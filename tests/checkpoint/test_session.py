@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.preemption import Policy
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
@@ -221,7 +222,7 @@ def test_a_flipped_bit_is_found_and_passed_over(tmp_path: Path, name: str) -> No
         assert again.world.said == [again.checkpoint.last_resume_note]
         again.train(1)
         again.checkpoint.save()
-    assert layout.damage(damaged) is None, "it was replaced by that of the same step"
+    assert not examine(damaged, values=True).problems, "it was replaced by that of the same step"
     assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [3, 4]
 
 
@@ -235,9 +236,9 @@ def test_every_byte_of_a_manifest(tmp_path: Path) -> None:
         data = bytearray(good)
         data[place] ^= 1 << place % 7
         file.write_bytes(data)
-        assert not layout.is_complete(path) or layout.damage(path), f"byte {place}"
+        assert not layout.is_complete(path) or examine(path, values=True).problems, f"byte {place}"
     file.write_bytes(good)
-    assert layout.damage(path) is None
+    assert not examine(path, values=True).problems
 
 
 def test_nothing_sound_is_no_beginning(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_nested_twice_and_in_the_old_format(tmp_path: Path) -> None:
 def checkpoint_of(folder: Path, **modules: nn.Module) -> Path:
     trees, files = {}, {"training.safetensors": {}}
     for name, module in modules.items():
-        trees[name], files[f"{name}.safetensors"] = encode(plain_state_dict(module))
+        trees[name], files[f"{name}.safetensors"], _ = encode(plain_state_dict(module))
     manifest = {"modules": trees, "training": {}}
     return saved.write(folder, 5, files, manifest, keep=1)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import encode, separate, unstorable
 from lockstep.checkpoint.formats.reading import read, read_value
 from lockstep.checkpoint.formats.safetensors import (
@@ -25,13 +25,11 @@ from lockstep.checkpoint.formats.safetensors import (
     TORCH_ENDINGS,
     cast,
     cast_to,
-    in_place,
     index_of,
     write_weights,
 )
 from lockstep.checkpoint.modules import match_names
-from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, ShardedEntry, in_memory
-from lockstep.checkpoint.storage import sync_folder
+from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, ShardedEntry, in_memory, view_of
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,8 +89,7 @@ def open_contents(
     for key, value in found.state.items():
         if isinstance(value, Tensor):
             _check_tensor(source.path, key, value)
-            view = value.data_ptr(), value.shape, value.stride(), value.dtype
-            tensors[key] = views.setdefault(view if value.numel() else key, HeldTensor(value))
+            tensors[key] = views.setdefault(view_of(value) or key, HeldTensor(value))
         elif isinstance(value, LazyTensor):
             tensors[key] = value
         else:
@@ -225,7 +222,7 @@ def compare_values(a: LazyTensor, b: LazyTensor, atol: float = 0.0, rtol: float 
 def same_extra(a: Any, b: Any) -> bool:
     """Whether two values that are no tensors (but may hold some) are the same."""
     try:
-        (tree, tensors), (other, others) = encode(a), encode(b)
+        (tree, tensors, _), (other, others, _) = encode(a), encode(b)
     except CheckpointError:  # objects of a trusted pickle
         return bool(repr(a) == repr(b))
     return tree == other and all(torch.equal(tensors[name], others[name]) for name in tensors)
@@ -368,10 +365,10 @@ def _write_torch(
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder")
-        with in_place(out) as temporary:
+        with storage.in_place(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state | dict(extra), file)
-            sync_folder(temporary)
+            storage.sync_folder(temporary)
 
 
 def _new_names(names: Sequence[str], remove: Sequence[str], add: str) -> dict[str, str]:

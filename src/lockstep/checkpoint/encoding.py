@@ -27,9 +27,9 @@ from lockstep.checkpoint.sharding import (
     LazyTensor,
     Shape,
     ShardedEntry,
-    address,
     is_sharded,
     replica,
+    view_of,
 )
 from lockstep.distributed.torch_compat import (
     local_box,
@@ -41,16 +41,33 @@ from lockstep.errors import CheckpointError
 Tree = Any
 """What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
 
-_NATIVE = """
-    bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2
-"""
-_AS_BYTES = """
-    uint16 uint32 uint64 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
-"""
-NATIVE = frozenset(getattr(torch, name) for name in _NATIVE.split())
-"""The dtypes that every release of safetensors can store."""
-STORABLE = NATIVE | {getattr(torch, name) for name in _AS_BYTES.split() if hasattr(torch, name)}
-"""The dtypes that `encode` can store, the others of them as bytes."""
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+"""The dtypes that can be stored, by what the header of a safetensors file calls them."""
+STORABLE = frozenset(DTYPES.values())
+_NEWER = ("U16", "U32", "U64", "C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_AS_BYTES = {DTYPES[code] for code in _NEWER}
+"""Those that not every release of safetensors reads: they are stored as bytes."""
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
 """What a tree calls them."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -64,47 +81,32 @@ _RESERVED = "__metadata__"  # not a tensor's name in a safetensors file
 
 
 def encode(
-    state: object, *, inside: str = "", to_host: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tree, dict[str, Tensor]]:
-    """Takes a state apart.
+    state: object,
+    *,
+    inside: str = "",
+    to_host: Callable[[Tensor], Tensor] | None = None,
+    main: bool = True,
+) -> tuple[Tree, dict[str, Tensor], dict[str, Box]]:
+    """Takes a state apart, or what one rank has of a state that is sharded over the ranks.
 
     Args:
         state: any pytree of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
-            tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
+            tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`. Of
+            DTensors this rank's shards are taken.
         inside: what `state` is called, for messages only.
         to_host: gives a tensor's values in contiguous CPU memory; None: `on_cpu`.
-
-    Returns:
-        A tree for `json.dumps`, and CPU tensors under the names that the tree uses: contiguous,
-        no two sharing memory, of dtypes that every release of safetensors can store. A tensor that
-        is all that already is not copied.
-
-    Raises:
-        CheckpointError: something else is in there; names where.
-    """
-    encoder = _Encoder(inside, to_host or on_cpu)
-    return encoder.tree(state, ()), encoder.tensors
-
-
-def encode_shards(
-    state: object, *, inside: str = "", to_host: Callable[[Tensor], Tensor], main: bool
-) -> tuple[Tree, dict[str, Tensor], dict[str, Box]]:
-    """Takes apart what one rank has of a state that is sharded over the ranks; see `encode`.
-
-    Args:
-        state: DTensors may be in it, and tensors on the meta device, which another rank has.
-        inside: see `encode`.
-        to_host: see `encode`.
         main: this is rank 0, whose tree names all DTensors, and whose file holds all plain
             tensors. On another rank plain tensors are those that rank 0 lacks: shards that are all.
 
     Returns:
-        As `encode` does, and the boxes of those of the tensors that are shards.
+        A tree for `json.dumps`; CPU tensors under the names that the tree uses: contiguous,
+        no two sharing memory, of dtypes that every release of safetensors can store; and the boxes
+        of those of them that are shards. A tensor that is all that already is not copied.
 
     Raises:
-        CheckpointError: see `encode`.
+        CheckpointError: something else is in there; names where.
     """
-    encoder = _Encoder(inside, to_host, sharded=True, main=main)
+    encoder = _Encoder(inside, to_host or on_cpu, main)
     return encoder.tree(state, ()), encoder.tensors, encoder.boxes
 
 
@@ -114,7 +116,7 @@ def decode(
     """Puts together again what `encode` took apart; the tensors are not copied.
 
     Args:
-        tree: what `encode` or, on rank 0, `encode_shards` gave.
+        tree: what `encode` gave.
         tensors: those that the tree names; of lazy ones nothing is read, but for numpy arrays.
         shards: gives a tensor that is stored in shards, of this name, dtype and shape.
 
@@ -182,17 +184,10 @@ def separate(tensor: Tensor, memory: set[int]) -> Tensor:
 class _Encoder:
     """The tensors met so far in one call of `encode`."""
 
-    def __init__(
-        self,
-        inside: str,
-        to_host: Callable[[Tensor], Tensor],
-        *,
-        sharded: bool = False,
-        main: bool = True,
-    ) -> None:
+    def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
         self.inside = inside
         self._to_host = to_host
-        self._sharded, self._main = sharded, main
+        self._main = main
         self.tensors: dict[str, Tensor] = {}
         self.boxes: dict[str, Box] = {}
         self._trees: dict[object, Tree] = {}  # of each view of a storage
@@ -249,27 +244,16 @@ class _Encoder:
             return dict(items)
         return {"$dict": items}
 
-    def _tensor(self, value: Tensor, path: tuple[object, ...]) -> Tree:
-        if self._sharded and (is_sharded(value) or not self._main):
-            return self._shard(value, path)
-        if problem := unstorable(value):
-            raise self._refused(path, problem)
-        view = _view(value)
-        if value.numel() and view in self._trees:
-            return self._trees[view]
-        self._trees[view] = tree = self._add(self._to_host(value), path)
-        return tree
-
-    def _shard(self, value: Any, path: tuple[object, ...]) -> Tree:
-        """Takes this rank's shard, the only one of a tensor that is plain."""
-        view = "sharded", address(value), value.shape
-        if view[1] and view in self._trees:
-            return self._trees[view]
-        local, box = value.detach(), ((0,) * value.dim(), tuple(value.shape))
-        if is_sharded(value):
-            local, box = local.to_local(), local_box(value)
+    def _tensor(self, value: Any, path: tuple[object, ...]) -> Tree:
+        """Takes a tensor, or this rank's shard, the only one of a tensor that is plain."""
+        sharded = is_sharded(value)
+        local = value.detach().to_local() if sharded else value
         if problem := unstorable(local):
             raise self._refused(path, problem)
+        box = local_box(value) if sharded else ((0,) * value.dim(), tuple(value.shape))
+        view = view_of(value)
+        if view in self._trees:
+            return self._trees[view]
         if self._main and box[1] == value.shape and not replica(value):
             tree = self._add(self._to_host(local), path)
         else:
@@ -279,7 +263,8 @@ class _Encoder:
                 self.boxes[name] = box
             dtype = str(value.dtype).removeprefix("torch.")
             tree = {"$sharded": name, "dtype": dtype, "shape": list(value.shape)}
-        self._trees[view] = tree
+        if view is not None:
+            self._trees[view] = tree
         return tree
 
     def _array(self, value: Any, path: tuple[object, ...]) -> Tree:
@@ -309,7 +294,7 @@ class _Encoder:
     def _store(self, name: str, tensor: Tensor) -> bool:
         """Keeps a tensor under a name; False where it is kept as bytes, flat."""
         self.tensors[name] = tensor = separate(tensor, self._memory)
-        if tensor.dtype in NATIVE:
+        if tensor.dtype not in _AS_BYTES:
             return True
         flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
         self.tensors[name] = flat.view(torch.uint8)
@@ -331,19 +316,6 @@ def _can_be_key(key: object) -> bool:
     if type(key) is tuple:
         return all(map(_can_be_key, key))
     return key is None or type(key) in {str, int, float, bool}
-
-
-def _view(value: Tensor) -> object:
-    return (
-        value.device,
-        value.untyped_storage().data_ptr(),
-        value.storage_offset(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.is_conj(),
-        value.is_neg(),
-    )
 
 
 class _Decoder:
@@ -443,7 +415,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
 
 def rng_state_to_text(state: dict[str, Any]) -> str:
     """A captured state (about 13 KB) for the way from one rank to another."""
-    tree, tensors = encode(state)
+    tree, tensors, _ = encode(state)
     data = base64.b64encode(safetensors.torch.save(tensors)).decode()
     return json.dumps({"tree": tree, "data": data})
 

@@ -15,7 +15,6 @@ Sound checkpoints are not touched, nor is what was changed a short time ago.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.contents import Contents, open_contents
 from lockstep.checkpoint.encoding import decode, leaves
 from lockstep.checkpoint.formats.reading import shard_finder
-from lockstep.checkpoint.formats.safetensors import in_place, read_header
+from lockstep.checkpoint.formats.safetensors import read_header
 from lockstep.errors import CheckpointError
 
 RECENT = 600.0
@@ -59,18 +58,22 @@ def examine(path: Path, *, values: bool = False) -> Health:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    try:
-        text = _manifest(path)
-        manifest = _parsed(text)
-        if manifest.get("format") != layout.FORMAT:
-            found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
-            return Health(path, (found,), None, foreign=True)
-        _check_state(manifest)
-        needed = _needed(manifest)
-        if storage.seal_is_broken(text):
-            raise ValueError("is damaged: its checksum differs")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return Health(path, (f"{layout.MANIFEST} {error}",), None)
+    with layout.plain_errors("looking at", path):
+        if not (path / layout.MANIFEST).exists():
+            return Health(path, (f"{layout.MANIFEST} is missing, which is written last",), None)
+        try:
+            text = layout.manifest_text(path)
+            manifest = layout.parsed(text)
+            if manifest.get("format") == layout.FORMAT:
+                layout.check_state(manifest)
+                needed = _needed(manifest)
+                if storage.seal_is_broken(text):
+                    raise ValueError("its checksum differs")
+        except (ValueError, KeyError, TypeError) as error:
+            return Health(path, (f"{layout.MANIFEST} is damaged: {error}",), None)
+    if manifest.get("format") != layout.FORMAT:
+        found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
+        return Health(path, (found,), None, foreign=True)
     wrong = [_wrong_inside(path, name, held) for name, held in needed.items()]
     wrong.append("" if any(wrong) else _wrong_shards(path, manifest))
     inside = [problem for problem in wrong if problem]
@@ -82,57 +85,19 @@ def examine(path: Path, *, values: bool = False) -> Health:
     return Health(path, (*sizes, *inside), manifest, only_sizes=bool(sizes) and not inside)
 
 
-def readable_weights(path: Path) -> list[Path]:
-    """The files of a folder that hold all of a module, and can be read without the manifest."""
-    found = []
-    for file in sorted(path.glob("*.safetensors")):
-        with suppress(CheckpointError):
-            if not layout.holds_shards(file) and file.stem != layout.TRAINING and read_header(file):
-                found.append(file)
-    return found
-
-
-def listed(path: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest should say of its files, as they are."""
-    names = list(_needed(manifest))
-    return {
-        "files": {name: (path / name).stat().st_size for name in names},
-        "checksums": {name: storage.of_file(path / name) for name in names},
-    }
-
-
-def _manifest(path: Path) -> bytes:
-    with layout.plain_errors("looking at", path):
-        if not (path / layout.MANIFEST).exists():
-            raise ValueError("is missing, which is written last")
-        return layout.manifest_text(path)
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        return layout.parsed(text)
-    except ValueError as error:
-        raise ValueError(f"is damaged: {error}") from error
-
-
-def _check_state(manifest: Mapping[str, Any]) -> None:
-    modules = manifest.get("modules")
-    if not isinstance(modules, dict) or "training" not in manifest:
-        raise ValueError("is damaged: it lacks the state")
-    if not all(map(layout.is_plain, modules)):
-        raise ValueError("names files outside of its folder")
-    for tree in (*modules.values(), manifest["training"]):
-        for leaf in leaves(tree):
-            if not isinstance(leaf.get("$tensor", leaf.get("$sharded")), str):
-                raise ValueError("is damaged: a tensor of the state has no name")
-
-
 def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest["modules"], layout.TRAINING: manifest["training"]}
 
 
 def _needed(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Which tensors each file is to hold."""
+    """Which tensors each file is to hold.
+
+    Raises:
+        ValueError: a tensor of the state has no name.
+    """
+    places = [place for tree in _trees(manifest).values() for place in leaves(tree)]
+    if not all(isinstance(p.get("$tensor", p.get("$sharded")), str) for p in places):
+        raise ValueError("a tensor of the state has no name")
     needed = {
         layout.tensor_file(name): {leaf["$tensor"] for leaf in leaves(tree) if "$tensor" in leaf}
         for name, tree in _trees(manifest).items()
@@ -234,25 +199,14 @@ def checkpoints_at(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    if not path.is_dir():
-        return []
-    with layout.plain_errors("looking at", path):
-        found = [path] if _is_checkpoint(path) else list(path.iterdir())
-    found = [p for p in found if p.is_dir() and _is_checkpoint(p)]
-    return sorted(found, key=lambda p: (layout.step_of(p), p.name))
+    if layout.is_checkpoint(path):
+        return [path] if path.is_dir() else []
+    return [p for p in reversed(layout.candidates(path)) if p.is_dir()] if path.is_dir() else []
 
 
 def named(path: Path) -> Path:
     """The same path, with a name at its end: not `.` or `..`."""
     return Path(os.path.abspath(path)) if path.name in ("", "..") else path
-
-
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        layout.step_of(path)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -293,7 +247,7 @@ def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
     finish = [
         path
         for path, health in complete.items()
-        if not health.problems and _step(path) not in sound and not _target(path).exists()
+        if not health.problems and layout.step_of(path) not in sound and not _target(path).exists()
     ]
     remains = bool(sound or finish or any(health.only_sizes for health in broken))
     plan = [_for_broken(health, remains) for health in broken]
@@ -317,11 +271,11 @@ def carry_out(plan: Sequence[Repair]) -> None:
         path = repair.path
         with layout.plain_errors("repairing", path):
             if repair.what == "finish":
-                os.replace(path, _target(path))
+                storage.rename(path, _target(path))
             elif repair.what == "rebuild":
                 _rebuild(path)
             elif repair.what == "remove":
-                _remove(path)
+                storage.remove_tree(layout.hide(path))
             storage.sync_folder(path.parent)
 
 
@@ -331,7 +285,7 @@ def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
         return Repair("rebuild", health.path, f"{why}; the files are whole and hold the state")
     if health.foreign:
         return Repair("leave", health.path, why)
-    readable = [] if remains else readable_weights(health.path)
+    readable = [] if remains else _readable_weights(health.path)
     if readable:
         names = ", ".join(file.name for file in readable)
         return Repair(
@@ -341,6 +295,16 @@ def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
             f"lockstep.load_weights(model, '{readable[0]}')",
         )
     return Repair("remove", health.path, why)
+
+
+def _readable_weights(path: Path) -> list[Path]:
+    """The files of a folder that hold all of a module, and can be read without the manifest."""
+    found = []
+    for file in sorted(path.glob("*.safetensors")):
+        with suppress(CheckpointError):
+            if not layout.holds_shards(file) and file.stem != layout.TRAINING and read_header(file):
+                found.append(file)
+    return found
 
 
 def _not_if_recent(repair: Repair, now: float) -> Repair:
@@ -359,21 +323,15 @@ def _rebuild(path: Path) -> None:
     health = examine(path)
     if health.manifest is None or not health.only_sizes:
         raise FileNotFoundError(f"{path} has changed meanwhile")
-    manifest = {**health.manifest, **listed(path, health.manifest)}
-    with in_place(path / layout.MANIFEST) as temporary, storage.new_file(temporary) as file:
+    files = [path / name for name in _needed(health.manifest)]
+    manifest = {
+        **health.manifest,
+        "files": {file.name: file.stat().st_size for file in files},
+        "checksums": {file.name: storage.of_file(file) for file in files},
+    }
+    with storage.in_place(path / layout.MANIFEST) as temporary, storage.new_file(temporary) as file:
         storage.write(file, storage.sealed(manifest))
 
 
-def _remove(path: Path) -> None:
-    # Renamed first, so that a removal that is cut short leaves nothing with a checkpoint's name.
-    hidden = layout.temporary_folder(path.parent, _step(path))
-    os.replace(path, hidden)
-    shutil.rmtree(hidden)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix(".").split("-")[1].split(".")[0])
-
-
 def _target(path: Path) -> Path:
-    return layout.step_folder(path.parent, _step(path))
+    return layout.step_folder(path.parent, layout.step_of(path))

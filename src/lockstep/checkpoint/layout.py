@@ -58,7 +58,7 @@ TRAINING = "training"
 
 _MAX_MANIFEST = 1 << 28
 """Bytes; a model of a million tensors has less."""
-_CHECKPOINT = re.compile(r"step-(\d{9,})|\.step-(\d{9,})\.replaced")
+_CHECKPOINT = re.compile(r"step-\d{9,}|\.step-\d{9,}\.replaced")
 _TEMPORARY = re.compile(r"\.step-\d{9,}\.tmp-[0-9a-f]{16}")
 
 
@@ -82,26 +82,14 @@ def tensor_file(name: str, rank: int = 0) -> str:
     return f"{name}-rank-{rank:05d}.safetensors" if rank else f"{name}.safetensors"
 
 
-def shards_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, list[list[Any]]]]:
-    """By module (or `training`) and tensor: the rank, the offsets and the extents of each shard.
+Shards = dict[str, dict[str, list[tuple[int, list[int], list[int]]]]]
+"""By module (or `training`) and tensor: the rank, the offsets and the extents of each shard."""
 
-    Raises:
-        ValueError: the manifest is damaged.
-    """
-    found: Any = manifest.get("shards", {})
-    sound = isinstance(found, dict) and all(
-        isinstance(tensors, dict)
-        and all(
-            isinstance(shards, list)
-            and all(isinstance(s, list) and len(s) == 3 and type(s[0]) is int for s in shards)
-            for shards in tensors.values()
-        )
-        for tensors in found.values()
-    )
-    if not sound:
-        raise ValueError("its list of shards is damaged")
-    result: dict[str, dict[str, list[list[Any]]]] = found
-    return result
+
+def shards_in(manifest: Mapping[str, Any]) -> Shards:
+    """Where the shards are that a manifest lists."""
+    found: Shards = manifest.get("shards", {})
+    return found
 
 
 def holds_shards(file: Path) -> bool:
@@ -110,12 +98,28 @@ def holds_shards(file: Path) -> bool:
     return any(file.parent.glob(f"{glob.escape(stem)}-rank-*.safetensors"))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has a checkpoint's name."""
+    return _CHECKPOINT.fullmatch(path.name) is not None
+
+
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
-    match = _CHECKPOINT.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"not the folder of a checkpoint: {path}")
-    return int(match[1] or match[2])
+    """The step in the name of a checkpoint's folder, also of a hidden one."""
+    return int(path.name.lstrip(".").split("-")[1].partition(".")[0])
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name, highest step first, those set aside after their like.
+
+    Raises:
+        CheckpointError: `folder` is a file or cannot be read.
+    """
+    with plain_errors("looking for checkpoints in", folder):
+        try:
+            paths = list(filter(is_checkpoint, folder.iterdir()))
+        except FileNotFoundError:
+            return []
+    return sorted(paths, key=lambda path: (-step_of(path), path.name.startswith(".")))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -125,7 +129,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
         CheckpointError: `folder` is a file or cannot be read.
     """
     complete: dict[int, Path] = {}
-    for path in _candidates(folder):
+    for path in candidates(folder):
         if step_of(path) not in complete and is_complete(path):
             complete[step_of(path)] = path
     return [complete[step] for step in sorted(complete)]
@@ -137,36 +141,7 @@ def latest(folder: Path) -> Path | None:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    return next((path for path in _candidates(folder) if is_complete(path)), None)
-
-
-def incomplete(folder: Path) -> list[Path]:
-    """Folders that have a checkpoint's name and are newer than every complete one."""
-    broken = []
-    for path in _candidates(folder):
-        if is_complete(path):
-            break
-        broken.append(path)
-    return broken
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with a complete checkpoint, in words; None: it is sound. Reads all of it.
-
-    A format that is not known here is not judged.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with plain_errors("checking the checkpoint", path):
-        text = manifest_text(path)
-        if storage.seal_is_broken(text):
-            return f"{MANIFEST} is damaged: its checksum differs"
-        manifest = parsed(text)
-        if manifest.get("format") != FORMAT:
-            return None
-        wrong = storage.damaged_files(path, manifest)
-    return f"{', '.join(wrong)} is damaged: its checksum differs" if wrong else None
+    return next(filter(is_complete, candidates(folder)), None)
 
 
 def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
@@ -176,7 +151,7 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
     """
     found: list[tuple[float, Path]] = []
     for path in sorted(paths, key=step_of):
-        metric: Any = parsed(manifest_text(path)).get("metric")
+        metric: Any = (_if_complete(path) or {}).get("metric")
         if type(metric) in (int, float):
             found.append((metric if by == "min" else -metric, path))
     return min(found, key=lambda pair: pair[0])[1] if found else None
@@ -263,6 +238,26 @@ def is_plain(name: object) -> bool:
     )
 
 
+def check_state(manifest: Mapping[str, Any]) -> None:
+    """Looks whether a manifest has the state of a run, in the form that all readers rely on.
+
+    Raises:
+        ValueError: it has not.
+    """
+    modules, shards = manifest.get("modules"), manifest.get("shards", {})
+    if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
+        raise ValueError("it lacks the state")
+    if not all(map(is_plain, modules)):
+        raise ValueError("it names files outside of its folder")
+    try:
+        for tensors in shards.values():
+            for places in tensors.values():
+                if not all(type(rank) is int for rank, _, _ in places):
+                    raise TypeError
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError("its list of shards is damaged") from None
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """A complete checkpoint's manifest.
 
@@ -281,16 +276,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"its format is {manifest.get('format')}, this version of Lockstep reads {FORMAT}",
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
-    if not isinstance(manifest.get("modules"), dict) or not isinstance(
-        manifest.get("training"), dict
-    ):
-        raise _damaged(path, "its manifest lacks the state")
-    if not all(is_plain(name) for name in manifest["modules"]):
-        raise _damaged(path, "its manifest names files outside of its folder")
     try:
-        shards_in(manifest)
+        check_state(manifest)
     except ValueError as error:
-        raise _damaged(path, str(error)) from None
+        raise _damaged(path, f"its manifest is damaged: {error}") from None
     return manifest
 
 
@@ -300,25 +289,27 @@ def _damaged(path: Path, found: str) -> CheckpointError:
     )
 
 
+def hide(path: Path) -> Path:
+    """Gives a checkpoint that is to be removed a name by which nobody reads it; returns that.
+
+    A removal that is cut short leaves nothing with a checkpoint's name.
+    """
+    hidden = temporary_folder(path.parent, step_of(path))
+    storage.rename(path, hidden)
+    return hidden
+
+
 @contextmanager
 def plain_errors(doing: str, path: Path) -> Iterator[None]:
     """Turns what the file system and safetensors raise into a `CheckpointError` with its cause."""
     try:
         yield
-    except OSError as error:
-        raise _explained(doing, path, error.errno, str(error)) from error
-    except SafetensorError as error:
-        # safetensors writes by itself and has no errno but in its text.
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        raise _explained(doing, path, int(code[1]) if code else None, str(error)) from error
-
-
-def _explained(doing: str, path: Path, code: int | None, text: str) -> CheckpointError:
-    found, do = text, "see the cause above"
-    for codes, what, advice in _CAUSES:
-        if code in codes:
-            found, do = f"{what} ({text})", advice
-    return CheckpointError(f"{doing} {path}", found, do)
+    except (OSError, SafetensorError) as error:
+        found, do = str(error), "see the cause above"
+        for codes, what, advice in _CAUSES:
+            if getattr(error, "errno", None) in codes:
+                found, do = f"{what} ({error})", advice
+        raise CheckpointError(f"{doing} {path}", found, do) from error
 
 
 _CAUSES = (
@@ -362,13 +353,3 @@ _CAUSES = (
     ),
 )
 """Numbers of the system's errors, what they mean here, and what to do."""
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Folders with a checkpoint's name, highest step first, those set aside after their like."""
-    with plain_errors("looking for checkpoints in", folder):
-        try:
-            paths = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)]
-        except FileNotFoundError:
-            return []
-    return sorted(paths, key=lambda path: (-step_of(path), path.name.startswith(".")))

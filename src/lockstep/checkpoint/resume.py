@@ -5,9 +5,8 @@ Each is done by every rank on its own; the session exchanges what they found.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.formats.reading import read_module, read_stored
+from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
 from lockstep.checkpoint.sharding import in_memory, reshard_optimizer
@@ -47,15 +47,6 @@ class Finding:
         text = f"; passed over: {passed}" if passed else ""
         return text + (f"; {self.writer} writes into this folder" if self.writer else "")
 
-    def to_text(self) -> str:
-        """For another rank."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_text(text: str) -> Finding:
-        """What `to_text` was called on."""
-        return Finding(**json.loads(text))
-
 
 def find(folder: Path, *, thoroughly: bool) -> Finding:
     """The latest sound checkpoint of a folder.
@@ -67,13 +58,16 @@ def find(folder: Path, *, thoroughly: bool) -> Finding:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    passed_over = {path.name: "incomplete" for path in layout.incomplete(folder)}
-    for path in reversed(layout.list_checkpoints(folder)):
-        damage = layout.damage(path) if thoroughly else None
-        if damage is None:
+    passed_over: dict[str, str] = {}
+    for path in layout.candidates(folder):
+        if not layout.is_complete(path):
+            passed_over[path.name] = "incomplete"
+            continue
+        health = examine(path, values=True) if thoroughly else None
+        if health is None or health.foreign or not health.problems:
             identity = layout.read_manifest(path).get("id")
             return Finding(path.name, identity, passed_over, holder(folder) if thoroughly else None)
-        passed_over[path.name] = damage
+        passed_over[path.name] = "; ".join(health.problems)
     return Finding(None, None, passed_over)
 
 

@@ -182,7 +182,7 @@ def write_checkpoint(
         except BaseException:
             _remove_if_possible(temporary)
             raise
-        _remove_old(folder, step, keep, best, {*passed_over} - {final.name})
+        _remove_old(folder, keep, best, {*passed_over} - {final.name})
     return final
 
 
@@ -205,7 +205,7 @@ def _full_manifest(manifest: Mapping[str, Any], reports: Mapping[int, Any]) -> d
 def _add_entries(manifest: Mapping[str, Any], state: str, entries: Any) -> None:
     """Puts what another rank has of a module or an optimizer into the tree of rank 0."""
     if state in manifest["modules"]:
-        found = dict(map(tuple, entries["$ordered"]))
+        found = {key: tree for key, tree in entries["$ordered"] if tree is not None}
         pairs = manifest["modules"][state]["$ordered"]
         pairs[:] = [[key, found.get(key, tree)] for key, tree in pairs]
     else:
@@ -280,7 +280,6 @@ def _put_in_place(temporary: Path, final: Path, step: int) -> None:
 
 def _remove_old(
     folder: Path,
-    step: int,
     keep: int,
     best: Literal["min", "max"] | None,
     passed_over: Collection[str],
@@ -291,10 +290,7 @@ def _remove_old(
         kept.append(layout.best(counting, best) or kept[-1])
     for path in counting:
         if path not in kept:
-            # Renamed first, so that a removal that is cut short leaves nothing with its name.
-            hidden = layout.temporary_folder(folder, step)
-            storage.rename(path, hidden)
-            _remove_if_possible(hidden)
+            _remove_if_possible(layout.hide(path))
 
 
 def _counting(folder: Path, passed_over: Collection[str]) -> list[Path]:
@@ -370,12 +366,11 @@ class Writer:
         """
         was_open = self._open
 
-        def work() -> tuple[None, str]:
+        def work() -> None:
             try:
                 self.finish()
             finally:
                 self.lock.release()
-            return None, ""
 
         if failed or not was_open:
             if failed:

@@ -8,10 +8,10 @@ on; what goes wrong there is carried by the next exchange. Every rank reads what
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import (
     Box,
-    encode_shards,
+    encode,
     rng_state_from_text,
     rng_state_to_text,
 )
@@ -41,6 +41,7 @@ from lockstep.checkpoint.save import (
     write_checkpoint,
 )
 from lockstep.checkpoint.sharding import (
+    exchange_on_all_ranks,
     has_shards,
     is_meta,
     run_on_all_ranks,
@@ -140,8 +141,7 @@ class Checkpoint:
             RanksDifferError: another metric on another rank.
         """
         collect = partial(self._collect, None if metric is None else float(metric))
-        states, texts = run_on_all_ranks(self._collectives, self._doing, collect)
-        answers = [json.loads(text) for text in texts]
+        states, answers = exchange_on_all_ranks(self._collectives, self._doing, collect)
         _check_metric([answer["metric"] for answer in answers])
         if answers[0]["skip"]:
             return None
@@ -150,19 +150,19 @@ class Checkpoint:
         others = [r for r, answer in enumerate(answers) if r and answer["stores"]]
         rank = self._collectives.topology.rank
 
-        def hand_over() -> tuple[tuple[Part, dict[str, Any]], str]:
+        def hand_over() -> tuple[tuple[Part, dict[str, Any]], str | None]:
             self._writer.finish()  # rank 0 has: this one may have thought of leaving the save out
             if rank and rank not in others:
-                return (Part({}), {}), ""
+                return (Part({}), {}), None
             part, trees = self._part(states, answers)
             if rank:
-                return (part, {}), ""
+                return (part, {}), None
             manifest = self._manifest(states["world"], answers[0]["metric"], trees)
             temporary = begin_checkpoint(self.folder, manifest["step"], self._passed_over)
             return (part, manifest), temporary.name
 
         # One exchange: no rank writes before all have their copies, and the folder is there.
-        (part, manifest), names = run_on_all_ranks(self._collectives, self._doing, hand_over)
+        (part, manifest), names = exchange_on_all_ranks(self._collectives, self._doing, hand_over)
         temporary = self.folder / names[0]
         told = Others(self._joined, names[0], others)
         if rank == 0:
@@ -234,10 +234,9 @@ class Checkpoint:
         self.wait()
         doing = f"resuming from {self.folder}"
         main = self._collectives.topology.is_main
-        _, answers = run_on_all_ranks(
-            self._collectives, doing, lambda: (None, find(self.folder, thoroughly=main).to_text())
-        )
-        found = [Finding.from_text(answer) for answer in answers]
+        see = partial(find, self.folder, thoroughly=main)
+        _, answers = exchange_on_all_ranks(self._collectives, doing, lambda: (None, asdict(see())))
+        found = [Finding(**answer) for answer in answers]
         chosen = found[0]
         self._passed_over = tuple(chosen.passed_over)
         _check_found(self.folder, found)
@@ -246,14 +245,10 @@ class Checkpoint:
             return False
         path = self.folder / chosen.name
         targets = {**self._state, "world": self._world}
-        loaded, _ = run_on_all_ranks(
-            self._collectives, doing, lambda: (read_all(path, chosen.id, self._state, RESERVED), "")
-        )
-        note, _ = run_on_all_ranks(
-            self._collectives,
-            doing,
-            lambda: (apply_all(path, loaded, targets, self._collectives), ""),
-        )
+        read = partial(read_all, path, chosen.id, self._state, RESERVED)
+        loaded = run_on_all_ranks(self._collectives, doing, read)
+        apply = partial(apply_all, path, loaded, targets, self._collectives)
+        note = run_on_all_ranks(self._collectives, doing, apply)
         self.last_resume_note = note + chosen.words
         if chosen.words:
             self._world.print(self.last_resume_note)
@@ -266,12 +261,7 @@ class Checkpoint:
         Raises:
             CheckpointError: on all ranks, when something could not be written.
         """
-
-        def finish() -> tuple[None, str]:
-            self._writer.finish()
-            return None, ""
-
-        run_on_all_ranks(self._collectives, self._doing, finish)
+        run_on_all_ranks(self._collectives, self._doing, self._writer.finish)
         self._writer.told(begun=False)
 
     @property
@@ -289,7 +279,7 @@ class Checkpoint:
             )
         return layout.best(layout.list_checkpoints(self.folder), self._policy.best)
 
-    def _collect(self, metric: float | None) -> tuple[dict[str, Any], str]:
+    def _collect(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's states, and what the others are to know of them."""
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
@@ -303,14 +293,14 @@ class Checkpoint:
         for name, value in self._state.items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
-        answer = {
+        answer: dict[str, Any] = {
             "skip": skip,
             "metric": metric,
             "streams": rng_state_to_text(seeding.rng_state(self._collectives.device)),
             "held": self._held(states),
         }
         answer["stores"] = bool(answer["held"]) or has_shards(states)
-        return states, json.dumps(answer)
+        return states, answer
 
     def _held(self, states: Mapping[str, Any]) -> dict[str, list[int]]:
         """Of states of which this rank may have a part only: the entries that it has."""
@@ -343,7 +333,7 @@ class Checkpoint:
         boxes: dict[str, dict[str, Box]] = {}
         trees: dict[str, Any] = {}
         for name, state in {**modules, layout.TRAINING: here}.items():
-            trees[name], tensors, boxes[name] = encode_shards(
+            trees[name], tensors, boxes[name] = encode(
                 state,
                 inside=name if name in modules else "",
                 to_host=self._copies.take,

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, strided
@@ -44,9 +44,14 @@ class LazyTensor:
 
     dtype: torch.dtype
     shape: Shape
+    file: Path
+    """Of one that is in a file."""
     part: Callable[[int, int], Tensor]
     """The elements from one index to before another, flat and on the CPU. CheckpointError: they
     cannot be read."""
+
+    def check(self) -> None:
+        """Raises CheckpointError where it is not what it should be; reads no values."""
 
     @property
     def count(self) -> int:
@@ -86,32 +91,16 @@ class HeldTensor(LazyTensor):
         return self._tensor.resolve_conj().resolve_neg().cpu().reshape(-1)[begin:end]
 
 
-class Source(Protocol):
-    """Where the values of a shard are."""
-
-    @property
-    def file(self) -> Path:
-        """What they are in."""
-
-    def part(self, begin: int, end: int, /) -> Tensor:
-        """The elements from `begin` to before `end`, flat and on the CPU."""
-
-    def check(self) -> None:
-        """Raises CheckpointError where it is not what it should be; reads no values."""
-
-
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A part of a tensor."""
 
     offsets: Shape
-    sizes: Shape
-    source: Source
+    values: LazyTensor
 
     @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.sizes)
+    def sizes(self) -> Shape:
+        """Its extents."""
+        return self.values.shape
 
 
 @dataclass(frozen=True)
@@ -130,11 +119,9 @@ class ShardedEntry(LazyTensor):
         Raises:
             CheckpointError: a shard cannot be read.
         """
-        if not self.shape:
-            return self.shards[0].source.part(0, 1).reshape(())
         for shard in self.shards:
             if (shard.offsets, shard.sizes) == (offsets, sizes):
-                return shard.source.part(0, shard.count).reshape(sizes)
+                return shard.values.full()
         result = torch.empty(sizes, dtype=self.dtype)
         for shard in self.shards:
             common = [
@@ -147,7 +134,7 @@ class ShardedEntry(LazyTensor):
                 continue
             row = math.prod(shard.sizes[1:])
             first, last = (row_number - shard.offsets[0] for row_number in common[0])
-            values = shard.source.part(first * row, last * row)
+            values = shard.values.part(first * row, last * row)
             values = values.reshape(last - first, *shard.sizes[1:])
             inside = (slice(None), *_slices(common[1:], shard.offsets[1:]))
             result[tuple(_slices(common, offsets))].copy_(values[inside])
@@ -162,7 +149,7 @@ class ShardedEntry(LazyTensor):
         if begin >= end:
             return torch.empty(0, dtype=self.dtype)
         if len(self.shards) == 1:
-            return self.shards[0].source.part(begin, end)
+            return self.shards[0].values.part(begin, end)
         row = math.prod(self.shape[1:])
         low, high = begin // row, -(-end // row)
         inner = self.shape[1:]
@@ -176,7 +163,7 @@ class ShardedEntry(LazyTensor):
             CheckpointError: one is not what it should be.
         """
         for shard in self.shards:
-            shard.source.check()
+            shard.values.check()
 
 
 def _slices(box: list[tuple[int, int]], offsets: Shape) -> Iterator[slice]:
@@ -200,7 +187,7 @@ def sharded_entry(
             for begin, size, extent in zip(shard.offsets, shard.sizes, shape, strict=True)
         ):
             raise ValueError(f"{name}: a shard is outside of its shape {list(shape)}")
-    if sum(shard.count for shard in found) != math.prod(shape) or _overlap(found):
+    if sum(shard.values.count for shard in found) != math.prod(shape) or _overlap(found):
         raise ValueError(f"{name}: its shards overlap, or leave gaps")
     return ShardedEntry(name, dtype, shape, tuple(found))
 
@@ -258,38 +245,35 @@ def has_shards(state: Any) -> bool:
     return bool(found)
 
 
-def stored_entries(state: Any, held: Sequence[Sequence[int] | None], rank: int) -> Any:
-    """Of a state of which each rank has a part: what this rank stores.
-
-    That is, of rank 0 what it has, and of another rank what no rank before it has.
+def stored_entries(
+    state: Mapping[str, Any], held: Sequence[Collection[int] | None], rank: int
+) -> dict[str, Any]:
+    """Of a state of which each rank has a part: what this rank stores, the first that has it.
 
     Args:
-        state: of a module, by name; or of an optimizer, with entries by number under `state`.
+        state: of a module, with what another rank has on the meta device; or of an optimizer, with
+            an entry for each parameter that this rank has under `state`.
         held: of every rank, the numbers of the entries that it has (None: all).
         rank: this one.
 
     Returns:
-        Of rank 0 the state, with None in a module's for what another rank stores. Of another rank
-        its entries alone.
+        The state with None for what another rank stores of a module, and without what another
+        stores of an optimizer.
     """
-    module = not isinstance(state.get("state"), dict)
-    if rank == 0 and not module:
-        return state
-    if rank == 0:
-        elsewhere = {i for mine in held[1:] if mine is not None for i in mine}
-        elsewhere -= set(range(len(state)) if held[0] is None else held[0])
-        found = OrderedDict(
-            (name, None if i in elsewhere else value)
-            for i, (name, value) in enumerate(state.items())
-        )
-        set_state_dict_metadata(found, state_dict_metadata(state))
-        return found
-    own = set(held[rank] or ()).difference(*(mine or () for mine in held[:rank]))
-    if None in held[:rank]:
-        own = set()
-    if module:
-        return OrderedDict(item for i, item in enumerate(state.items()) if i in own)
-    return {"state": {number: state["state"][number] for number in sorted(own)}}
+
+    def is_here(entry: int) -> bool:
+        first = (other for other, mine in enumerate(held) if mine is None or entry in mine)
+        return next(first, 0) == rank
+
+    if isinstance(state.get("state"), dict):
+        own = {number: value for number, value in state["state"].items() if is_here(number)}
+        return {**state, "state": own}
+    found = OrderedDict(
+        (name, value if is_here(entry) else None)
+        for entry, (name, value) in enumerate(state.items())
+    )
+    set_state_dict_metadata(found, state_dict_metadata(state))
+    return found
 
 
 def reshard(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,14 +357,17 @@ def memory_of(tree: Any) -> set[int]:
     return found
 
 
-def address(tensor: Any) -> int:
-    """Where a tensor, or this rank's shard of it, begins in memory; 0: it has none.
+def view_of(tensor: Any) -> tuple[object, ...] | None:
+    """What two tensors have alike if they are one view of one memory; None: it has none.
 
     The padded memory of a sharded parameter is never empty, so tied ones are seen on every rank.
     """
     local = _local(tensor)
     begin = local.untyped_storage().data_ptr()
-    return begin + int(local.storage_offset()) * local.element_size() if begin else 0
+    form = tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        (begin, local.storage_offset(), local.is_conj(), local.is_neg(), *form) if begin else None
+    )
 
 
 def _local(tensor: Any) -> Tensor:
@@ -403,17 +390,22 @@ def _map(change: Callable[[Any], Any], tree: Any) -> Any:
 T = TypeVar("T")
 
 
-def run_on_all_ranks(
-    collectives: Collectives, doing: str, work: Callable[[], tuple[T, str]]
-) -> tuple[T, list[str]]:
-    """Runs `work` on every rank: its own result, and all ranks' texts.
+def run_on_all_ranks(collectives: Collectives, doing: str, work: Callable[[], T]) -> T:
+    """Runs `work` on every rank; see `exchange_on_all_ranks`."""
+    return exchange_on_all_ranks(collectives, doing, lambda: (work(), None))[0]
+
+
+def exchange_on_all_ranks(
+    collectives: Collectives, doing: str, work: Callable[[], tuple[T, Any]]
+) -> tuple[T, list[Any]]:
+    """Runs `work` on every rank: its own result, and what each rank tells all.
 
     Communication: one exchange of text.
 
     Args:
         collectives: of the run.
         doing: what this is, for messages.
-        work: gives this rank's result, and a text for all ranks.
+        work: gives this rank's result, and JSON for all ranks.
 
     Raises:
         CheckpointError: on all ranks, what `work` has raised on one of them; on that one as it is.
@@ -427,10 +419,13 @@ def run_on_all_ranks(
         )
     failure: Exception | None = None
     try:
-        result, text = work()
-        answer: dict[str, Any] = {"text": text}
+        result, told = work()
+        answer: dict[str, Any] = {"told": told}
+    except LockstepError as error:
+        failure, answer = error, {"error": (error.was_set, error.found, error.do)}
     except Exception as error:  # whatever it is, the others must not wait for this rank
-        failure, answer = error, {"error": _in_parts(doing, error)}
+        found = f"{type(error).__name__}: {error}"
+        failure, answer = error, {"error": (doing, found, "see the traceback of that rank")}
     answers = collectives.exchange(answer)
     if failure is not None:
         raise failure
@@ -438,10 +433,4 @@ def run_on_all_ranks(
         if "error" in heard:
             was_set, found, do = heard["error"]
             raise CheckpointError(was_set, f"rank {rank}: {found}", do)
-    return result, [heard["text"] for heard in answers]
-
-
-def _in_parts(doing: str, error: Exception) -> tuple[str, str, str]:
-    if isinstance(error, LockstepError):
-        return error.was_set, error.found, error.do
-    return doing, f"{type(error).__name__}: {error}", "see the traceback of that rank"
+    return result, [heard["told"] for heard in answers]

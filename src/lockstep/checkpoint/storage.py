@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,19 @@ def new_file(path: Path) -> Iterator[int]:
     close(descriptor)
 
 
+@contextmanager
+def in_place(path: Path) -> Iterator[Path]:
+    """A name to write to; what is there afterwards takes the place of `path`, or nothing does."""
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
 def remove_tree(path: Path) -> None:
     """Removes a folder and what is in it; follows no link."""
     with os.scandir(path) as entries:
@@ -107,11 +121,6 @@ def remove_tree(path: Path) -> None:
 _KIND = "crc32:"
 _OWN = ', "checksum": "'
 _READ_BYTES = 1 << 22
-
-
-def checksum(data: memoryview | bytes, before: int = 0) -> int:
-    """The CRC-32 of `data` that follows on data of which `before` is the CRC-32."""
-    return zlib.crc32(data, before)
 
 
 def in_words(crc: int) -> str:

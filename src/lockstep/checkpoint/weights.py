@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from lockstep.checkpoint.sharding import (
     HeldTensor,
     LazyTensor,
     ShardedEntry,
-    address,
     run_on_all_ranks,
+    view_of,
 )
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
@@ -139,13 +140,9 @@ def load_weights(
     path = Path(path)
     run = run_of(model)
 
-    def work() -> tuple[_Plan, str]:
-        return _plan(model, path, strict=strict, trust=trust, alone=run is None), ""
-
-    if run is None:
-        plan, _ = work()
-    else:  # nothing is copied on any rank unless all can
-        plan, _ = run_on_all_ranks(run.collectives, f"loading {path}", work)
+    work = partial(_plan, model, path, strict=strict, trust=trust, alone=run is None)
+    # Nothing is copied on any rank unless all can.
+    plan = work() if run is None else run_on_all_ranks(run.collectives, f"loading {path}", work)
     for names in _batches(plan):
         # Of what is in shards, a sharded model reads the regions that it needs.
         values = {
@@ -253,8 +250,7 @@ def _tied(own: Mapping[str, Any]) -> list[list[str]]:
     """Groups of names that are one tensor."""
     groups: dict[object, list[str]] = {}
     for name, value in own.items():
-        if isinstance(value, Tensor) and shape_of(value) is not None and value.numel():
-            view = (value.device, address(value), value.shape, value.stride(), value.dtype)
+        if shape_of(value) is not None and (view := view_of(value)):
             groups.setdefault(view, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import STORABLE
 from lockstep.checkpoint.formats.safetensors import check_plain, misplaced, short
-from lockstep.checkpoint.sharding import Shape, Shard, ShardedEntry, sharded_entry
+from lockstep.checkpoint.sharding import LazyTensor, Shape, Shard, ShardedEntry, sharded_entry
 from lockstep.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -339,26 +339,23 @@ class _Archive:
 
 
 @dataclass(frozen=True)
-class _ArchivedShard:
+class _ArchivedShard(LazyTensor):
     """The values of a shard. They can only be read all at once: of a folder the last stay."""
 
-    archive: _Archive
+    file: Path
     dtype: torch.dtype
-    sizes: Shape
+    shape: Shape
+    archive: _Archive
     last: dict[_Archive, Tensor] = field(compare=False)
-
-    @property
-    def file(self) -> Path:
-        return self.archive.file
 
     def part(self, begin: int, end: int) -> Tensor:
         if self.archive not in self.last:
             self.last.clear()
-            self.last[self.archive] = self.archive.load(self.dtype, self.sizes, "cpu").reshape(-1)
+            self.last[self.archive] = self.archive.load(self.dtype, self.shape, "cpu").reshape(-1)
         return self.last[self.archive][begin:end]
 
     def check(self) -> None:
-        self.archive.load(self.dtype, self.sizes, "meta")
+        self.archive.load(self.dtype, self.shape, "meta")
 
 
 @dataclass(frozen=True)
@@ -498,7 +495,7 @@ def _tensor(
                 f"{name}: the shard at {list(offsets)} of shape {list(sizes)} is to be in "
                 f"{archive.length} bytes"
             )
-        shards.append(Shard(offsets, sizes, _ArchivedShard(archive, dtype, sizes, last)))
+        shards.append(Shard(offsets, _ArchivedShard(archive.file, dtype, sizes, archive, last)))
     return sharded_entry(name, dtype, _shape(state["size"]), shards)
 
 

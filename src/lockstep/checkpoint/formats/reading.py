@@ -128,7 +128,7 @@ def read(
             path,
             "a folder of torch.distributed.checkpoint",
             states,
-            sorted({path / METADATA, *(shard.source.file for shard in shards)}),
+            sorted({path / METADATA, *(shard.values.file for shard in shards)}),
             training=lambda: tensors_in(tree),
         )
     if name is not None:
@@ -239,8 +239,8 @@ def shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShar
             if not are_sizes(offsets) or not are_sizes(sizes):
                 raise ValueError(f"{tensor} has a shard that is nowhere")
             # Others than those that safetensors knows are stored as bytes.
-            entry: Any = headers(rank)[tensor].viewed(dtype, tuple(sizes))
-            shards.append(Shard(tuple(offsets), tuple(sizes), entry))
+            values = headers(rank)[tensor].viewed(dtype, tuple(sizes))
+            shards.append(Shard(tuple(offsets), values))
         return sharded_entry(tensor, dtype, shape, shards)
 
     return find

@@ -17,12 +17,10 @@ renamed into place after all of them, and only then those of a former index go.
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -33,33 +31,13 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
-from lockstep.checkpoint.encoding import separate
+from lockstep.checkpoint.encoding import DTYPES, separate
 from lockstep.checkpoint.sharding import LazyTensor
 from lockstep.errors import CheckpointError, SettingError
 
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
 
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-    "C128": "complex128",
-}
-DTYPES: dict[str, torch.dtype] = {
-    code: dtype
-    for code, name in _TORCH_NAMES.items()
-    if (dtype := getattr(torch, name, None)) is not None
-}
-"""What a header calls a dtype that the installed torch has."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK = 1 << 23
 """Bytes that are summed up and written at a time."""
@@ -101,9 +79,6 @@ class Entry(LazyTensor):
         if got != len(memory):
             raise _broken(self.file, "it became shorter while it was read")
         return torch.frombuffer(memory, dtype=self.dtype)
-
-    def check(self) -> None:
-        """Nothing is left to look at: headers are read in full."""
 
 
 def check_plain(path: Path) -> None:
@@ -228,7 +203,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
         for data in (memoryview(header), *(_memory(tensor) for _, tensor in ordered)):
             for begin in range(0, len(data), _CHUNK):
                 chunk = data[begin : begin + _CHUNK]
-                crc = storage.checksum(chunk, crc)
+                crc = zlib.crc32(chunk, crc)
                 storage.write(file, chunk)
             size += len(data)
     return Written(size, storage.in_words(crc))
@@ -348,7 +323,7 @@ def write_weights(
             raise IsADirectoryError(f"{path} is a folder")
         former = _former(index)
         if len(groups) == 1:
-            with in_place(path) as temporary:
+            with storage.in_place(path) as temporary:
                 write_tensors(temporary, _in_memory(tensors, groups[0], dtype))
             written, stale = [path], [index, *former]
         else:
@@ -356,19 +331,6 @@ def write_weights(
         for old in stale:
             old.unlink(missing_ok=True)
     return written
-
-
-@contextmanager
-def in_place(path: Path) -> Iterator[Path]:
-    """A name to write to; what is there afterwards takes the place of `path`, or nothing does."""
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    storage.sync_folder(path.parent)
 
 
 def _write_several(
@@ -380,18 +342,21 @@ def _write_several(
     files = _free_names(path, len(groups))
     made: list[Path] = []
     try:
-        for file, group in zip(files, groups, strict=True):
-            with in_place(file) as temporary:
+        for part, group in zip(files, groups, strict=True):
+            with storage.in_place(part) as temporary:
                 write_tensors(temporary, _in_memory(tensors, group, dtype))
-            made.append(file)
+            made.append(part)
         total = sum(_size(tensor, dtype) for tensor in tensors.values())
         places = {name: f.name for f, group in zip(files, groups, strict=True) for name in group}
         content = {"metadata": {"total_size": total}, "weight_map": places}
-        with in_place(index_of(path)) as temporary, storage.new_file(temporary) as descriptor:
+        with (
+            storage.in_place(index_of(path)) as temporary,
+            storage.new_file(temporary) as descriptor,
+        ):
             storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
     except BaseException:
-        for file in made:
-            file.unlink(missing_ok=True)
+        for part in made:
+            part.unlink(missing_ok=True)
         raise
     return [index_of(path), *files]
 
