@@ -431,6 +431,12 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "nested pickle": nested_pickle,
     "nested metadata": lambda f: nested_metadata(f),
     "metadata with a large memory": lambda f: nested_metadata(f, b"\x80\4Nr\xff\xff\xff\x7f."),
+    "metadata with a deep tuple as key": lambda f: nested_metadata(
+        f, b"\x80\4})" + b"\x85" * 1_000_000 + b"Ns."
+    ),
+    "metadata with a tuple in itself, often": lambda f: nested_metadata(
+        f, b"\x80\4})" + b"2\x86" * 60 + b"Ns."
+    ),
     "metadata with a large text": lambda f: nested_metadata(f, b"\x80\4\x8d" + b"\xff" * 7 + b"\0"),
 }
 

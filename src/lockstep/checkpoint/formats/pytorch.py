@@ -45,6 +45,7 @@ METADATA = ".metadata"
 
 _MAX_METADATA = 200_000_000  # bytes
 _MAX_OPERATIONS = 20_000_000  # of its pickle; each takes some 100 bytes of memory at most
+_MAX_TUPLE = 500  # values in it, and in those that it holds
 _MAX_OBJECT = 100_000_000  # bytes
 _MAX_OVERHEAD = 2**16  # bytes of an archive besides the values
 _AT = "torch.distributed.checkpoint."
@@ -67,7 +68,7 @@ _IGNORED = frozenset(
           for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
     }
 )  # fmt: skip
-DTYPES: dict[str, torch.dtype] = {str(dtype): dtype for dtype in STORABLE}
+DTYPES = {str(dtype): dtype for dtype in STORABLE}
 """What a pickle calls them."""
 NAMES = frozenset(
     {_METADATA, _TENSOR, _OBJECT, _CHUNK, _INDEX, _PLACE, _SIZE, *_PROPERTIES, *_IGNORED, *DTYPES}
@@ -170,51 +171,6 @@ class FilePart(io.RawIOBase):
         return len(content)
 
 
-def load_tensors(path: Path, content: IO[bytes]) -> Any:
-    """What `torch.save` wrote into a part of a file: tensors, numbers, text and containers of them.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds anything else.
-    """
-    check_archive(path, content)
-    try:
-        return torch.load(content, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def load_tensor(
-    path: Path, content: IO[bytes], dtype: torch.dtype, shape: tuple[int, ...], device: str
-) -> Tensor:
-    """The one tensor that `torch.save` wrote into a part of a file.
-
-    Args:
-        path: of the file, for messages.
-        content: the part.
-        dtype: that it must have.
-        shape: that it must have.
-        device: `cpu`, or `meta` to look without reading the values.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds anything else.
-    """
-    sizes = [m.file_size for m in check_archive(path, content) if m.filename.endswith("/data/0")]
-    try:
-        found = torch.load(content, weights_only=True, map_location="meta")
-        if type(found) is not Tensor or (found.dtype, found.shape) != (dtype, shape):
-            raise ValueError(f"it is not the one tensor of {dtype} and shape {list(shape)}")
-        # torch.load would read beyond the values that are there.
-        if sizes != [found.untyped_storage().nbytes()]:
-            raise ValueError(f"its values are to have {found.untyped_storage().nbytes()} bytes")
-        if device != "meta":
-            content.seek(0)
-            found = torch.load(content, weights_only=True, map_location=device)
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    tensor: Tensor = found
-    return tensor
-
-
 def _load_tensors(path: Path, options: dict[str, Any]) -> Any:
     try:
         return torch.load(path, weights_only=True, **options)
@@ -314,12 +270,46 @@ def _unpickled(content: bytes) -> Any:
     Raises:
         Exception: it uses other names, or is damaged.
     """
-    # `pickle` would allot its memo by the largest index that stands in the file.
-    for number, (operation, value, _) in enumerate(pickletools.genops(content)):
-        index = int(value or 0) if operation.name == "LONG_BINPUT" else 0
-        if number > _MAX_OPERATIONS or index > number:
-            raise ValueError("it would take more memory than any metadata does")
+    _check_operations(content)
     return _RestrictedUnpickler(io.BytesIO(content)).load()
+
+
+def _check_operations(content: bytes) -> None:
+    """Looks whether unpickling would take more time or memory than any metadata does.
+
+    `pickle` allots its memo by the largest index that stands in the file. And what is a key is
+    hashed with all that it holds: of tuples that hold each other that may be without end.
+    """
+    stack: list[int] = []  # how much each value holds, as far as it is a tuple
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    for number, (operation, value, _) in enumerate(pickletools.genops(content)):
+        name, taken = operation.name, operation.stack_before
+        if number > _MAX_OPERATIONS or (name == "LONG_BINPUT" and int(value or 0) > number):
+            raise ValueError("it would take more memory than any metadata does")
+        if pickletools.markobject in taken:
+            begin = marks.pop()
+            held = sum(stack[begin:])
+            del stack[begin - taken.index(pickletools.markobject) :]
+        else:
+            held = sum(stack[len(stack) - len(taken) :])
+            del stack[len(stack) - len(taken) :]
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[int(value or 0)])
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[int(value or 0)] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = held
+            stack.append(held)
+        elif name == "DUP":
+            stack += [held, held]
+        else:
+            size = held + 1 if name.startswith("TUPLE") else 1
+            stack += [size] * len(operation.stack_after)
+            if size > _MAX_TUPLE:
+                raise ValueError("it has a tuple that is larger than any of metadata")
 
 
 @dataclass(frozen=True)
@@ -330,12 +320,20 @@ class _Archive:
     offset: int
     length: int
 
-    def load(self, *tensor: Any) -> Any:
-        """Its content; of a tensor, see `load_tensor`."""
+    def load(self, device: str = "cpu") -> tuple[Any, list[int]]:
+        """What is in it: tensors, numbers, text and containers of them; and its values' sizes.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds anything else.
+        """
         with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
-            part = FilePart(file, self.offset, self.length)
-            read: Any = load_tensor if tensor else load_tensors
-            return read(self.file, part, *tensor)
+            part: Any = FilePart(file, self.offset, self.length)
+            members = check_archive(self.file, part)
+            try:
+                found = torch.load(part, weights_only=True, map_location=device)
+            except Exception as error:
+                raise _unreadable(self.file, error) from error
+        return found, [member.file_size for member in members if "/data/" in member.filename]
 
 
 @dataclass(frozen=True)
@@ -350,12 +348,21 @@ class _ArchivedShard(LazyTensor):
 
     def part(self, begin: int, end: int) -> Tensor:
         if self.archive not in self.last:
+            self.check()
             self.last.clear()
-            self.last[self.archive] = self.archive.load(self.dtype, self.shape, "cpu").reshape(-1)
+            self.last[self.archive] = self.archive.load()[0].reshape(-1)
         return self.last[self.archive][begin:end]
 
     def check(self) -> None:
-        self.archive.load(self.dtype, self.shape, "meta")
+        found, sizes = self.archive.load("meta")
+        problem = ""
+        if type(found) is not Tensor or (found.dtype, found.shape) != (self.dtype, self.shape):
+            problem = f"it is not the one tensor of {self.dtype} and shape {list(self.shape)}"
+        # torch.load would read beyond the values that are there.
+        elif sizes != [found.untyped_storage().nbytes()]:
+            problem = f"its values are to have {found.untyped_storage().nbytes()} bytes"
+        if problem:
+            raise _unreadable(self.file, ValueError(problem))
 
 
 @dataclass(frozen=True)
@@ -377,7 +384,7 @@ class Objects:
                 f"{short(self.name)} has {self.archive.length} bytes",
                 "copy the folder again, or use another one",
             )
-        return self.archive.load()
+        return self.archive.load()[0]
 
 
 def is_dcp(folder: Path) -> bool:
