@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
 
@@ -33,7 +33,6 @@ INSTEAD = "LOCKSTEP_VERIFY"
 """Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
 AUTO = "auto"
 """What is measured instead of given: shares, micro_batch_size."""
-T = TypeVar("T")
 
 
 def is_auto(setting: Any) -> bool:
@@ -67,7 +66,21 @@ class Settings:
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
 
 
-def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+def _whole_number_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("strategy", "precision", "backend", "device", "init_method"), str),
+    **dict.fromkeys(("shares", "ledger"), str),
+    "seed": int,
+    "micro_batch_size": _whole_number_or_auto,
+    "join_timeout": float,
+}
+"""What may be set outside of the script, and how it is read."""
+
+
+def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     """Merges the arguments of `init` (None: left open) with the LOCKSTEP_* variables.
 
     What `lockstep verify` sets goes before both.
@@ -75,31 +88,25 @@ def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Se
     Raises:
         SettingError: a value that does not parse, or two that contradict each other.
     """
-    readers: dict[str, Callable[[str], Any]] = {
-        "strategy": str,
-        "seed": int,
-        "precision": str,
-        "backend": str,
-        "device": str,
-        "init_method": str,
-        "shares": str,
-        "micro_batch_size": _whole_number_or_auto,
-        "join_timeout": float,
-        "ledger": str,
-    }
     values = {name: value for name, value in given.items() if value is not None}
-    for name, read in readers.items():
+    for name, read in _READERS.items():
         variable = f"LOCKSTEP_{name.upper()}"
         if not environ.get(variable):
             continue
-        outside = _parse(variable, environ[variable], read)
-        if name in values and _written(values[name]) != _written(outside):
+        try:
+            outside = read(environ[variable])
+        except ValueError:
+            raise SettingError(
+                f"{variable}={environ[variable]}",
+                f"it is not a valid {read.__name__.strip('_').replace('_', ' ')}",
+                "correct or unset it",
+            ) from None
+        if _written(values.setdefault(name, outside)) != _written(outside):
             raise SettingError(
                 f"{name}={values[name]!r} in the script and {variable}={outside} outside it",
                 "they contradict each other",
                 "set it in one place",
             )
-        values.setdefault(name, outside)
     if environ.get(INSTEAD):
         values |= json.loads(environ[INSTEAD])
     for name in ("join_timeout", "collective_timeout"):
@@ -110,21 +117,6 @@ def resolve_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> Se
             f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
         )
     return Settings(**values)
-
-
-def _parse(variable: str, text: str, read: Callable[[str], T]) -> T:
-    try:
-        return read(text)
-    except ValueError:
-        raise SettingError(
-            f"{variable}={text}",
-            f"it is not a valid {read.__name__.strip('_').replace('_', ' ')}",
-            "correct or unset it",
-        ) from None
-
-
-def _whole_number_or_auto(text: str) -> int | str:
-    return text if text == AUTO else int(text)
 
 
 def _written(value: Any) -> str:

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Epochs, Loader
 from lockstep.data.micro_batches import Weight
-from lockstep.data.shares import first_shares
-from lockstep.data.source import Shard, Source, make_source
+from lockstep.data.source import Shard, make_source
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import (
     Run,
@@ -32,14 +30,13 @@ from lockstep.distributed.process_group import (
 )
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError
-from lockstep.optim.precision import Precision
 from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, print_closing, progress
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies import find_strategy
 from lockstep.strategies.base import Plan, Strategy
-from lockstep.training.prepare import Preparer, agree_on_loader
+from lockstep.training.prepare import Preparer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -80,20 +77,11 @@ class World:
         self.device = run.device
         self.collectives = run.collectives
         self.strategy = strategy.name
-        self._settings = settings = run.settings
         self.means = self._outside = RunningMeans(run.collectives, 0)
-        self._precision = Precision(settings.precision, run.device)
         self._plan = plan
         self._run = run
         self._choices = choices
-        self._preparer = Preparer(
-            run,
-            strategy,
-            plan,
-            self._precision,
-            make_loader=lambda loader: self._make_loader(make_source(loader)),
-            say=self.print,
-        )
+        self._preparer = Preparer(run, strategy, plan)
         self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
@@ -137,7 +125,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            seed_rank(self._settings.seed, self.collectives.data_parallel.rank)
+            seed_rank(self._run.settings.seed, self.collectives.data_parallel.rank)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -199,16 +187,13 @@ class World:
             shard=shard,
             options=options,
         )
-        loader = self._make_loader(
+        return self._preparer.add_loader(
             source,
             micro_batch_size=micro_batch_size,
             shares=shares,
             weight=weight,
             sample_rng=sample_rng,
         )
-        agree_on_loader(self._run, loader)
-        self._preparer.loaders.append(loader)
-        return loader
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass, weighted so that the step's gradient is that of the global mean.
@@ -303,7 +288,7 @@ class World:
         return measure(
             self._run,
             self.strategy,
-            self._precision,
+            self._preparer.precision,
             self.backward,
             model=model,
             optimizer=optimizer,
@@ -349,8 +334,8 @@ class World:
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
         self._preparer.guards.settle()
-        self._precision.settle()
-        scaler = self._precision.scaler
+        self._preparer.precision.settle()
+        scaler = self._preparer.precision.scaler
         state = None if scaler is None else scaler.state_dict()
         return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": state}
 
@@ -358,8 +343,9 @@ class World:
         """Takes up what `state_dict` gave."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
-        if self._precision.scaler is not None and state["scaler"] is not None:
-            self._precision.scaler.load_state_dict(state["scaler"])
+        scaler = self._preparer.precision.scaler
+        if scaler is not None and state["scaler"] is not None:
+            scaler.load_state_dict(state["scaler"])
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""
@@ -377,26 +363,6 @@ class World:
             self._preparer.guards.settle()
         if self.is_main and not failed:
             print_closing(self._run.step, self._folders)
-
-    def _make_loader(self, source: Source, **options: Any) -> Loader:
-        plan = self._plan
-        shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
-        made = make_loader(
-            source,
-            request=self._preparer.autotune.request(shares, own),
-            shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
-            micro_batch_size=plan.micro_batch_size(
-                self._settings.micro_batch_size if own is None else own
-            ),
-            seed=self._settings.seed,
-            collectives=self.collectives,
-            step=self._run.step,
-            evaluates_together=plan.evaluates_together,
-            min_micro_batches=plan.num_micro_batches,
-            **options,
-        )
-        self._preparer.choices.append(made.choice)
-        return made
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
@@ -460,21 +426,21 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         SettingError: a setting that cannot be honoured.
         UsageError: this process is in a run already.
     """
-    given = {
-        "strategy": strategy,
-        "seed": seed,
-        "precision": precision,
-        "backend": backend,
-        "init_method": init_method,
-        "shares": shares,
-        "micro_batch_size": micro_batch_size,
-        "device": device,
-        "sync_batchnorm": sync_batchnorm,
-        "ledger": ledger if ledger is None else str(ledger),
-        "join_timeout": join_timeout,
-        "collective_timeout": collective_timeout,
-    }
-    settings = resolve_settings(given, os.environ)
+    settings = resolve_settings(
+        os.environ,
+        strategy=strategy,
+        seed=seed,
+        precision=precision,
+        backend=backend,
+        init_method=init_method,
+        shares=shares,
+        micro_batch_size=micro_batch_size,
+        device=device,
+        sync_batchnorm=sync_batchnorm,
+        ledger=ledger if ledger is None else str(ledger),
+        join_timeout=join_timeout,
+        collective_timeout=collective_timeout,
+    )
     run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
         chosen, reason = find_strategy(settings.strategy, run.topology.size)

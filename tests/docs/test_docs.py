@@ -107,7 +107,7 @@ def test_the_table_of_settings() -> None:
     }
     for name, cells in zip(arguments, table, strict=True):
         variable = f"LOCKSTEP_{name.upper()}"
-        has_effect = resolve_settings({}, {variable: "7"}) != resolve_settings({}, {})
+        has_effect = resolve_settings({variable: "7"}) != resolve_settings({})
         assert cells[2] == (f"`{variable}`" if has_effect else ""), name
 
 

@@ -27,7 +27,7 @@ from lockstep.optim.precision import Precision
 from lockstep.strategies import DP
 from lockstep.strategies.data_parallel import replicas
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.training.profiling import ProfilingRun
+from lockstep.training.autotune import ProfilingRun
 
 FEATURES = 6
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.training.profiling import Call, Calls, ProfilingRun
+from lockstep.training.autotune import Call, ProfilingRun, seen_calls
 
 
 @dataclass
@@ -164,15 +164,14 @@ def test_what_cannot_be_tried(world, calls, said):
 
 def test_calls_with_gradients_are_seen_until_closed():
     model = nn.Linear(3, 3)
-    calls = Calls([model])
     x = torch.randn(2, 3)
-    model(x)
-    with torch.no_grad():
+    with seen_calls([model]) as calls:
         model(x)
-    model(input=x)
-    calls.close()
+        with torch.no_grad():
+            model(x)
+        model(input=x)
     model(x)
-    assert [(c.args, c.kwargs) for c in calls.seen] == [((x,), {}), ((), {"input": x})]
+    assert [(c.args, c.kwargs) for c in calls] == [((x,), {}), ((), {"input": x})]
     assert not model._forward_pre_hooks
 
 

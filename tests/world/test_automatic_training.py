@@ -22,7 +22,7 @@ import lockstep
 from lockstep.data import shares
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
-from lockstep.training.profiling import ProfilingRun
+from lockstep.training.autotune import ProfilingRun
 
 BATCH = 24
 SLOW, FITS = 1, 5

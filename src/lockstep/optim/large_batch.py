@@ -1,11 +1,14 @@
-"""Optimizers for large batches: LARS and LAMB.
+"""Large batches: LARS and LAMB, learning rates that follow the batch size, gradual warm-up.
 
-Both measure a step against the tensor that it changes: the trust ratio, the norm of the tensor
-over that of its step, is a learning rate of each tensor's own, so that one rate suits all layers.
-Norms are those of whole tensors. Of a parameter that is sharded over the ranks (a `DTensor`, as
-FSDP makes them) all shards count, which takes one small all-reduce for all parameters that are
-sharded alike; every rank then steps at the same time, with gradients for the same parameters.
-Nothing is read back from a GPU.
+Learning rates and warm-up count in global batches (`batch_size` is the samples, and one step the
+duration, of one optimizer step), so neither changes with the number of devices.
+
+The optimizers measure a step against the tensor that it changes: the trust ratio, the norm of the
+tensor over that of its step, is a learning rate of each tensor's own, so that one rate suits all
+layers. Norms are those of whole tensors. Of a parameter that is sharded over the ranks (a
+`DTensor`, as FSDP makes them) all shards count, which takes one small all-reduce for all parameters
+that are sharded alike; every rank then steps at the same time, with gradients for the same
+parameters. Nothing is read back from a GPU.
 
 Whether they are needed is another question: Nado et al., "A Large Batch Optimizer Reality Check"
 (arXiv 2102.06356), reach the same results with well-tuned Nesterov momentum and with Adam.
@@ -13,15 +16,26 @@ Whether they are needed is another question: Nado et al., "A Large Batch Optimiz
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import SettingError, UsageError
@@ -158,14 +172,15 @@ class LARS(_Layerwise):
     ) -> None:
         weights = [_local(p) for p in parameters]
         gradients = [_gradient(p) for p in parameters]
-        ratios: Sequence[Tensor | float] = [1.0] * len(parameters)
+        ratios: list[Tensor] = []
         if adapted:
-            norms = _norms(parameters, [weights, gradients])
-            ratios = [self._ratio(group, w, g, decay) for w, g in zip(*norms, strict=True)]
-        for p, weight, gradient, ratio in zip(parameters, weights, gradients, ratios, strict=True):
+            for w, g in zip(*_norms(parameters, [weights, gradients]), strict=True):
+                ratio = group["trust_coefficient"] * w / (g + decay * w + group["eps"])
+                ratios.append(_or_1(ratio, w, g, group["max_ratio"]))
+        for i, (p, weight, gradient) in enumerate(zip(parameters, weights, gradients, strict=True)):
             step = gradient.add(weight, alpha=decay) if decay else gradient
             if adapted:
-                step = step.mul(ratio) if step is gradient else step.mul_(ratio)
+                step = step.mul(ratios[i]) if step is gradient else step.mul_(ratios[i])
             if group["momentum"]:
                 step = self._with_momentum(group, p, step)
             weight.sub_(step, alpha=group["lr"])
@@ -178,14 +193,6 @@ class LARS(_Layerwise):
         velocity = _local(state["momentum_buffer"])
         velocity.mul_(momentum).add_(step)
         return step.add(velocity, alpha=momentum) if group["nesterov"] else velocity
-
-    @staticmethod
-    def _ratio(
-        group: dict[str, Any], weight_norm: Tensor, gradient_norm: Tensor, decay: float
-    ) -> Tensor:
-        against = gradient_norm + decay * weight_norm + group["eps"]
-        ratio = group["trust_coefficient"] * weight_norm / against
-        return _or_1(ratio, weight_norm, gradient_norm, group["max_ratio"])
 
 
 class LAMB(_Layerwise):
@@ -283,8 +290,7 @@ def _check(group: dict[str, Any], name: str) -> None:
     for key, values in given.items():
         fits, wanted = _RANGES[key]
         for value in values:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or not fits(value):
+            if not _is_number(value) or not math.isfinite(value) or not fits(value):
                 raise SettingError(
                     f"{name}({key}={value!r})", "it is out of range", f"give {wanted}"
                 )
@@ -296,6 +302,10 @@ def _check(group: dict[str, Any], name: str) -> None:
         )
     if group.get("nesterov") and not group["momentum"]:
         raise SettingError(f"{name}(nesterov=True)", "momentum=0", "give a momentum above 0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _adapts(group: dict[str, Any], parameter: Tensor) -> bool:
@@ -374,3 +384,152 @@ def _or_1(ratio: Tensor, one: Tensor, other: Tensor, largest: float | None) -> T
     """The ratio where both norms are above 0, else 1; at most `largest`. Asks nothing of a GPU."""
     ratio = torch.where((one > 0) & (other > 0), ratio, torch.ones_like(ratio))
     return ratio if largest is None else ratio.clamp(max=largest)
+
+
+RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt}
+"""How the learning rate grows when the batch grows k times."""
+
+_CANNOT_FOLLOW: dict[type, str] = {
+    ReduceLROnPlateau: "it steps on a metric; warm up the optimizer, then step it by hand",
+    OneCycleLR: "it warms up by itself: use its pct_start",
+    CyclicLR: "it moves between rates of its own",
+    MultiplicativeLR: "it multiplies whatever rate it meets: use LambdaLR",
+    SequentialLR: "torch cannot start one sequence inside another: add LinearLR to its list",
+    ChainedScheduler: "torch cannot start a chain inside a sequence: add LinearLR to its list",
+}
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+@overload
+def scale_learning_rate(
+    optimizer_or_lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear"
+) -> float: ...
+
+
+@overload
+def scale_learning_rate(
+    optimizer_or_lr: OptimizerT, *, batch_size: int, base_batch_size: int, rule: str = "linear"
+) -> OptimizerT: ...
+
+
+def scale_learning_rate(
+    optimizer_or_lr: Optimizer | float,
+    *,
+    batch_size: int,
+    base_batch_size: int,
+    rule: str = "linear",
+) -> Optimizer | float:
+    """Scales a learning rate that was found at `base_batch_size` to `batch_size`.
+
+    Returns what it was given, scaled: for a number the scaled number, for an optimizer that
+    optimizer, with the rate of every parameter group changed in place. Scale an optimizer before
+    its scheduler is built: schedulers remember the rates that they begin with.
+
+    Args:
+        optimizer_or_lr: a learning rate, or an optimizer.
+        batch_size: samples of one optimizer step, over all devices and micro-batches.
+        base_batch_size: the same, where the learning rate was found.
+        rule: `linear` (times batch_size / base_batch_size: Goyal et al., "Accurate, Large Minibatch
+            SGD", arXiv 1706.02677) or `sqrt` (times its square root: Krizhevsky, "One weird trick
+            for parallelizing convolutional neural networks", arXiv 1404.5997).
+
+    Raises:
+        SettingError: a batch size that is no whole number above 0, a learning rate that is no
+            finite number from 0 up, or an unknown rule.
+        UsageError: the optimizer already has a scheduler.
+    """
+    for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
+        _check_count(name, size, "samples of one optimizer step")
+    if rule not in RULES:
+        near = difflib.get_close_matches(str(rule), RULES, n=1, cutoff=0.3)
+        raise SettingError(
+            f"rule={rule!r}",
+            f"the rules are {', '.join(RULES)}",
+            f"did you mean {near[0]!r}?" if near else "choose one of them",
+        )
+    factor = RULES[rule](batch_size / base_batch_size)
+    if isinstance(optimizer_or_lr, Optimizer):
+        if any("initial_lr" in group for group in optimizer_or_lr.param_groups):
+            raise UsageError(
+                "scale_learning_rate of an optimizer",
+                "it already has a scheduler, which would go on from the rates before scaling",
+                "call scale_learning_rate before building the scheduler",
+            )
+        for group in optimizer_or_lr.param_groups:
+            group["lr"] *= factor  # a tensor changes in place
+        return optimizer_or_lr
+    number = _is_number(optimizer_or_lr)
+    if not number or not 0 <= optimizer_or_lr < math.inf:
+        raise SettingError(
+            "scale_learning_rate",
+            str(optimizer_or_lr) if number else f"a {type(optimizer_or_lr).__name__}",
+            "pass an optimizer, or a finite learning rate from 0 up",
+        )
+    return optimizer_or_lr * factor
+
+
+def warmup(
+    scheduler_or_optimizer: LRScheduler | Optimizer, steps: int, start: float = 0.01
+) -> LRScheduler:
+    """Gradual warm-up: the rate grows linearly for `steps` steps, then the schedule begins.
+
+    The first step uses `start` times the optimizer's learning rate, step `steps` (counted from 0)
+    the whole of it. A scheduler that is given begins with its own step 0 at that point, so it
+    covers what is left: give it `total - steps` steps where it wants to know its length. Step the
+    result once after every optimizer step, and the scheduler that it was made from no more.
+
+    After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677, section 2.2), who start
+    at 1/k of the rate when the batch is k times as large.
+
+    The result is a `torch.optim.lr_scheduler.SequentialLR` (for an optimizer: a `LinearLR`), whose
+    `state_dict` holds numbers and lists and no functions, as far as the given scheduler's does.
+
+    Args:
+        scheduler_or_optimizer: the schedule that follows, newly built; or an optimizer, whose
+            rate then stays as it is.
+        steps: optimizer steps (global batches).
+        start: fraction of the learning rate in the first step, above 0 and at most 1.
+
+    Raises:
+        SettingError: `steps`, `start` or the kind of scheduler cannot be honoured.
+        UsageError: the scheduler has been stepped before.
+    """
+    _check_count("warm-up steps", steps, "optimizer steps")
+    if not _is_number(start) or not 0 < start <= 1:
+        raise SettingError(
+            f"warm-up start={start!r}",
+            "it is the fraction of the learning rate in the first step",
+            "choose a number above 0 and at most 1",
+        )
+    if isinstance(scheduler_or_optimizer, Optimizer):
+        return LinearLR(scheduler_or_optimizer, start, total_iters=steps)
+    scheduler = scheduler_or_optimizer
+    if not isinstance(scheduler, LRScheduler):
+        raise SettingError(
+            "warm-up",
+            f"a {type(scheduler).__name__}",
+            "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
+        )
+    for kind, reason in _CANNOT_FOLLOW.items():
+        if isinstance(scheduler, kind):
+            raise SettingError(
+                f"warm-up followed by {type(scheduler).__name__}",
+                "it cannot begin after a warm-up",
+                reason,
+            )
+    if scheduler.last_epoch != 0:
+        raise UsageError(
+            f"warm-up followed by {type(scheduler).__name__}",
+            f"the scheduler has already made {scheduler.last_epoch} steps",
+            "build it, wrap it in warmup, and only then load a saved state or step",
+        )
+    ramp = LinearLR(scheduler.optimizer, start, total_iters=steps)
+    return SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])
+
+
+def _check_count(name: str, value: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(
+            f"{name}={value!r}", f"it counts {unit}", "choose a whole number from 1 up"
+        )

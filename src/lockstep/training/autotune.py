@@ -2,10 +2,10 @@
 
 It happens in the first global batch that is trained on, right after the backward pass of its first
 micro-batch (`data.shares.first_micro_batch`), and before any optimizer step. Every rank takes the
-calls that it made of its modules and tries them at other sizes (`profiling`). The ranks begin each
-measurement together, because devices that share a machine slow each other down; what they found
-they exchange as text, so all decide from the same numbers. Times are taken again and again, because
-a machine that others use as well is slow at times: what differs less than they vary is the same.
+calls that it made of its modules and tries them at other sizes. The ranks begin each measurement
+together, because devices that share a machine slow each other down; what they found they exchange
+as text, so all decide from the same numbers. Times are taken again and again, because a machine
+that others use as well is slow at times: what differs less than they vary is the same.
 
 Communication: an exchange of text before and after each time that is taken, which is done 5 to 20
 times for at most three divisions.
@@ -13,13 +13,16 @@ times for at most three divisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.data.pytree import map_tensors, tensors
 from lockstep.data.shares import (
     Autotuned,
     AutotuneRequest,
@@ -32,15 +35,28 @@ from lockstep.data.shares import (
     shares_by_times,
     step_seconds,
 )
+from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.report.console import print_line
 from lockstep.settings import is_auto
-from lockstep.strategies.base import Plan, Strategy
+from lockstep.strategies.base import Plan, Strategy, may_set
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.optimizer import PreparedOptimizer
-from lockstep.training.profiling import Calls, ProfilingRun
 
+_MOST_RUNS, _ENOUGH_S = 10, 0.03
+"""A time is that of one run; where this is below 30 ms, the shortest of several, up to 10."""
+_MARGIN = 0.05
+"""Of a GPU's memory, kept free while sizes are tried: what is free is in pieces, later as well."""
+_STATE = 2
+"""Numbers that an optimizer keeps for each parameter from its first step on, as Adam does."""
+_NO_COLLECTIVES = (
+    "the forward pass is tried at several sizes, which differ between the ranks, to find what is "
+    "'auto'"
+)
 _DIVISIONS = 3
 """Times are taken again with the shares that the times before have led to, at most so often."""
 _SHOWN = 8
@@ -55,7 +71,6 @@ class Autotune:
         plan: the strategy's.
         modules: as they are called; the list may still grow.
         optimizers: prepared ones; likewise.
-        say: prints a line on rank 0.
 
     Raises:
         SettingError: the strategy cannot find what is `"auto"`.
@@ -68,7 +83,6 @@ class Autotune:
         plan: Plan,
         modules: list[nn.Module],
         optimizers: list[PreparedOptimizer],
-        say: Callable[[str], None],
     ) -> None:
         self.found = Autotuned()
         self._run = run
@@ -76,9 +90,8 @@ class Autotune:
         self._plan = plan
         self._modules = modules
         self._optimizers = optimizers
-        self._say = say
-        self._profiled: ProfiledMicroBatch | None = None
-        self._calls = Calls([])
+        self._profiled: tuple[ProfiledMicroBatch, list[Call]] | None = None
+        self._recording = ExitStack()
         self.request(None, None)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
@@ -125,9 +138,9 @@ class Autotune:
             UsageError: on all ranks, where one could not try its calls.
             SettingError: the memory of all ranks together does not hold the batch.
         """
-        profiled, calls = self._profiled, self._calls.seen
-        if profiled is None:
+        if self._profiled is None:
             return
+        profiled, calls = self._profiled
         self._stop()
         profiling = ProfilingRun(self._run, calls, profiled.local)
         search = _Search(self._run, self._plan, profiled, profiling)
@@ -151,6 +164,10 @@ class Autotune:
         if profiled.find_shares:
             self.found.shares = shares
 
+    def _say(self, text: str) -> None:
+        if self._run.topology.is_main:
+            print_line(text)
+
     @contextmanager
     def _profile(self, micro_batch: ProfiledMicroBatch) -> Iterator[None]:
         """While the micro-batch is computed.
@@ -158,24 +175,23 @@ class Autotune:
         Raises:
             UsageError: an optimizer has stepped, and nothing was found.
         """
-        self._profiled = micro_batch
-        self._calls = calls = Calls(self._modules)
+        calls = self._recording.enter_context(seen_calls(self._modules))
+        self._profiled = present = micro_batch, calls
         try:
             yield
-            if self._calls is calls and self._run.step.running.stepped:
+            if self._profiled is present and self._run.step.running.stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
         finally:
-            calls.close()
-            if self._calls is calls:
+            if self._profiled is present:
                 self._stop()
 
     def _stop(self) -> None:
-        self._calls.close()
-        self._calls, self._profiled = Calls([]), None
+        self._profiled = None
+        self._recording.close()
 
     def _as_planned(self) -> bool:
         """The first micro-batch has to be one that is planned.
@@ -302,6 +318,239 @@ class _Search:
                 "give numbers instead, such as shares='2:3' and micro_batch_size=16",
             ) from cause
         return [each for found, _ in answers for each in found]
+
+
+class Call(NamedTuple):
+    """A forward pass that was seen."""
+
+    module: nn.Module
+    """As it was called."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def seen_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
+    """The forward passes with gradients that are made of some modules meanwhile."""
+    seen: list[Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            seen.append(Call(module, args, kwargs))
+
+    handles = [m.register_forward_pre_hook(note, prepend=True, with_kwargs=True) for m in modules]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ProfilingRun:
+    """Tries calls at other sizes, each with a backward pass; no other rank takes part.
+
+    What comes after the model, the loss, is not known. In its place stands one that needs as much
+    memory as a cross entropy does: it keeps its logarithms, and its gradient is a tensor of its
+    own.
+
+    Args:
+        run: whose device it is.
+        calls: the forward passes of one backward pass.
+        local: the samples that they were made with.
+
+    Raises:
+        UsageError: on trying, where it cannot be seen which tensors hold the samples.
+    """
+
+    def __init__(self, run: Run, calls: Sequence[Call], local: int) -> None:
+        self._run = run
+        self._calls = calls
+        self._local = local
+        self._modules = list({id(call.module): call.module for call in calls}.values())
+        self._gpus = gpus_of(run, self._modules)
+        self._warm: set[tuple[int, int | None]] = set()
+        """What has been computed before, and where: caches are made."""
+
+    def fits(self, samples: int, device: int | None = None) -> bool:
+        """Whether there is memory for so many samples at a time.
+
+        Args:
+            samples: to compute.
+            device: of those that divide a batch in this process; None: on all of them.
+        """
+        with self._undisturbed():
+            try:
+                self._compute_beside_reserve(samples, device)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return True
+        # Not before here: the error held the frames in which the memory was asked for.
+        gc.collect()
+        if self._gpus:
+            torch.cuda.empty_cache()
+        return False
+
+    def seconds(self, samples: int, device: int | None = None) -> float:
+        """For each sample, where so many are computed at a time; the arguments are those above."""
+        took: list[float] = []
+        with self._undisturbed():
+            if (samples, device) not in self._warm:
+                self._compute(samples, device)
+                self._warm.add((samples, device))
+            while sum(took) < _ENOUGH_S and len(took) < _MOST_RUNS:
+                begin = now(self._gpus)
+                self._compute(samples, device)
+                took.append(now(self._gpus) - begin)
+        return min(took) / samples
+
+    def _compute_beside_reserve(self, samples: int, device: int | None) -> None:
+        reserve = self._reserve()
+        self._compute(samples, device)
+        del reserve
+
+    def _compute(self, samples: int, device: int | None) -> None:
+        """A forward and a backward pass over all calls."""
+        if not self._calls:
+            raise UsageError(
+                "world.backward(loss)",
+                "no forward pass of a prepared model came before it",
+                "call what world.prepare returned",
+            )
+        outputs, inputs = [], []
+        with ExitStack() as stack:
+            for module, *arguments in self._calls:
+                if device is not None and isinstance(module, DataParallel):
+                    stack.enter_context(module.only_on(device))
+                args, kwargs = self._resized(module, arguments, samples)
+                inputs += [t for t in tensors((args, kwargs)) if t.requires_grad]
+                inputs += [p for p in module.parameters() if p.requires_grad]
+                outputs += tensors(module(*args, **kwargs))
+        losses = [_stand_in(output) for output in outputs if output.requires_grad]
+        if not losses or not inputs:
+            raise UsageError(
+                "the output of the model",
+                "no tensor with a gradient is seen in it",
+                "return tensors, or tuples, dicts or dataclasses of them",
+            )
+        unique = list({id(tensor): tensor for tensor in inputs}.values())
+        torch.autograd.grad(losses, unique, allow_unused=True)
+
+    def _resized(self, module: nn.Module, arguments: Any, samples: int) -> Any:
+        """The arguments of a call with its samples repeated."""
+        found = False
+        dim = module.dim if isinstance(module, nn.DataParallel) else 0
+
+        def resized(tensor: Tensor) -> Tensor:
+            nonlocal found
+            plain = tensor.detach()
+            if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == self._local:
+                found = True
+                rows = torch.arange(samples, device=tensor.device) % self._local
+                plain = plain.index_select(dim, rows)
+            return plain.requires_grad_(tensor.requires_grad)
+
+        resized_arguments = map_tensors(arguments, resized)
+        if not found:
+            raise UsageError(
+                f"a call of {type(module).__name__} with {self._local} samples",
+                f"no tensor among its arguments has {self._local} as its "
+                + (f"dimension {dim}" if dim else "first dimension"),
+                "give the model tensors with one row a sample",
+            )
+        return resized_arguments
+
+    def _reserve(self) -> Tensor | None:
+        """Memory that is not to be had in the training either."""
+        if self._run.device.type != "cuda":
+            return None
+        own = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
+        state = _STATE * sum(p.numel() * p.element_size() for p in own.values())
+        margin = int(_MARGIN * torch.cuda.mem_get_info(self._run.device)[1])
+        return torch.empty(state + margin, dtype=torch.uint8, device=self._run.device)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """All is put back; collectives are refused, and BatchNorm has statistics of its own."""
+        collectives = self._run.collectives
+        parts = {id(part): part for module in self._modules for part in module.modules()}.values()
+        # Attributes too: what is set to activations, to be looked at, would keep the largest.
+        held = [vars(part) for part in parts if may_set(part)] + [part._buffers for part in parts]
+        buffers = [b for part in parts for b in part._buffers.values() if b is not None]
+        alone = [
+            part
+            for part in parts
+            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
+            and "forward" not in vars(part)  # of replicas: the devices of this rank stay together
+        ]
+        blocked = collectives.blocked
+        with restored([(d, dict(d)) for d in held], buffers, self._gpus), torch.enable_grad():
+            try:
+                collectives.blocked = _NO_COLLECTIVES
+                for layer in alone:
+                    layer.forward = BatchNorm.forward.__get__(layer)  # type: ignore[method-assign]
+                yield
+            finally:
+                collectives.blocked = blocked
+                for layer in alone:
+                    vars(layer).pop("forward", None)
+
+
+def _stand_in(output: Tensor) -> Tensor:
+    real = torch.view_as_real(output) if output.is_complex() else output
+    return real.log_softmax(-1).square().sum() if real.dim() else real
+
+
+@contextmanager
+def restored(
+    dictionaries: Sequence[tuple[dict[Any, Any], dict[Any, Any]]],
+    values: Iterable[Tensor],
+    gpus: Sequence[torch.device],
+) -> Iterator[None]:
+    """Puts dictionaries, the values of tensors and random streams back on leaving.
+
+    Args:
+        dictionaries: each with what is to be in it.
+        values: tensors, written to in place, because others hold them too. Copies are on the CPU,
+            where those of a GPU do not add to what is measured.
+        gpus: whose random streams are used.
+    """
+    before = [(tensor, local(tensor).to("cpu", copy=True)) for tensor in values]
+    with preserve_rng_state(), torch.random.fork_rng(gpus, enabled=bool(gpus)):
+        try:
+            yield
+        finally:
+            for dictionary, old in dictionaries:
+                dictionary.clear()
+                dictionary.update(old)
+            with torch.no_grad():
+                for tensor, value in before:
+                    local(tensor).copy_(value)
+
+
+def gpus_of(run: Run, modules: Iterable[nn.Module]) -> list[torch.device]:
+    """All that the modules compute on."""
+    devices = {run.device: None}
+    for module in modules:
+        devices |= dict.fromkeys(p.device for p in module.parameters())
+        if isinstance(module, DataParallel):
+            devices |= dict.fromkeys(module.devices)
+    return [device for device in devices if device.type == "cuda"]
+
+
+def now(gpus: Iterable[torch.device]) -> float:
+    """Seconds of a clock, when the GPUs have done what they were given."""
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
+    return time.perf_counter()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, where it is spread over the ranks."""
+    tensor = tensor.detach()
+    # By its method: the import of DTensor takes long, and where there is one it has been made.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _shares_in_words(

@@ -2,35 +2,44 @@
 
 Counted are bytes that this strategy leaves on this device: a shard counts as a shard, a view not at
 all. Measured is the most that was alive at one time in a training step. Communication: the rows are
-exchanged once; the steps communicate as those of a training do.
+exchanged once; the steps communicate as those of a training do. Nothing else shows what a step
+needs under any strategy: the optimizer's state, the buckets and gathered parameters are made by the
+first step, and the peak comes somewhere in the second.
+
+Memory is counted by storages, so that views count once. Torch's hooks and modes are those of the
+thread that entered them; replicas run in threads, so they are entered around each replica's call.
 """
 
 from __future__ import annotations
 
+import statistics
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from lockstep.data.loader import Loader
+from lockstep.data.pytree import tensors
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import TorchDispatchMode, pytree
+from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.training.autotune import gpus_of, local, now, restored
 from lockstep.training.optimizer import PreparedOptimizer
-from lockstep.training.profiling import (
-    StepProfile,
-    TrainingSteps,
-    bytes_by_device,
-    local,
-    state_of,
-    storages,
-)
 
+_TIMED = 5
+"""Global batches whose median time is the time of a step."""
 _COLUMNS = 8
 """Devices beside each other; more are shown below."""
 _WIDTH = 12
@@ -172,39 +181,32 @@ def measure(
     units = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.reshard()  # an evaluation may have left it whole
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
     gradients: Counter[torch.device] = Counter()
-    for parameter in trained:
-        gradients[parameter.device] += _size(local(parameter))
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            gradients[parameter.device] += _size(local(parameter))
     columns = {
         "gathered": {run.device: _gathered(units)},
         "parameters": bytes_by_device(storages(model.parameters()).values()),
         "buffers": bytes_by_device(storages(model.buffers()).values()),
         "gradients": gradients,
     }
-    profile = None
-    state = {} if optimizer is None else state_bytes(optimizer)
+    whole: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = TrainingSteps(run, precision, backward, model, optimizer, loader, loss)
-        profile = steps.profile()
-        columns |= profile.sizes
-    else:
+        columns |= steps.measure()
+        whole |= {"samples": steps.samples, "step_s": steps.seconds}
+    elif optimizer is not None:
+        state = state_bytes(optimizer)
         columns["state"] = state or {}
+        whole |= {"state": None} if state is None else {}
     devices = dict.fromkeys([run.device, *(d for sizes in columns.values() for d in sizes)])
-    own = [
-        DeviceMemory(
-            rank=run.topology.rank,
-            device=str(device),
-            samples=None if profile is None else profile.samples,
-            step_s=None if profile is None else profile.step_s,
-            **{name: sizes[device] for name, sizes in columns.items() if device in sizes},
-        )
-        for device in devices
-    ]
-    if state is None and profile is None:
-        own = [replace(row, state=None) for row in own]
+    own = []
+    for device in devices:
+        sizes = {name: sizes[device] for name, sizes in columns.items() if device in sizes}
+        own.append(DeviceMemory(device=str(device), **{**whole, **sizes}))
     if isinstance(model, DataParallel):
-        own = _replicas(own, model, profile)
+        own = _replicas(own, model, whole.get("samples"))
     every = run.collectives.exchange([asdict(row) for row in own])
     rows = tuple(DeviceMemory(**row) for of_rank in every for row in of_rank)
     stages = run.collectives.data_parallel.size < run.topology.size
@@ -212,42 +214,41 @@ def measure(
 
 
 def _replicas(
-    rows: list[DeviceMemory], model: DataParallel, profile: StepProfile | None
+    rows: list[DeviceMemory], model: DataParallel, samples: int | None
 ) -> list[DeviceMemory]:
     """The rows of a process with several devices; where replicas share one, as if they did not.
 
     Each but the first holds a copy of the parameters, and of their gradients when they go back.
     """
     home = rows[0]
-    sizes: list[Any] = [None] * model.count if profile is None else model.sizes(profile.samples)
+    sizes: list[Any] = [None] * model.count if samples is None else model.sizes(samples)
     if len(set(model.devices)) == model.count:
         of = {str(device): size for device, size in zip(model.devices, sizes, strict=True)}
-        rows = [replace(row, samples=of.get(row.device)) for row in rows]
-        others = [row.device in of and row is not rows[0] for row in rows]
         return [
-            replace(row, gradients=home.gradients) if other else row
-            for row, other in zip(rows, others, strict=True)
+            replace(
+                row,
+                samples=of.get(row.device),
+                gradients=home.gradients if row.device in of else row.gradients,
+            )
+            for row in rows
         ]
     activations: list[Any] = sizes
-    if profile is not None:
+    if samples is not None:
         # By samples: layers that the replicas compute together keep for all of them.
         activations = [(home.activations or 0) * size // max(1, sum(sizes)) for size in sizes]
-    made = [replace(home, device=f"{_REPLICA}0", samples=sizes[0], activations=activations[0])]
-    for n in range(1, model.count):
-        made.append(
-            replace(
-                made[0],
-                device=f"{_REPLICA}{n}",
-                samples=sizes[n],
-                parameters=0,
-                copies=home.parameters,
-                state=0,
-                activations=activations[n],
-                loss=None if profile is None else 0,
-                peak=None,
-            )
-        )
-    return made
+    made = [
+        replace(home, device=f"{_REPLICA}{n}", samples=size, activations=kept)
+        for n, (size, kept) in enumerate(zip(sizes, activations, strict=True))
+    ]
+    loss = None if samples is None else 0
+    others: dict[str, Any] = {
+        "parameters": 0,
+        "copies": home.parameters,
+        "state": 0,
+        "loss": loss,
+        "peak": None,
+    }
+    return [made[0], *(replace(row, **others) for row in made[1:])]
 
 
 def _gathered(units: Sequence[nn.Module]) -> int:
@@ -289,10 +290,10 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
         getattr(step, "__wrapped__", step)(stand_in)
     except Exception:
         return None
-    sizes: dict[torch.device, int] = {}
+    sizes: Counter[torch.device] = Counter()
     for parameter, device in where.items():
         kept = [v for v in stand_in.state.get(parameter, {}).values() if isinstance(v, Tensor)]
-        sizes[device] = sizes.get(device, 0) + sum(_size(v) for v in kept if v.dim())
+        sizes[device] += sum(_size(v) for v in kept if v.dim())
     return sizes
 
 
@@ -315,3 +316,362 @@ def _unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
 
 def _line(label: str, values: Iterable[object]) -> str:
     return f"  {label:<18}" + "".join(f"{value!s:>{_WIDTH}}" for value in values)
+
+
+class TrainingSteps:
+    """Training steps to be measured: collective, all ranks take them.
+
+    Args:
+        run: the present one.
+        precision: of its passes.
+        backward: as `World.backward`.
+        model: prepared.
+        optimizer: prepared.
+        loader: prepared.
+        loss: of the model and a batch; the mean over its samples.
+
+    Raises:
+        UsageError: a part is missing or not prepared, or the loader is in use or empty.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        precision: Precision,
+        backward: Callable[[Tensor], None],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loader: Loader | None,
+        loss: Callable[[nn.Module, Any], Tensor] | None,
+    ) -> None:
+        if loss is None or not isinstance(optimizer, PreparedOptimizer):
+            raise UsageError(
+                "world.memory with a loader or a loss alone",
+                "to take training steps it needs the model, the optimizer, the loader and the loss",
+                "call world.memory(model, optimizer, loader, loss) with what world.prepare "
+                "returned, or world.memory(model, optimizer) to count without a step",
+            )
+        if not isinstance(loader, Loader):
+            raise UsageError(
+                f"world.memory with a {type(loader).__name__} as the loader",
+                "it is not a prepared loader",
+                "give what world.prepare or world.loader returned for it",
+            )
+        if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
+            raise UsageError(
+                "world.memory with a loader that has no batch to give",
+                "it is empty" if loader.steps == 0 else "a loop over it is running",
+                "call it before the loop, with data for one global batch at least",
+            )
+        self._run, self._precision, self._backward = run, precision, backward
+        self._model, self._optimizer, self._loader, self._loss = model, optimizer, loader, loss
+        self._gpus = gpus_of(run, [model])
+        self.samples = 0
+        """Of this rank's first micro-batch, at which the activations were counted."""
+        self.seconds = 0.0
+        """Of a step."""
+
+    def measure(self) -> dict[str, dict[torch.device, int]]:
+        """Takes some steps and puts everything back.
+
+        The first step shows what is kept, the second the peak, the others are timed.
+
+        Returns:
+            Bytes by device: `copies`, `activations`, `loss`, `state`, `peak`; see `DeviceMemory`.
+        """
+        with self._put_back(), closing(self._endless()) as batches:
+            kept = _Kept(self._model)
+            self._step(batches, kept=kept)
+            state = bytes_by_device(storages(state_of(self._optimizer.inner)).values())
+            peak = self._peak(batches, kept)
+            self.samples = kept.samples
+            self.seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
+        return {**kept.sizes, "state": state, "peak": peak}
+
+    def _endless(self) -> Generator[Any]:
+        while True:
+            yield from self._loader
+
+    def _step(
+        self,
+        batches: Iterator[Any],
+        watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        kept: _Kept | None = None,
+    ) -> float:
+        """One training step, under `watch()`; the seconds it took without the loader."""
+        seconds, last = 0.0, False
+        while not last:
+            batch = next(batches)
+            present = self._loader.current
+            last = present.last
+            begin = now(self._gpus)
+            with watch():
+                with kept.forward(present.local) if kept and present.first else nullcontext():
+                    loss = self._loss(self._model, batch)
+                self._backward(loss)
+                if kept:
+                    kept.note_gradients()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            seconds += now(self._gpus) - begin
+        return seconds
+
+    def _peak(self, batches: Iterator[Any], kept: _Kept) -> dict[torch.device, int]:
+        """The most memory that tensors take at one time in a step, by device."""
+        if self._run.device.type == "cuda":
+            devices = {self._run.device, *kept.sizes["activations"], *kept.sizes["loss"]}
+            for device in devices:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            self._step(batches)
+            return {device: torch.cuda.max_memory_allocated(device) for device in devices}
+        live = LiveTensors()
+        live.hold(storages([*self._model.parameters(), *self._model.buffers()]).values())
+        live.hold(storages(state_of(self._optimizer.inner)).values())
+        live.hold(held for gradient in kept.gradients for held in [gradient()] if held is not None)
+        here = threading.get_ident()
+
+        def in_other_threads(args: Any) -> AbstractContextManager[Any]:
+            return nullcontext() if threading.get_ident() == here else live.watch()
+
+        with _around_calls(self._model, in_other_threads):
+            self._step(batches, live.watch)
+        return {torch.device("cpu"): live.peak}
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Restores model, optimizer, loader, scaler, counters and random streams on leaving."""
+        loader, inner, scaler = self._loader, self._optimizer.inner, self._precision.scaler
+        self._precision.settle()
+        # Those of a pipeline's other stages have no data.
+        held = [*self._model.parameters(), *self._model.buffers()]
+        values = [tensor for tensor in held if not tensor.is_meta]
+        kept: list[dict[Any, Any]] = [*inner.state.values(), *inner.param_groups]
+        state: dict[Any, Any] = inner.state
+        values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
+        old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
+        old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
+        scaler_before = None if scaler is None else scaler.state_dict()
+        position, trained = loader.state_dict(), loader.trained
+        with restored(old, values, self._gpus), self._run.step.kept():
+            try:
+                yield
+            finally:
+                loader.load_state_dict(position)
+                loader.trained = trained
+                self._optimizer.zero_grad()
+                self._precision.settle()
+                if scaler is not None and scaler_before is not None:
+                    scaler.load_state_dict(scaler_before)
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state or a group: what is neither tensor nor parameter is copied."""
+    return {
+        name: value if isinstance(value, Tensor) or name == "params" else deepcopy(value)
+        for name, value in values.items()
+    }
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state, without single numbers, which may be on the CPU."""
+    found = pytree.tree_leaves(list(optimizer.state.values()))
+    return [value for value in found if isinstance(value, Tensor) and value.dim()]
+
+
+class _Kept:
+    """Looks at a micro-batch: what its forward pass leaves behind for the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.samples = 0
+        self.sizes: dict[str, dict[torch.device, int]] = {}
+        """Bytes by device of `copies`, `activations` and `loss`."""
+        self.gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        """Their storages: those that outlive the clearing are buckets."""
+        self._own = storages([*model.parameters(), *model.buffers()])
+
+    @contextmanager
+    def forward(self, samples: int) -> Iterator[None]:
+        """Around the forward pass and the loss, which must be alive at the end of it."""
+        calls: list[SavedTensors] = []
+        outside = SavedTensors()
+        used: dict[int, torch.UntypedStorage] = {}
+
+        def watch(arguments: Any) -> AbstractContextManager[Any]:
+            calls.append(SavedTensors(arguments))
+            return calls[-1].watch()
+
+        with outside.watch(), _around_calls(self.model, watch), self._parameters_in_use(used):
+            yield
+        self.samples = samples
+        copies = {number: s for number, s in used.items() if number not in self._own}
+        counted = self._own | copies
+        activations: Counter[torch.device] = Counter()
+        for call in calls:
+            activations.update(call.count(counted))
+        self.sizes = {
+            "copies": bytes_by_device(copies.values()),
+            "activations": activations,
+            "loss": outside.count(counted),
+        }
+
+    def note_gradients(self) -> None:
+        """Where they are, after a backward pass."""
+        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+        self.gradients = [weakref.ref(s) for s in storages(gradients).values()]
+
+    @contextmanager
+    def _parameters_in_use(self, used: dict[int, torch.UntypedStorage]) -> Iterator[None]:
+        """Adds the parameters that each layer computes with, where they are not its own."""
+        spread = any(hasattr(p, "to_local") for p in self.model.parameters())
+
+        def look(module: nn.Module, args: Any) -> None:
+            used.update(storages(module.parameters(recurse=False)))
+
+        copied = isinstance(self.model, DataParallel)
+        watched = self.model.modules() if spread or copied else ()
+        handles = [module.register_forward_pre_hook(look) for module in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of dense tensors, by their ids, which are their own while they are held."""
+    found = {}
+    for tensor in tensors:
+        own = local(tensor)
+        if own.layout is torch.strided and own.device.type != "meta":
+            storage = own.untyped_storage()
+            found[id(storage)] = storage
+    return found
+
+
+def bytes_by_device(held: Iterable[torch.UntypedStorage]) -> dict[torch.device, int]:
+    """The bytes of storages that are held, by the device they are on."""
+    sizes: Counter[torch.device] = Counter()
+    for storage in held:
+        sizes[storage.device] += storage.nbytes()
+    return dict(sizes)
+
+
+class SavedTensors:
+    """What autograd keeps of forward passes for the backward pass, once per storage.
+
+    torch hands out each tensor that an operation saves (`torch.autograd.graph.saved_tensors_hooks`,
+    see the tutorial "Hooks for autograd saved tensors"). A storage that was given back since, as
+    FSDP does with gathered parameters, has no bytes when it is counted.
+
+    Args:
+        arguments: of the pass: of these only what it was given counts, where it is a view.
+    """
+
+    def __init__(self, arguments: Any = ()) -> None:
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._inputs: Counter[int] = Counter()
+        """Bytes of each, by storage: a replica's inputs are views of the whole batch."""
+        for tensor in tensors(arguments):
+            for number in storages([tensor]):
+                self._inputs[number] += tensor.numel() * tensor.element_size()
+
+    def watch(self) -> saved_tensors_hooks:
+        """To be entered around a forward pass, in the thread that makes it."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def count(self, counted: dict[int, torch.UntypedStorage]) -> Counter[torch.device]:
+        """The bytes of what is not counted yet, by device; adds to what is counted."""
+        sizes: Counter[torch.device] = Counter()
+        for number, storage in self._saved.items():
+            if number in self._inputs:
+                sizes[storage.device] += min(storage.nbytes(), self._inputs[number])
+            elif number not in counted:
+                counted[number] = storage
+                sizes[storage.device] += storage.nbytes()
+        return sizes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._saved.update(storages([tensor]))
+        return tensor.detach()  # an output that is kept as it is would keep itself
+
+
+class LiveTensors:
+    """The bytes of the tensors alive on the CPU that a step has touched, and the most at any time.
+
+    Every operation says what it takes and makes; a storage counts from then until it is freed.
+    Memory that a kernel takes for itself and gives back before it returns is not seen.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._lock = threading.RLock()
+        self._sizes: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        self._bound = 0
+        """The bytes alive are not more: what was freed since they were added up is still in it."""
+
+    @property
+    def total(self) -> int:
+        """The bytes alive now; storages may be smaller than when they were seen, as FSDP's are."""
+        return sum(storage.nbytes() for storage in self._sizes)
+
+    def hold(self, held: Iterable[torch.UntypedStorage]) -> None:
+        """Counts storages that exist."""
+        with self._lock:
+            for storage in held:
+                if storage.device.type == "cpu":
+                    self._bound += max(0, storage.nbytes() - self._sizes.get(storage, 0))
+                    self._sizes[storage] = storage.nbytes()
+            if self._bound > self.peak:
+                self._bound = self.total
+                self.peak = max(self.peak, self._bound)
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """To be entered around a step, in each of its threads."""
+        return _Operations(self)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every operation of a thread to `LiveTensors`."""
+
+    def __init__(self, live: LiveTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs, result))
+        self._live.hold(storages(t for t in leaves if isinstance(t, Tensor)).values())
+        return result
+
+
+@contextmanager
+def _around_calls(
+    model: nn.Module, make: Callable[[Any], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Enters `make(arguments)` around every call of a model, or of each of its replicas, in the
+    thread that calls it.
+    """
+    module = model.module if isinstance(model, DataParallel) else model
+    entered = threading.local()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        context = make((args, kwargs))
+        context.__enter__()
+        entered.contexts = [*getattr(entered, "contexts", ()), context]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.contexts.pop().__exit__(None, None, None)
+
+    handles = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -6,8 +6,9 @@ The training loop runs once per micro-batch. On all but the last of a global bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ class PreparedOptimizer(Optimizer):
             self._check_schedule(running)
         if closure is None:
             self._before()
-        checked = closure if closure is None else self._checked(closure)
-        result, self.skipped = self._precision.step(self.inner, checked)
+        evaluate = None if closure is None else partial(self._evaluate, closure)
+        result, self.skipped = self._precision.step(self.inner, evaluate)
         self._taken = batch
         self._step.mark_stepped()
         self._after()
@@ -164,32 +165,16 @@ class PreparedOptimizer(Optimizer):
         state = self.inner.state_dict()
         if self.places is None:
             return state
-        numbers = [place for places in self.places for place in places]
-        starts = accumulate(self.counts, initial=0)
-        groups = [
-            {**group, "params": list(range(start, start + count))}
-            for group, start, count in zip(state["param_groups"], starts, self.counts, strict=False)
-        ]
+        numbers = list(chain(*self.places))
         entries = {numbers[local]: entry for local, entry in state["state"].items()}
-        return {**state, "state": entries, "param_groups": groups}
+        return _numbered(state, entries, self.counts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the inner optimizer what `state_dict` gave, here or on one device."""
         if self.places is not None:
-            numbers = [place for places in self.places for place in places]
-            starts = accumulate(map(len, self.places), initial=0)
-            groups = [
-                {**group, "params": list(range(start, start + len(places)))}
-                for group, start, places in zip(
-                    state_dict["param_groups"], starts, self.places, strict=False
-                )
-            ]
-            entries = {
-                local: state_dict["state"][number]
-                for local, number in enumerate(numbers)
-                if number in state_dict["state"]
-            }
-            state_dict = {**state_dict, "state": entries, "param_groups": groups}
+            saved, numbers = state_dict["state"], enumerate(chain(*self.places))
+            entries = {local: saved[number] for local, number in numbers if number in saved}
+            state_dict = _numbered(state_dict, entries, [len(places) for places in self.places])
         self.inner.load_state_dict(state_dict)
 
     @property
@@ -229,16 +214,12 @@ class PreparedOptimizer(Optimizer):
             )
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
-    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, checked for how it calls backward before anything is updated."""
-
-        def checked() -> Any:
-            loss = closure()
-            self._check_backward()
-            self._before()
-            return self._whole(loss)
-
-        return checked
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """What a closure gives; how it calls backward is looked at before anything is updated."""
+        loss = closure()
+        self._check_backward()
+        self._before()
+        return self._whole(loss)
 
     def _check_backward(self) -> None:
         running = self._step.running
@@ -350,14 +331,12 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     if device.type != "cpu" or type(optimizer) not in _SAME_BITS_FOREACH:
         return None
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
-    if any(group.get(flag) for group in optimizer.param_groups for flag in flags):
-        return None
-    if any(group.get("foreach") is False for group in optimizer.param_groups):
-        return None
-    if any(
-        isinstance(x, torch.Tensor) for group in optimizer.param_groups for x in _numbers(group)
-    ):
-        return None
+    for group in optimizer.param_groups:
+        if any(group.get(flag) for flag in flags) or group.get("foreach") is False:
+            return None
+        # Given as tensors, they keep torch from working on lists.
+        if any(isinstance(x, torch.Tensor) for x in (group.get("lr"), *group.get("betas", ()))):
+            return None
     sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
     if len(sizes) < _FOREACH_TENSORS or sum(sizes) > _FOREACH_MEAN_SIZE * len(sizes):
         return None
@@ -366,6 +345,13 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     return "updates all tensors in one call; the same bits as one at a time"
 
 
-def _numbers(group: dict[str, Any]) -> list[Any]:
-    """A learning rate or betas given as tensors keep torch from working on lists."""
-    return [group.get("lr"), *group.get("betas", ())]
+def _numbered(
+    state: dict[str, Any], entries: dict[int, Any], counts: Sequence[int]
+) -> dict[str, Any]:
+    """An optimizer's state with these entries, whose groups have so many parameters."""
+    numbers = iter(range(sum(counts)))
+    groups = [
+        {**group, "params": list(islice(numbers, count))}
+        for group, count in zip(state["param_groups"], counts, strict=False)
+    ]
+    return {**state, "state": entries, "param_groups": groups}

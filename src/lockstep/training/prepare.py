@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -21,9 +21,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.data.consistency import check_samples
+from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
+from lockstep.data.shares import first_shares
+from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
@@ -40,33 +44,24 @@ from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, ch
 class Preparer:
     """Prepares the objects of one run and remembers which belong together."""
 
-    def __init__(
-        self,
-        run: Run,
-        strategy: Strategy,
-        plan: Plan,
-        precision: Precision,
-        *,
-        make_loader: Callable[[DataLoader[Any]], Loader],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: Run, strategy: Strategy, plan: Plan) -> None:
         self.choices: list[Choice] = []
         self.loaders: list[Loader] = run.loaders
+        self.precision = Precision(run.settings.precision, run.device)
+        self.guards = Guards(run, self.precision)
         self._run = run
         self._strategy = strategy
         self._plan = plan
-        self._precision = precision
-        self.guards = Guards(run, precision)
-        self._make_loader = make_loader
         self._modules: list[nn.Module] = []
         self._releases: list[Callable[[], None]] = []
         self._gradients_apart = False
         """Those of micro-batches of some module add up where no `zero_grad` reaches them."""
-        self._owners: dict[int, nn.Module] = {}
-        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
-        """What an optimizer holds in the place of a parameter that is gone, by its id."""
+        self._owners: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
+        """The prepared module of each parameter, also of those that a strategy has replaced."""
+        self._replaced: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
+        """What an optimizer holds in the place of such a one; None: it lives on other ranks."""
         self._optimizers: list[PreparedOptimizer] = []
-        self.autotune = Autotune(run, strategy, plan, self._modules, self._optimizers, say)
+        self._autotune = Autotune(run, strategy, plan, self._modules, self._optimizers)
         self._end_advice = add_memory_advice_at_end(run.step)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -80,14 +75,14 @@ class Preparer:
         for thing in objects:
             self._check(thing)
         prepared = {
-            id(thing): self._make_loader(thing) if isinstance(thing, DataLoader) else thing
+            id(thing): self._make_loader(make_source(thing))
+            if isinstance(thing, DataLoader)
+            else thing
             for thing in objects
         }
-        self._run.examples[:] = [x.example for x in prepared.values() if isinstance(x, Loader)]
-        agree(self._run, "world.prepare", [describe(thing) for thing in prepared.values()])
-        for loader in prepared.values():
-            if isinstance(loader, Loader):
-                check_samples(loader.source, loader.seed, self._run.collectives)
+        loaders = [thing for thing in prepared.values() if isinstance(thing, Loader)]
+        self._run.examples[:] = [loader.example for loader in loaders]
+        self._agree("world.prepare", list(prepared.values()))
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self._module),
             (Optimizer, self._optimizer),
@@ -97,8 +92,54 @@ class Preparer:
             for thing in objects:
                 if isinstance(thing, kind) and thing is prepared[id(thing)]:
                     prepared[id(thing)] = prepare(thing)
-        self.loaders += [x for x in prepared.values() if isinstance(x, Loader)]
+        self.loaders += loaders
         return [prepared[id(thing)] for thing in objects]
+
+    def add_loader(self, source: Source, **options: Any) -> Loader:
+        """The loader of a source, with the options of `World.loader`.
+
+        Raises:
+            RanksDifferError: the ranks have other data, or the same in another order.
+        """
+        loader = self._make_loader(source, **options)
+        self._agree("world.loader", [loader])
+        self.loaders.append(loader)
+        return loader
+
+    def _make_loader(self, source: Source, **options: Any) -> Loader:
+        plan, settings = self._plan, self._run.settings
+        shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
+        made = make_loader(
+            source,
+            request=self._autotune.request(shares, own),
+            shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
+            micro_batch_size=plan.micro_batch_size(
+                settings.micro_batch_size if own is None else own
+            ),
+            seed=settings.seed,
+            collectives=self._run.collectives,
+            step=self._run.step,
+            evaluates_together=plan.evaluates_together,
+            min_micro_batches=plan.num_micro_batches,
+            **options,
+        )
+        self.choices.append(made.choice)
+        return made
+
+    def _agree(self, what: str, things: list[Any]) -> None:
+        """Raises RanksDifferError on all ranks unless all have brought the same, in this order."""
+        mine = [describe(thing) for thing in things]
+        brought: list[list[str]] = self._run.collectives.exchange(mine)
+        if any(other != mine for other in brought):
+            raise RanksDifferError(
+                what,
+                "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
+                "build the same on every rank: same code, arguments, seed and data",
+                code=_code_of(brought),
+            )
+        for loader in things:
+            if isinstance(loader, Loader):
+                check_samples(loader.source, loader.seed, self._run.collectives)
 
     def release(self) -> None:
         """Lets go of the process group."""
@@ -117,18 +158,18 @@ class Preparer:
         step = self._run.step
         self.guards.before_backward(loss)
         self._check_accumulation()
-        if self._precision.scaler is not None and self._modules and not self._optimizers:
+        if self.precision.scaler is not None and self._modules and not self._optimizers:
             raise _not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
             )
         weighted = step.weighted(loss)
         try:
-            self._strategy.backward(self._modules, weighted, self._precision, **options)
+            self._strategy.backward(self._modules, weighted, self.precision, **options)
         except Exception as error:
             add_memory_advice(error, step.current.local, step.devices)
             raise
-        self.autotune.after_backward()
+        self._autotune.after_backward()
         step.running.backwards += 1
         self.guards.after_backward(loss)
 
@@ -142,7 +183,7 @@ class Preparer:
             )
         parameters = list(module.parameters())
         mine = {id(parameter) for parameter in parameters}
-        self._precision.unscale(
+        self.precision.unscale(
             o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))
         )
         norm = self._strategy.total_norm(parameters, norm_type)
@@ -178,18 +219,12 @@ class Preparer:
         for optimizer in self._optimizers:
             optimizer.check_kept()
 
-    def inner(self, module: nn.Module) -> nn.Module:
-        """The user's module inside a prepared one."""
-        return getattr(module, "module", module) if module in self._modules else module
-
     def _has(self, parameter: nn.Parameter) -> bool:
-        """Whether it belongs to a prepared module; an id alone may be that of one that is gone."""
-        owner = self._owners.get(id(parameter))
+        """Whether it belongs to a prepared module, from which it may have been taken away."""
+        owner = self._owners.get(parameter)
         if owner is None:
             return False
-        replaced = self._replaced.get(id(parameter))
-        before = replaced is not None and replaced[0]() is parameter
-        return before or any(parameter is each for each in owner.parameters())
+        return parameter in self._replaced or any(parameter is p for p in owner.parameters())
 
     def _check(self, thing: Any) -> None:
         if not isinstance(thing, nn.Module | Optimizer | LRScheduler | DataLoader | Loader):
@@ -198,9 +233,9 @@ class Preparer:
                 "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
-        known = any(
-            thing is module or thing is self.inner(module) for module in self._modules
-        ) or any(thing is o.inner for o in self._optimizers)
+        inner = [getattr(module, "module", module) for module in self._modules]
+        inner += [optimizer.inner for optimizer in self._optimizers]
+        known = any(thing is each for each in (*self._modules, *inner))
         if known or isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader):
             raise UsageError(
                 f"world.prepare of a {type(thing).__name__} that is prepared already",
@@ -214,8 +249,8 @@ class Preparer:
         run = self._run
         if run.collectives.data_parallel.size > 1:
             module = self._convert(module)
-        handles = self._precision.attach(module)
-        if handles and self._precision.name == "fp64":
+        handles = self.precision.attach(module)
+        if handles and self.precision.name == "fp64":
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
         elif handles:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
@@ -238,9 +273,11 @@ class Preparer:
         self.guards.prepared(wrapped)
         for callback in run.step.callbacks:
             callback.prepared(made)
-        self._replaced |= {id(old): (weakref.ref(old), new) for old, new in wrapped.replaced}
-        own += [p for pair in wrapped.replaced for p in pair if p is not None]
-        self._owners |= {id(parameter): made for parameter in own}
+        for old, new in wrapped.replaced:
+            self._replaced[old] = new
+            own += [old] if new is None else [old, new]
+        for parameter in own:
+            self._owners[parameter] = made
         return made
 
     def _convert(self, module: nn.Module) -> nn.Module:
@@ -285,9 +322,9 @@ class Preparer:
             self.guards.after_step()
 
         prepared = PreparedOptimizer(
-            optimizer, self._run.step, self._precision, before, after, self._whole_loss
+            optimizer, self._run.step, self.precision, before, after, self._whole_loss
         )
-        if any(new is None for _, new in self._replaced.values()):
+        if any(new is None for new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
         self._optimizers.append(prepared)
         return prepared
@@ -304,7 +341,7 @@ class Preparer:
         strange = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self._owners.get(id(parameter))
+                owner = self._owners.get(parameter)
                 if owner is None:
                     strange += 1
                 elif not any(owner is module for module in found):
@@ -331,9 +368,7 @@ class Preparer:
             now = []
             places.append([])
             for parameter in group["params"]:
-                old, new = self._replaced.get(id(parameter), (None, parameter))
-                if old is not None and old() is not parameter:  # an id that was used again
-                    new = parameter
+                new = self._replaced.get(parameter, parameter)
                 if new is not parameter and optimizer.state.get(parameter):
                     raise UsageError(
                         f"world.prepare of {type(optimizer).__name__} after it has stepped",
@@ -379,30 +414,11 @@ def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
     return (id(p) for group in optimizer.param_groups for p in group["params"])
 
 
-def agree(run: Run, what: str, mine: list[str]) -> None:
-    """Raises RanksDifferError on all ranks unless all brought the same descriptions."""
-    brought: list[list[str]] = run.collectives.exchange(mine)
-    if any(other != mine for other in brought):
-        raise RanksDifferError(
-            what,
-            "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
-            "build the same on every rank: same code, arguments, seed and data",
-            code=_code_of(brought),
-        )
-
-
-def agree_on_loader(run: Run, loader: Loader) -> None:
-    """Raises RanksDifferError on all ranks unless all have the same data in the same order."""
-    agree(run, "world.loader", [describe(loader)])
-    check_samples(loader.source, loader.seed, run.collectives)
-
-
 def _code_of(brought: list[list[str]]) -> str | None:
     """Of the catalogue, where it is nothing but data that differs."""
-    alike = len({len(each) for each in brought}) == 1
     differing = [set(of_all) for of_all in zip(*brought, strict=False) if len(set(of_all)) > 1]
     data = all(text.startswith(_LOADER) for texts in differing for text in texts)
-    if not (alike and data):
+    if len(set(map(len, brought))) > 1 or not data:
         return None
     sizes = [{text.partition(" (checksum")[0] for text in texts} for texts in differing]
     return "LS105" if all(len(each) == 1 for each in sizes) else "LS104"
