@@ -17,7 +17,6 @@ be the same where it is split.
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import time
@@ -59,48 +58,38 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
         return
     last = len(source.dataset) - 1  # type: ignore[arg-type]
     indices = sorted({last * n // (_SAMPLES - 1) for n in range(_SAMPLES if last >= 0 else 0)})
-    first = _read_on_all_ranks(source, seed, indices, collectives)
-    differing = [
-        n
-        for n in range(min(map(len, first)))
-        if all(row[n] is not None for row in first) and not _all_alike([row[n] for row in first])
-    ]
+    # By sample, what every rank has read; as many samples as all of them read in time.
+    first = list(zip(*collectives.exchange(_read(source, seed, indices)), strict=False))
+    differing = [n for n, row in enumerate(first) if None not in row and not _all_alike(row)]
     if not differing:
         return
-    again = _read_on_all_ranks(source, seed, indices, collectives)
+    again = list(zip(*collectives.exchange(_read(source, seed, indices)), strict=False))
     for n in differing:
-        if all(len(b) > n and alike(a[n], b[n]) for a, b in zip(first, again, strict=True)):
+        if n < len(again) and all(map(alike, first[n], again[n])):
             raise RanksDifferError(
                 f"a {type(source.dataset).__name__} that is the same on every rank",
-                _difference(indices[n], [row[n] for row in first]),
+                _difference(indices[n], first[n]),
                 "compare the copies of the data on the machines; sort what os.listdir or a set "
                 "gives, and seed what shuffles or draws",
                 code="LS104",
             )
 
 
-def _read_on_all_ranks(
-    source: Source, seed: int, indices: Sequence[int], collectives: Collectives
-) -> list[list[Any]]:
-    """What every rank has read, as many samples as it read; None for one that it could not read."""
-    return collectives.exchange(_read(source, seed, indices))
-
-
 def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
+    """Digests of samples, as many as there is time for; None for one that cannot be read."""
     digests = _Digests(source.dataset, seed, indices)
-    if not source.options.get("num_workers"):
+    if not source.options["num_workers"]:
         with preserve_rng_state():
             return list(digests)
-    context = source.options.get("multiprocessing_context")
-    method = context if isinstance(context, str) or context is None else context.get_start_method()
-    if (method or multiprocessing.get_start_method()) != "fork":
+    context = source.options["multiprocessing_context"] or multiprocessing
+    if context.get_start_method() != "fork":
         return []
     worker: DataLoader[Any] = DataLoader(
         digests,
         batch_size=None,
         num_workers=1,
-        multiprocessing_context=context,
-        worker_init_fn=source.options.get("worker_init_fn"),
+        multiprocessing_context=source.options["multiprocessing_context"],
+        worker_init_fn=source.options["worker_init_fn"],
         generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
     )
     try:
@@ -143,13 +132,12 @@ def check_global_batch(
     Raises:
         RanksDifferError: on every rank.
     """
+    rows = collectives.exchange(mine)
     if source.shard is None:
-        sums = collectives.exchange(f"{zlib.crc32(json.dumps(mine).encode()):08x}")
-        _check_ends(epoch, sums)
-        if len(set(sums)) > 1:
-            _check_same(source, epoch, first, collectives.exchange(mine))
+        _check_ends(epoch, rows)
+        _check_same(source, epoch, first, rows)
         return
-    parts = collectives.exchange(mine)[: collectives.data_parallel.size]
+    parts = rows[: collectives.data_parallel.size]
     # A part all of whose samples are alike tells nothing: a stream of zeros is the same everywhere.
     for part in parts:
         twins = [str(rank) for rank, other in enumerate(parts) if alike(part, other)]
@@ -176,9 +164,9 @@ def check_length(collectives: Collectives, epoch: int, samples: int) -> None:
     _check_ends(epoch, collectives.exchange(samples))
 
 
-def _check_ends(epoch: int, found: Sequence[int | str]) -> None:
+def _check_ends(epoch: int, found: Sequence[Any]) -> None:
     """Of ranks whose stream is at its end after a number of samples, and ranks that go on."""
-    if len(set(found)) > 1 and any(isinstance(samples, int) for samples in found):
+    if any(isinstance(n, int) for n in found) and any(n != found[0] for n in found):
         ends = [
             f"after {samples} samples on rank {rank}"
             if isinstance(samples, int)

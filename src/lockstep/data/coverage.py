@@ -1,8 +1,8 @@
 """Was every sample of the plan trained once, and is it another order every epoch?
 
 Samples are counted, not stored: how many were delivered, and a sum over their indices that does not
-depend on the order and takes no sample for another, some hundred micro-batches at a time. What was
-delivered to all ranks together must be what the plan has. The ranks compare in the optimizer step
+depend on the order and takes no sample for another. What was delivered to all ranks together must
+be what the plan has. The ranks compare in the optimizer step
 that follows the end of a pass, where they are together: after the first two passes, and then
 whenever 1000 more global batches are done.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler, SequentialSampler
 
 from lockstep.data.batch_plan import EpochPlan, Indices
@@ -23,38 +24,15 @@ from lockstep.step import MicroBatch
 
 _FIRST_PASSES = 2
 _STEPS = 1000
-_TOGETHER = 256
-"""Micro-batches that are counted at a time: summing a few numbers costs as much as many."""
 _BY_CHANCE = 10
 """Distinct samples from which on a random order comes twice in less than one of a million cases."""
 
 
-@dataclass(slots=True)
-class _Sum:
-    """Of samples, over any number of passes."""
-
-    count: int = 0
-    checksum: int = 0
-
-    def add(self, count: int, checksum: int) -> None:
-        self.count += count
-        self.checksum = (self.checksum + checksum) % 2**64
-
-
-@dataclass(slots=True)
-class _OpenPass:
+class _OpenPass(NamedTuple):
     epoch: int
     start: int
     plan: EpochPlan
-    delivered: _Sum = field(default_factory=_Sum)
-    waiting: list[Indices] = field(default_factory=list)
-    """Of micro-batches that are not counted yet."""
-
-    def count(self) -> None:
-        if self.waiting:
-            samples = np.concatenate(self.waiting)
-            self.waiting.clear()
-            self.delivered.add(len(samples), checksum(samples))
+    delivered: list[Indices]
 
 
 class Coverage:
@@ -71,7 +49,8 @@ class Coverage:
         self._may_repeat = (  # an order written down is meant
             order is None or hasattr(order, "__getitem__") or type(order) is SequentialSampler
         )
-        self._planned, self._delivered = _Sum(), _Sum()
+        self._planned, self._delivered = np.zeros((2, 2), np.uint64)
+        """Tallies of the passes that are not compared yet."""
         self._open: _OpenPass | None = None
         """The latest pass; one around it is not compared."""
         self._orders = 0
@@ -83,7 +62,7 @@ class Coverage:
 
     def begin(self, epoch: int, start: int, plan: EpochPlan) -> None:
         """A pass that trains begins, at a global batch of its plan."""
-        self._open = _OpenPass(epoch, start, plan)
+        self._open = _OpenPass(epoch, start, plan, [])
         if not self._may_repeat:
             now = epoch, zlib.crc32(np.ascontiguousarray(plan.order).data)
             if self._last is not None and now == (self._last[0] + 1, self._last[1]):
@@ -93,13 +72,10 @@ class Coverage:
     def add(self, epoch: int, position: int, samples: Indices, micro: MicroBatch) -> None:
         """A micro-batch of a pass is delivered on this rank."""
         found = self._open
-        if found is None or found.epoch != epoch:
-            return
-        found.waiting.append(samples)
-        if len(found.waiting) == _TOGETHER:
-            found.count()
-        if micro.last and position == len(found.plan) - 1:
-            self._end(found)
+        if found is not None and found.epoch == epoch:
+            found.delivered.append(samples)
+            if micro.last and position == len(found.plan) - 1:
+                self._end(found)
 
     def settle(self, collectives: Collectives, evaluated: Iterable[int] = ()) -> None:
         """Compares with the other ranks where that is due; on all ranks in the same step.
@@ -115,23 +91,25 @@ class Coverage:
         if not self._due:
             return
         self._due, self._steps = False, 0
-        planned, own, orders = self._planned, self._delivered, self._orders
-        self._planned, self._delivered, self._orders = _Sum(), _Sum(), 0
-        mine = orders, planned.count, planned.checksum, own.count, own.checksum, *evaluated
+        mine = [self._orders, *self._planned.tolist(), *self._delivered.tolist(), *evaluated]
+        self._orders = 0
+        self._planned, self._delivered = np.zeros((2, 2), np.uint64)
         rows = collectives.exchange(mine)
         _check_orders(rows)
         self._check_evaluations([row[5:] for row in rows])
-        contributing = rows[: collectives.data_parallel.size]
-        count = sum(row[3] for row in contributing)
-        same = sum(row[4] for row in contributing) % 2**64 == planned.checksum
-        if count != planned.count or not same:
+        delivered = np.array(
+            [row[3:5] for row in rows[: collectives.data_parallel.size]], np.uint64
+        )
+        together, planned = delivered.sum(axis=0).tolist(), mine[1:3]
+        if together != planned:
+            same = together[0] == planned[0]
             raise DataError(
                 "every sample of an epoch's plan once",
-                f"all ranks together got {count} samples, the plan has {planned.count}"
-                + ("" if count != planned.count else ": some came twice, and others not at all"),
+                f"all ranks together got {together[0]} samples, the plan has {planned[0]}"
+                + (": some came twice, and others not at all" if same else ""),
                 "give every rank's loader the same shares and micro_batch_size, and do not change "
                 "its sampler while a pass is running",
-                code="LS102" if count < planned.count else "LS101",
+                code="LS102" if together[0] < planned[0] else "LS101",
             )
 
     def _check_evaluations(self, evaluated: list[list[int]]) -> None:
@@ -151,10 +129,9 @@ class Coverage:
 
     def _end(self, done: _OpenPass) -> None:
         self._open = None
-        done.count()
         order = done.plan.order[done.plan.bounds[done.start] :]
-        self._planned.add(len(order), checksum(order))
-        self._delivered.add(done.delivered.count, done.delivered.checksum)
+        self._planned += _tally(order)
+        self._delivered += _tally(np.concatenate(done.delivered))
         self._orders = zlib.crc32(np.ascontiguousarray(order).data, self._orders)
         self._passes += 1
         self._steps += len(done.plan) - done.start
@@ -171,6 +148,11 @@ class Coverage:
             "epoch (set_epoch); shuffle=True of the DataLoader needs no sampler",
             code="LS103",
         )
+
+
+def _tally(samples: Indices) -> npt.NDArray[np.uint64]:
+    """How many they are, and their checksum; tallies add up."""
+    return np.array([len(samples), checksum(samples)], np.uint64)
 
 
 def checksum(samples: Indices) -> int:

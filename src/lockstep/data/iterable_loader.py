@@ -252,7 +252,7 @@ class IterableLoader(Loader):
         )
         read = (
             self._workers.read(self._iterable.fresh(), keys)
-            if self.source.options.get("num_workers", 0)
+            if self.source.options["num_workers"]
             else map(self._iterable.__getitem__, keys)
         )
         for position, own in enumerate(read, begin):

@@ -344,7 +344,7 @@ class Loader:
     def _read(self, keys: list[Key]) -> Iterator[Any]:
         """The collated batches on the CPU; an empty part is made from any other batch."""
         filled = [key for key in keys if len(key[1])]
-        workers = self.source.options.get("num_workers", 0)
+        workers = self.source.options["num_workers"]
         fetched = (
             self._workers.read(self._fetch, filled)
             if workers and filled

@@ -35,11 +35,11 @@ def map_tensors(
     """
     if isinstance(batch, Tensor):
         return change(batch)
-    if _is_opaque(batch):
-        return opaque(batch)
-    if _is_container(batch):
-        return _rebuilt(batch, lambda child: map_tensors(child, change, opaque))
-    return batch
+    children = _children(batch)
+    if children is None:
+        return opaque(batch) if _is_opaque(batch) else batch
+    changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
+    return _rebuilt(batch, changed)
 
 
 def tensors(batch: Any) -> list[Tensor]:
@@ -88,20 +88,23 @@ def emptied(batch: Any, count: int | None = None) -> Any:
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
     """
     if isinstance(batch, Tensor):
-        return _no_rows(batch)
-    if _is_opaque(batch):
-        raise _cannot_be_empty(type(batch).__name__)
-    if isinstance(batch, list) and not any(
-        isinstance(value, Tensor) or _is_opaque(value) or _is_container(value) for value in batch
-    ):
-        return []
-    if type(batch) is tuple and batch and all(isinstance(value, str | bytes) for value in batch):
-        return ()  # what default_collate makes of text
+        if _is_dense(batch):
+            return (batch[:0] if batch.dim() else batch).clone()
+        if batch.layout is torch.sparse_coo:
+            return batch.index_select(0, torch.empty(0, dtype=torch.int64, device=batch.device))
+        raise _cannot_be_empty(f"{type(batch).__name__} of layout {batch.layout}")
     if isinstance(batch, np.ndarray) and batch.ndim:
         return batch[:0].copy()
-    if isinstance(batch, list | tuple) and _one_for_each(batch, count):
-        return _sequence(batch, [])
-    return _rebuilt(batch, lambda child: emptied(child, count)) if _is_container(batch) else batch
+    if _is_opaque(batch):
+        raise _cannot_be_empty(type(batch).__name__)
+    children = _children(batch)
+    if children is None:
+        return batch
+    if _is_of_plain_data(batch) or (
+        isinstance(batch, list | tuple) and _one_for_each(batch, count)
+    ):
+        return _rebuilt(batch, {})
+    return _rebuilt(batch, {key: emptied(child, count) for key, child in children.items()})
 
 
 def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
@@ -114,10 +117,9 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     Raises:
         DataError: they are not alike.
     """
-    first = trees[0]
-    if _is_opaque(first) or not _is_container(first):
+    children = [_children(tree) or {} for tree in trees]
+    if _children(trees[0]) is None:
         return join(list(trees))
-    children = [_children(tree) for tree in trees]
     if any(found.keys() != children[0].keys() for found in children):
         sizes = ", ".join(
             f"a {type(tree).__name__} of {len(c)}" for tree, c in zip(trees, children, strict=True)
@@ -128,29 +130,32 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
             "return containers of the same length and keys whatever the samples are; what differs "
             "from sample to sample belongs into tensors with one row a sample",
         )
-    values = iter([joined([found[key] for found in children], join) for key in children[0]])
-    return _rebuilt(first, lambda _: next(values))
+    values = {key: joined([found[key] for found in children], join) for key in children[0]}
+    return _rebuilt(trees[0], values)
 
 
-def _children(batch: Any) -> dict[Any, Any]:
-    """What a container holds, by key, position or field, in the order of `_rebuilt`."""
-    if not _is_container(batch):
-        return {}
+def _children(batch: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key, position or field; None: it is a leaf."""
+    if isinstance(batch, Tensor) or _is_opaque(batch):
+        return None
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, list | tuple):
         return dict(enumerate(batch))
-    return {
-        each.name: getattr(batch, each.name) for each in fields(batch) if hasattr(batch, each.name)
-    }
+    if is_dataclass(batch) and not isinstance(batch, type):
+        named = [each.name for each in fields(batch) if hasattr(batch, each.name)]
+        return {name: getattr(batch, name) for name in named}
+    return None
 
 
-def _no_rows(tensor: Tensor) -> Tensor:
-    if _is_dense(tensor):
-        return (tensor[:0] if tensor.dim() else tensor).clone()
-    if tensor.layout is torch.sparse_coo:
-        return tensor.index_select(0, torch.empty(0, dtype=torch.int64, device=tensor.device))
-    raise _cannot_be_empty(f"{type(tensor).__name__} of layout {tensor.layout}")
+def _is_of_plain_data(batch: Any) -> bool:
+    """Whether it lists text or numbers, one for each sample; a tuple of numbers may be a size."""
+    if isinstance(batch, list):
+        return not any(
+            isinstance(v, Tensor) or _is_opaque(v) or _children(v) is not None for v in batch
+        )
+    # What default_collate makes of text.
+    return type(batch) is tuple and bool(batch) and all(isinstance(v, str | bytes) for v in batch)
 
 
 def _one_for_each(values: Sequence[Any], count: int | None) -> bool:
@@ -169,7 +174,7 @@ def _one_for_each(values: Sequence[Any], count: int | None) -> bool:
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dim()
-    return type(value), tuple(_children(value)) if _is_container(value) else ()
+    return type(value), tuple(_children(value) or ())
 
 
 def _cannot_be_empty(kind: str) -> DataError:
@@ -190,12 +195,6 @@ def _is_opaque(value: Any) -> bool:
     return callable(getattr(value, "to", None))
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) or (
-        is_dataclass(value) and not isinstance(value, type)
-    )
-
-
 def _is_dense(tensor: Tensor) -> bool:
     """One storage of its own: not sparse, not nested, and no wrapper around other tensors."""
     return (
@@ -206,51 +205,46 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Tensor) or _is_opaque(batch) or not _is_container(batch):
+    children = _children(batch)
+    if children is None:
         yield batch
         return
-    for child in _children(batch).values():
+    for child in children.values():
         yield from _leaves(child)
 
 
-def _rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The container with every child changed."""
-    if isinstance(batch, Mapping):
-        return _mapping(batch, {key: change(value) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return _sequence(batch, [change(value) for value in batch])
-    return map_fields(batch, change)
-
-
-def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuilt(batch: Any, children: dict[Any, Any]) -> Any:
+    """The container with other children, or without any."""
+    values = list(children.values())
     if type(batch) is dict:
-        return items
-    # Users' classes may raise anything here; a plain dict then holds the same items.
-    try:
-        if not isinstance(batch, dict | UserDict) or getattr(batch, "__dict__", None) is batch:
-            # A shallow copy of these may share what it holds with the batch.
-            return type(batch)(items)  # type: ignore[call-arg]
-        made = copy.copy(batch)
-        for key, value in items.items():
-            made[key] = value
-        return made
-    except Exception:
-        return items
-
-
-def _sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+        return children
     if type(batch) is list:
         return values
-    plain = values if isinstance(batch, list) else tuple(values)
+    if not isinstance(batch, Mapping | list | tuple):
+        ordered = iter(values)
+        return map_fields(batch, lambda _: next(ordered))
     try:
-        if isinstance(batch, list):
-            made = copy.copy(batch)
-            made[:] = values
-            return made
-        make = getattr(batch, "_make", type(batch))  # `_make` is the named tuples' own
-        return make(values)
-    except Exception:
-        return plain
+        return _of_own_class(batch, children, values)
+    except Exception:  # users' classes may raise anything; a plain container then holds the same
+        if isinstance(batch, Mapping):
+            return children
+        return values if isinstance(batch, list) else tuple(values)
+
+
+def _of_own_class(batch: Any, children: dict[Any, Any], values: list[Any]) -> Any:
+    if isinstance(batch, tuple):
+        return getattr(batch, "_make", type(batch))(values)  # `_make` is the named tuples' own
+    if isinstance(batch, list):
+        listed = copy.copy(batch)
+        listed[:] = values
+        return listed
+    if not isinstance(batch, dict | UserDict) or getattr(batch, "__dict__", None) is batch:
+        make: Any = type(batch)
+        return make(children)  # a shallow copy of these may share what it holds
+    made: Any = copy.copy(batch)
+    for key, value in children.items():
+        made[key] = value
+    return made
 
 
 def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:

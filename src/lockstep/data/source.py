@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,7 +29,6 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
-    default_collate,
 )
 
 from lockstep.data.batch_plan import (
@@ -62,15 +61,15 @@ class Source:
     dataset: Dataset[Any]
     batch_size: int
     """Samples of a global batch."""
+    collate: Callable[[Any], Any]
+    options: dict[str, Any]
+    """Of `torch.utils.data.DataLoader`: all of `_OPTIONS`."""
     shuffle: bool = False
     drop_last: bool = False
     sampler: Sampler[int] | None = None
     """The user's own order; it must be the same on every rank."""
     batch_sampler: Sampler[list[int]] | None = None
     """The user's own global batches."""
-    collate: Callable[[Any], Any] = default_collate
-    options: dict[str, Any] = field(default_factory=dict)
-    """What goes on to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, ..."""
 
     @property
     def length(self) -> int:
