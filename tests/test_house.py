@@ -22,7 +22,7 @@ ORDER = (
     {"errors"},
     {"settings", "step"},
     {"distributed"},
-    {"data", "communication"},
+    {"data"},
     {"optim"},
     {"checkpoint", "report"},
     {"strategies"},
@@ -46,8 +46,8 @@ MAY_USE_BESIDE = {"verify", "cli", ""}
 MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = {"cli", "report"}
 MIN_ROOM = 60
-OF_VARIANTS = {"cli", "communication", "guards", "strategies"}
-"""Rooms with one file a command, a way to move gradients, a check, a strategy, however short."""
+OF_VARIANTS = {"cli", "guards", "strategies"}
+"""Rooms with one file a command, a check, a strategy, however short."""
 
 
 def rank_of(room: str) -> int:

@@ -198,6 +198,12 @@ def warn(was_set: str, found: str, do: str, *, code: str) -> None:
     warnings.warn_explicit(text, LockstepWarning, file, line)
 
 
+def warn_of(error: LockstepError) -> None:
+    """Warns of what would be an error elsewhere; it has an entry in the catalogue."""
+    assert error.code is not None
+    warn(error.was_set, error.found, error.do, code=error.code)
+
+
 def reference(code: str) -> str:
     """What follows a message that has an entry in the catalogue."""
     return f"[{code}: lockstep explain {code}]"

@@ -220,7 +220,7 @@ def test_what_replicas_keep_of_their_own_samples_is_said():
         (keeps_a_term, "penalty"),
         (adds_to_a_list, "ies"),
         (fills_a_dictionary, "terms"),
-        (makes_containers, "made.penalty"),
+        (makes_containers, "made"),
     ):
         module = made(forward)
         module.penalties, module.terms = [], {"penalty": 0.0}
@@ -377,7 +377,7 @@ def test_batch_norm_is_still_found_by_its_class():
     module = nn.ModuleList(kinds)
     expected = [next(k for k in type(m).__mro__ if k.__module__.startswith("torch")) for m in kinds]
     wrapped = DataParallel(module, replicas=2)
-    assert wrapped.synchronised == ["0", "1", "2", "3"]
+    assert wrapped.batchnorms.converted == ["0", "1", "2", "3"]
     for found in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         for layer, kind in zip(found.module, expected, strict=True):
             assert isinstance(layer, kind)

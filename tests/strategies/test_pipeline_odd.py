@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.communication.average import average_gradients
 from lockstep.errors import LockstepError
 from lockstep.strategies import Pipeline
+from lockstep.strategies.replication import average_gradients
 
 WIDTH, LENGTH = 4, 3
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.strategies.broadcast import _CHUNK, fingerprint
+from lockstep.strategies.replication import _CHUNK, fingerprint
 
 
 @pytest.mark.parametrize("size", [1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])

@@ -359,7 +359,7 @@ def test_batch_norm_of_every_kind(kind, momentum):
     if kind == "torch sync":  # on the CPU torch's own computes in eval mode alone
         plain.__class__ = nn.BatchNorm2d
     wrapped = DataParallel(made, replicas=3, shares="1:2:3")
-    assert wrapped.synchronised == [""]
+    assert wrapped.batchnorms.converted == [""]
     for training in (True, False):
         wrapped.train(training)
         plain.train(training)

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names
 from lockstep.distributed.process_group import Run
-from lockstep.errors import UsageError, some, warn
+from lockstep.errors import some, warn_of
 from lockstep.guards.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.step import check_due
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import Wrapped, parameters_changed
 
 
 class ParameterGuard(Guard):
@@ -50,16 +50,16 @@ class ParameterGuard(Guard):
         changed = [change for m in modules for change in self._parameters[id(m)].changes()]
         if not changed:
             return
-        shown = some(changed)
-        was_set = "parameters added, replaced, unfrozen or moved after world.prepare"
-        do = "change the model first, then call world.prepare"
-        if self.run.collectives.alone:
-            self._warned = True
-            found = f"{shown}; with several processes their gradients would not be averaged"
-            warn(was_set, found, do, code="LS303")
-        else:
-            found = f"{shown}; their gradients are not averaged over the ranks"
-            raise UsageError(was_set, found, do, code="LS303")
+        if not self.run.collectives.alone:
+            raise parameters_changed(
+                f"{some(changed)}; their gradients are not averaged over the ranks"
+            )
+        self._warned = True
+        warn_of(
+            parameters_changed(
+                f"{some(changed)}; with several processes their gradients would not be averaged"
+            )
+        )
 
 
 class _Parameter(NamedTuple):

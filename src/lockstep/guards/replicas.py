@@ -15,7 +15,7 @@ from lockstep.guards.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.step import check_due
 from lockstep.strategies.base import Replicas, Wrapped
-from lockstep.strategies.broadcast import fingerprint
+from lockstep.strategies.replication import fingerprint
 
 
 class ReplicaGuard(Guard):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
-from lockstep.errors import RanksDifferError, some, warn
+from lockstep.errors import RanksDifferError, some, warn_of
 from lockstep.guards.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
@@ -110,7 +110,7 @@ class _Use:
             try:
                 self.finish(_AT_CLOSE)
             except RanksDifferError as error:
-                warn(error.was_set, error.found, error.do, code="LS301")
+                warn_of(error)
 
     def _difference(self, differ: Sequence[bool]) -> RanksDifferError:
         count = len(self._units)

@@ -14,16 +14,16 @@ from lockstep.errors import SettingError
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from lockstep.strategies.base import Single as Single
     from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
     from lockstep.strategies.fsdp import FSDP as FSDP
     from lockstep.strategies.fsdp import HSDP as HSDP
     from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
-    from lockstep.strategies.single import Single as Single
 
 # Imported when first used: a run needs one of them.
 _CLASSES = {
-    "Single": "lockstep.strategies.single",
+    "Single": "lockstep.strategies.base",
     "DP": "lockstep.strategies.data_parallel.strategy",
     "DDP": "lockstep.strategies.ddp",
     "FSDP": "lockstep.strategies.fsdp",

@@ -7,8 +7,8 @@ A strategy is a frozen set of options. On every rank
    what was chosen and the facts that the guards go by;
 3. `backward(modules, loss, precision)` for every micro-batch;
 4. `total_norm(parameters, norm_type)` where gradients are clipped;
-5. `before_step(module, optimizer)` and `after_step(module)` around each real step of an optimizer
-   that holds parameters of the module, which is the one that `wrap` returned.
+5. what `wrap` gave as `before_step` and `after_step` around each real step of an optimizer that
+   holds parameters of the module.
 
 3 to 5 may communicate: every rank takes the same steps. The methods that are not abstract do what
 is right where every rank holds the whole module and computes a part of the batch of its own.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.step import CHECK_EVERY
@@ -80,8 +80,8 @@ class Plan:
         return of_device * sum(self.device_shares) // max(self.device_shares)
 
 
-def _nothing_held() -> None:
-    """What most strategies let go of."""
+def _nothing(*_: Any) -> None:
+    """What most strategies do around a step and at the end."""
 
 
 class Replicas(NamedTuple):
@@ -121,8 +121,22 @@ class Wrapped:
     """What ranks have in common; asked when it is to be compared."""
     check_every: int = CHECK_EVERY
     """Global batches between two comparisons of them; 0: never."""
-    release: Callable[[], None] = _nothing_held
+    before_step: Callable[[Optimizer], None] = _nothing
+    """Raises UsageError where the gradients are not those of the global batch."""
+    after_step: Callable[[], None] = _nothing
+    """Makes buffers that move equal on all ranks."""
+    release: Callable[[], None] = _nothing
     """Lets go of the process group when the run is left; the module may still evaluate."""
+
+
+def parameters_changed(found: str) -> UsageError:
+    """The error of parameters that are trained and are not those that were prepared."""
+    return UsageError(
+        "parameters added, replaced, unfrozen or moved after world.prepare",
+        found,
+        "change the model first, then call world.prepare",
+        code="LS303",
+    )
 
 
 def place(module: nn.Module, device: torch.device) -> list[Choice]:
@@ -176,13 +190,26 @@ class Strategy(ABC):
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
 
-    def before_step(  # noqa: B027 - nothing to do where nothing can differ
-        self, module: nn.Module, optimizer: Optimizer
-    ) -> None:
-        """Raises UsageError where the gradients are not those of the global batch."""
 
-    def after_step(self, module: nn.Module) -> None:  # noqa: B027 - likewise
-        """Makes buffers that move equal on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Single(Strategy):
+    """One process on one device, plain torch: what all other strategies are compared with."""
+
+    name: ClassVar[str] = "single"
+
+    def plan(self, run: Run) -> Plan:
+        """Raises SettingError on more than one process."""
+        if run.topology.size > 1:
+            raise SettingError(
+                "strategy='single'",
+                f"world size {run.topology.size}: the processes would train apart",
+                "use strategy='ddp', or start one process",
+            )
+        return replace(super().plan(run), autotunes=True)
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The module itself, on its device, with nothing around it."""
+        return Wrapped(module=module, choices=place(module, run.device))
 
 
 PLAIN = frozenset(vars(nn.Module()))

@@ -3,7 +3,7 @@
 Communication: the parameters of rank 0 are broadcast once; every backward pass that closes a
 global batch averages the gradients bucket by bucket while it still runs (Li et al., VLDB 2020).
 Nothing is sent for the other micro-batches, and nothing in a forward pass, so one rank may evaluate
-alone. Buffers that move are taken from rank 0 after each step (`broadcast`).
+alone. Buffers that move are taken from rank 0 after each step (`replication`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lockstep.errors import SettingError, UsageError, some
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
 from lockstep.step import CHECK_EVERY
-from lockstep.strategies.base import Plan, Replicas, Strategy, Wrapped, place
-from lockstep.strategies.broadcast import MovingBuffers, take_from_first
+from lockstep.strategies.base import Plan, Replicas, Strategy, Wrapped, parameters_changed, place
+from lockstep.strategies.replication import MovingBuffers, take_from_first
 
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
@@ -112,6 +112,8 @@ class DDP(Strategy):
             choices=[*choices, in_place, self._bucket_choice(size)],
             replicas=lambda: [Replicas.of(module)],
             check_every=self.check_every,
+            before_step=wrapped.check_gradients,
+            after_step=MovingBuffers(module, run.step).follow,
             release=wrapped.release,
         )
 
@@ -123,16 +125,6 @@ class DDP(Strategy):
             if isinstance(module, ExactDDP):
                 module.expect_backward(loss)
         precision.backward(loss, **options)
-
-    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Raises UsageError: gradients that were not averaged, or parameters without any."""
-        if isinstance(module, ExactDDP):
-            module.check_gradients(optimizer)
-
-    def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move."""
-        if isinstance(module, ExactDDP):
-            module.moving_buffers.follow(module.run.step.number)
 
     def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_cap_mb is not None:
@@ -183,7 +175,6 @@ class ExactDDP(DistributedDataParallel):
         super().__init__(module, **torch_options)
         self.run = run
         self.options = options
-        self.moving_buffers = MovingBuffers(module)
         self._forwards = _Forwards()
         self._around = _AroundWrapper(module)
         module.register_forward_pre_hook(self._around)
@@ -291,7 +282,7 @@ class ExactDDP(DistributedDataParallel):
         self.reducer = self.logger = self.process_group = None  # type: ignore[assignment]
 
     def will_sync_module_buffers(self) -> bool:
-        """Never before a forward pass, which torch asks about; see `moving_buffers`."""
+        """Never before a forward pass, which torch asks about: they are shared after each step."""
         return False
 
     def check_gradients(self, optimizer: Optimizer) -> None:
@@ -317,11 +308,8 @@ class ExactDDP(DistributedDataParallel):
             return
         here = set(map(id, self.module.parameters()))
         if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
-            raise UsageError(
-                "parameters added, replaced, unfrozen or moved after world.prepare",
-                f"{some(gone)} replaced; their gradients are not averaged over the ranks",
-                "change the model first, then call world.prepare",
-                code="LS303",
+            raise parameters_changed(
+                f"{some(gone)} replaced; their gradients are not averaged over the ranks"
             )
         if not (self.options.find_unused_parameters or self.options.static_graph):
             raise UsageError(

@@ -10,7 +10,7 @@ device ever holds the whole model. Every forward pass gathers each unit once, wi
 without, so every rank makes every pass. A backward pass gathers each unit but the last once more
 (`reshard_after_forward`); the one that closes a global batch scatters the average of the gradients,
 unit by unit, while it still runs. `HSDP` shards within groups of ranks and averages over the groups
-with one all-reduce more. Buffers that move are taken from rank 0 after each step (`broadcast`).
+with one all-reduce more. Buffers that move are taken from rank 0 after each step (`replication`).
 What the ranks have used is compared in each step, in the background (`guards.unit_order`).
 
 Micro-batches before the last send no gradients: they add up in whole on every rank. That is fast
@@ -31,6 +31,7 @@ the head) is the unit of the model itself.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -39,12 +40,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from lockstep.distributed.process_group import Run, further_groups
@@ -54,7 +53,6 @@ from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_m
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Plan, Strategy, Wrapped
-from lockstep.strategies.broadcast import take_from_first
 from lockstep.strategies.fsdp_state import (
     Outputs,
     Replaced,
@@ -63,6 +61,7 @@ from lockstep.strategies.fsdp_state import (
     outside_of_forward,
     sharded,
 )
+from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +157,8 @@ class FSDP(Strategy):
             gradients_apart=not self.accumulate_shards,
             units=units,
             replicas=held.replicas,
+            before_step=held.before_step,
+            after_step=MovingBuffers(module, run.step).follow,
             release=held.release,
         )
 
@@ -199,40 +200,16 @@ class FSDP(Strategy):
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
-        dtype, device = gradients[0].dtype, gradients[0].to_local().device
-        for gradient in gradients:
-            dtype = torch.promote_types(dtype, gradient.dtype)
+        dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients))
         # Some ranks hold nothing of a small parameter, and nothing has no largest element.
         own = [local for g in gradients if (local := g.to_local()).numel()]
+        device = gradients[0].to_local().device
+        norm = torch.tensor(math.inf if norm_type < 0 else 0.0, device=device)
+        if own:
+            norm = torch.nn.utils.get_total_norm(own, norm_type)
         mesh = gradients[0].device_mesh
         group = mesh.get_group(mesh.ndim - 1)  # its last dimension is the one sharded over
-        # In float64, where powers of large norms are still numbers; on the device that sends.
-        norm = torch.tensor(math.inf if norm_type < 0 else 0.0, dtype=torch.float64)
-        if own:
-            norm = torch.nn.utils.get_total_norm(own, norm_type).double()
-        norm = norm.to(mesh.device_type)
-        if math.isinf(norm_type):
-            operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
-            dist.all_reduce(norm, operation, group)
-        else:
-            norm = norm**norm_type
-            dist.all_reduce(norm, dist.ReduceOp.SUM, group)
-            norm = norm ** (1.0 / norm_type)
-        return norm.to(device, dtype)
-
-    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Lets go of whole parameters, which the step would leave behind.
-
-        Raises:
-            UsageError: gradients that were not averaged.
-        """
-        if (held := sharded(module)) is not None:
-            held.before_step()
-
-    def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move."""
-        if (held := sharded(module)) is not None:
-            held.moving_buffers.follow(held.run.step.number)
+        return norm_over_ranks(norm.to(mesh.device_type), norm_type, group).to(device, dtype)
 
     def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
         size = run.topology.size
@@ -385,33 +362,18 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     matching = (
         repeated_blocks(module) if chosen is None else select_modules(module, chosen, "blocks={}")
     )
-    users = _users(module, {id(part) for _, part in matching})
+    modules = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
+    places = _places(module)
     found, tied = [], []
     for name, part in matching:
-        own = list(part.parameters())
-        if any(users[id(p)] != {id(part)} for p in own):
+        inside = _places(part)
+        if any(places[p] != modules[id(part)] * count for p, count in inside.items()):
             tied.append(name)
-        elif own:
+        elif inside:
             found.append((name, part))
     return Blocks(found, tied)
 
 
-def _users(module: nn.Module, blocks: set[int]) -> dict[int, set[int | None]]:
-    """For each parameter the blocks that it is in, None standing for what is in none.
-
-    Args:
-        module: the model.
-        blocks: identities; parameters, too, are named by theirs.
-    """
-    places = {
-        path: id(part)
-        for path, part in module.named_modules(remove_duplicate=False)
-        if id(part) in blocks
-    }
-    users: dict[int, set[int | None]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        parts = name.split(".")
-        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
-        block = next((places[path] for path in paths if path in places), None)
-        users.setdefault(id(parameter), set()).add(block)
-    return users
+def _places(module: nn.Module) -> Counter[int]:
+    """In how many places of a module each parameter is, by its id."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import (
@@ -38,7 +39,6 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import UsageError, some
 from lockstep.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set
-from lockstep.strategies.broadcast import MovingBuffers
 
 _ATTRIBUTE = "_lockstep_sharded"
 
@@ -76,7 +76,6 @@ class Sharded:
         self._whole = dict(_whole_parameters(units))
         make_fsdp_root(self.root)
         self._shards = Shards(root)
-        self.moving_buffers = MovingBuffers(root)
         self._batch: object = None
         """The global batch that the last pass belonged to."""
         self._last = True
@@ -137,8 +136,8 @@ class Sharded:
         for unit in self._units:
             unit.reshard()
 
-    def before_step(self) -> None:
-        """Lets go of whole parameters; looks whether the gradients are those of the global batch.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Lets go of whole parameters, which the step would leave behind, and looks at gradients.
 
         Raises:
             UsageError: some stayed on this rank, or what the user has changed does not take hold.

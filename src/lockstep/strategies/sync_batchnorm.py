@@ -18,7 +18,6 @@ part with an input of shape (0, C, ...).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lockstep.distributed.process_group import blocked, carrier_device
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import DataError, UsageError
+from lockstep.settings import Choice
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -112,11 +112,9 @@ class SyncBatchNorm(BatchNorm):
             if total == 0:  # as torch: an empty output, and statistics left as they are
                 return super().forward(x)
             if total == 1:
-                raise DataError(
+                raise one_value(
                     f"batch normalisation in training over a global batch on {size} ranks",
-                    "Expected more than 1 value per channel when training, got input size "
-                    f"{x.shape} here and 1 value per channel over all ranks",
-                    "use a larger batch, drop a last batch of one sample, or call .eval()",
+                    f"got input size {x.shape} here and 1 value per channel over all ranks",
                 )
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
@@ -126,13 +124,27 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _check_input_dim(self, x: Tensor) -> None:
-        if not 2 <= x.dim() <= 5 or x.shape[1] != self.num_features:
-            raise DataError(
-                f"SyncBatchNorm({self.num_features})",
-                f"an input of shape {tuple(x.shape)}",
-                f"give it (N, {self.num_features}) or (N, {self.num_features}, ...) with up to "
-                "5 dimensions",
-            )
+        check_input(self, x)
+
+
+def check_input(layer: BatchNorm, x: Tensor, name: str | None = None) -> None:
+    """Raises DataError for an input of another shape than a layer (of this name) takes."""
+    channels = layer.num_features
+    if not 2 <= x.dim() <= 5 or x.shape[1] != channels:
+        raise DataError(
+            f"{type(layer).__name__}({channels})" + ("" if name is None else f" {name!r}"),
+            f"an input of shape {tuple(x.shape)}",
+            f"give it (N, {channels}) or (N, {channels}, ...) with up to 5 dimensions",
+        )
+
+
+def one_value(was_set: str, found: str) -> DataError:
+    """The error of a batch that has no variance."""
+    return DataError(
+        was_set,
+        f"Expected more than 1 value per channel when training, {found}",
+        "use a larger batch, drop a last batch of one sample, or call .eval()",
+    )
 
 
 @torch.no_grad()
@@ -204,15 +216,15 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
 
 
 def _one_pass(x: Tensor) -> _LocalMoments:
-    variance, mean = torch.var_mean(x.to(_statistics_dtype(x)), _all_but_channels(x), correction=0)
+    variance, mean = torch.var_mean(x.to(statistics_dtype(x)), all_but_channels(x), correction=0)
     return mean, variance * (x.numel() // x.shape[1]), None
 
 
 def _two_passes(x: Tensor) -> _LocalMoments:
     """On the CPU several times as fast as torch's kernels that need one pass."""
-    dims, count = _all_but_channels(x), x.numel() // x.shape[1]
-    centre = x.sum(dims, dtype=_statistics_dtype(x)) / count
-    deviations = x - _per_channel(centre, x)
+    dims, count = all_but_channels(x), x.numel() // x.shape[1]
+    centre = x.sum(dims, dtype=statistics_dtype(x)) / count
+    deviations = x - per_channel(centre, x)
     rest, squares = _sums(deviations, deviations, torch.zeros_like(centre), torch.ones_like(centre))
     # What the rounding of `centre` left over counts for the mean; in the squares it is of second
     # order.
@@ -243,7 +255,7 @@ class _Normalize(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         mean, variance, total, centred = moments
-        dtype = _statistics_dtype(x)
+        dtype = statistics_dtype(x)
         invstd = (variance + eps).rsqrt()
         rounded = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, *rounded, invstd.to(dtype), total)
@@ -258,8 +270,8 @@ class _Normalize(torch.autograd.Function):
         shift = (centred.centre - mean) * scale
         if bias is not None:
             shift += bias
-        output = centred.deviations.mul_(_per_channel(scale.to(dtype), x))
-        return output.add_(_per_channel(shift.to(dtype), x)).to(x.dtype)
+        output = centred.deviations.mul_(per_channel(scale.to(dtype), x))
+        return output.add_(per_channel(shift.to(dtype), x)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -293,34 +305,45 @@ def _input_gradient(
     if not x.numel():
         return torch.zeros_like(x)
     dx = F.batch_norm(x, mean, variance, means[1], means[0], training=False, eps=eps)
-    return dx.addcmul_(dy, _per_channel(scale, x))
+    return dx.addcmul_(dy, per_channel(scale, x))
 
 
-def _statistics_dtype(x: Tensor) -> torch.dtype:
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """In which statistics of `x` are taken, on its device."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _all_but_channels(x: Tensor) -> list[int]:
+def all_but_channels(x: Tensor) -> list[int]:
+    """The dimensions that statistics are taken over."""
     return [d for d in range(x.dim()) if d != 1]
 
 
-def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    return vector.view(1, -1, *[1] * (x.dim() - 2))
+def per_channel(vector: Tensor, x: Tensor) -> Tensor:
+    """`vector`, (C,), in a shape that goes with `x`, and on its device."""
+    return vector.to(x.device).view(1, -1, *[1] * (x.dim() - 2))
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` did."""
+class Names(NamedTuple):
+    """Of the batch norms of a module, as in `named_modules()` (the root is "")."""
 
-    module: nn.Module
-    """The module that was given, changed in place."""
-    converted: tuple[str, ...]
-    """Names, as in `named_modules()` (the root is ""), of the layers that now are SyncBatchNorm."""
-    left: tuple[str, ...]
-    """Names of the batch norms left alone because they have behaviour of their own."""
+    converted: list[str]
+    """Those that take their statistics over all samples now."""
+    left: list[str]
+    """Those left alone because they have behaviour of their own."""
+
+    def choices(self, *, each: str, of: str) -> list[Choice]:
+        """In words: `each` one has a part of the samples, and these are `of` all."""
+        found = []
+        if self.converted:
+            value = f"{len(self.converted)} synchronised"
+            found.append(Choice("batchnorm", value, f"statistics of {of}"))
+        if self.left:
+            value = f"{len(self.left)} per {each}"
+            found.append(Choice("batchnorm", value, "they have a forward of their own"))
+        return found
 
 
-def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> Conversion:
+def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> Names:
     """Turns every torch BatchNorm (and torch SyncBatchNorm) in `module` into a SyncBatchNorm.
 
     The layers change class in place: parameters, buffers, hooks, flags and sharing stay as they
@@ -336,8 +359,8 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     Raises:
         UsageError: a lazy BatchNorm has not seen its first input; nothing is changed then.
     """
-    converted: list[tuple[str, Any]] = []
-    left: list[tuple[str, Any]] = []
+    converted: dict[str, Any] = {}
+    left: list[str] = []
     for name, layer in module.named_modules():
         if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
@@ -347,11 +370,14 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
                 "it does not know its number of channels before its first input",
                 "run one forward pass of the model on a sample batch first",
             )
-        (converted if is_plain(layer) else left).append((name, layer))
-    for _, layer in converted:
+        if is_plain(layer):
+            converted[name] = layer
+        else:
+            left.append(name)
+    for layer in converted.values():
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
-    return Conversion(module, *(tuple(name for name, _ in part) for part in (converted, left)))
+    return Names(list(converted), left)
 
 
 def is_plain(layer: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.base import Plan, Strategy
+from lockstep.strategies.base import Plan, Strategy, Wrapped
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -53,9 +53,8 @@ class Preparer:
         self._strategy = strategy
         self._plan = plan
         self._modules: list[nn.Module] = []
-        self._releases: list[Callable[[], None]] = []
-        self._gradients_apart = False
-        """Those of micro-batches of some module add up where no `zero_grad` reaches them."""
+        self._wrapped: dict[int, Wrapped] = {}
+        """What is known of each of them, by its id."""
         self._owners: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
         """The prepared module of each parameter, also of those that a strategy has replaced."""
         self._replaced: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
@@ -144,8 +143,8 @@ class Preparer:
     def release(self) -> None:
         """Lets go of the process group."""
         self._end_advice()
-        for release in self._releases:
-            release()
+        for wrapped in self._wrapped.values():
+            wrapped.release()
         for loader in self.loaders:
             loader.release()
 
@@ -208,7 +207,8 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
-        if present.first or running.backwards or self._gradients_apart:
+        apart = any(wrapped.gradients_apart for wrapped in self._wrapped.values())
+        if present.first or running.backwards or apart:
             return
         parameters = (p for module in self._modules for p in module.parameters())
         if self._modules and not self._optimizers and all(p.grad is None for p in parameters):
@@ -248,7 +248,7 @@ class Preparer:
     def _module(self, module: nn.Module) -> nn.Module:
         run = self._run
         if run.collectives.data_parallel.size > 1:
-            module = self._convert(module)
+            self._convert(module)
         handles = self.precision.attach(module)
         if handles and self.precision.name == "fp64":
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
@@ -267,8 +267,7 @@ class Preparer:
         made = wrapped.module
         self.choices += wrapped.choices
         self._modules.append(made)
-        self._releases.append(wrapped.release)
-        self._gradients_apart |= wrapped.gradients_apart
+        self._wrapped[id(made)] = wrapped
         run.prepared.append(weakref.ref(made))
         self.guards.prepared(wrapped)
         for callback in run.step.callbacks:
@@ -280,28 +279,15 @@ class Preparer:
             self._owners[parameter] = made
         return made
 
-    def _convert(self, module: nn.Module) -> nn.Module:
-        has = sum(isinstance(m, BatchNorm) for m in module.modules())
-        if not has:
-            return module
+    def _convert(self, module: nn.Module) -> None:
+        if not any(isinstance(m, BatchNorm) for m in module.modules()):
+            return
         if not self._run.settings.sync_batchnorm:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
-            return module
-        conversion = sync_batchnorm.convert(
-            module, self._run.groups.get(self._plan.statistics_group)
-        )
-        if conversion.converted:
-            self._choose(
-                "batchnorm",
-                f"{len(conversion.converted)} synchronised",
-                "statistics of the global batch, as on one device",
-            )
-        if conversion.left:
-            self._choose(
-                "batchnorm", f"{len(conversion.left)} per rank", "they have a forward of their own"
-            )
-        return conversion.module
+            return
+        names = sync_batchnorm.convert(module, self._run.groups.get(self._plan.statistics_group))
+        self.choices += names.choices(each="rank", of="the global batch, as on one device")
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)
@@ -313,12 +299,12 @@ class Preparer:
 
         def before() -> None:
             for module in modules:
-                self._strategy.before_step(module, optimizer)
+                self._wrapped[id(module)].before_step(optimizer)
             self.guards.before_step(optimizer, modules)
 
         def after() -> None:
             for module in modules:
-                self._strategy.after_step(module)
+                self._wrapped[id(module)].after_step()
             self.guards.after_step()
 
         prepared = PreparedOptimizer(

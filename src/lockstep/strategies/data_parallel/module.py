@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -37,6 +37,7 @@ from lockstep.strategies.data_parallel.replicas import (
     replicate,
     synchronise_batchnorm,
 )
+from lockstep.strategies.sync_batchnorm import Names
 
 Device = int | str | torch.device
 
@@ -103,10 +104,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self._looked_at_inputs = self._looked_at_state = False
         self.averaged = False
         """The last forward pass returned a mean with a gradient, joined of several replicas'."""
-        self.synchronised: list[str] = []
-        """Names of the BatchNorm layers that take their statistics over all replicas."""
-        self.left: list[str] = []
-        """Names of those that do not because they have a forward of their own."""
+        self.batchnorms = Names([], [])
+        """The layers that take their statistics over all replicas, and those that cannot."""
         inner = [found for found in module.named_modules() if isinstance(found[1], nn.DataParallel)]
         if inner and self.count > 1:
             raise UsageError(
@@ -116,7 +115,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 "wrap the whole model once",
             )
         if sync_batchnorm and self.count > 1:
-            self.synchronised, self.left = synchronise_batchnorm(module)
+            self.batchnorms = synchronise_batchnorm(module)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -187,20 +186,21 @@ class DataParallel(nn.DataParallel[nn.Module]):
             self._looked_at_inputs = True
             _warn_of_lists(len(modules), batch, count)
         looks = several and torch.is_grad_enabled() and not self._looked_at_state
-        containers = _containers(modules[0]) if looks else {}
+        kept = _kept(modules[0]) if looks else {}
         before = attributes(modules[0]) if running[0] else {}
         outputs = self._run(calls, [devices[n] for n in running])
         if running[0]:
             copy_state_back(self.module, modules[0], before, devices[0])
         if looks:
             self._looked_at_state = True
-            _warn_of_state(modules, containers)
+            _warn_of_state(modules, kept)
         self.averaged = False
         to = devices[0] if self._output is None else self._output
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
-        parts, is_own = [sizes[n] for n in running], _belonging_to(modules)
-        join_ = partial(gather_leaf, sizes=parts, dim=self.dim, device=to, is_own=is_own)
+        own = [{id(t): place for place, t in enumerate(_held(module))} for module in modules]
+        parts = [sizes[n] for n in running]
+        join_ = partial(gather_leaf, sizes=parts, dim=self.dim, device=to, own=own)
         output = joined(outputs, join_)
         self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
         return output
@@ -382,22 +382,6 @@ def _held(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _belonging_to(modules: Sequence[nn.Module]) -> Callable[[Sequence[Tensor]], bool]:
-    """Tells whether tensors, one a module, are the same parameter or buffer, each of its own."""
-
-    @cache
-    def places(n: int) -> dict[int, int]:
-        return {id(tensor): place for place, tensor in enumerate(_held(modules[n]))}
-
-    def is_own(leaves: Sequence[Tensor]) -> bool:
-        place = places(0).get(id(leaves[0]))
-        return place is not None and all(
-            places(n).get(id(leaf)) == place for n, leaf in enumerate(leaves)
-        )
-
-    return is_own
-
-
 def count_samples(batch: Any, dim: int, replicas: int) -> int:
     """How many samples a batch has: the size along `dim` of the tensors that are cut.
 
@@ -474,7 +458,7 @@ def gather_leaf(
     sizes: Sequence[int],
     dim: int,
     device: torch.device,
-    is_own: Callable[[Sequence[Tensor]], bool],
+    own: Sequence[Mapping[int, int]],
 ) -> Any:
     """What the replicas returned in one place of their outputs, as one; see `DataParallel`.
 
@@ -483,7 +467,7 @@ def gather_leaf(
         sizes: how many samples each replica has computed.
         dim: of the samples.
         device: of the result.
-        is_own: whether tensors are one parameter or buffer of the module, one a replica.
+        own: the place of each parameter and buffer, by its id, in each replica.
 
     Raises:
         UsageError: it differs between the replicas and is neither tensor nor mean.
@@ -491,7 +475,8 @@ def gather_leaf(
     first = leaves[0]
     mean = all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if is_own(leaves):
+        places = {places.get(id(leaf)) for places, leaf in zip(own, leaves, strict=True)}
+        if len(places) == 1 and None not in places:  # one parameter or buffer of the module
             return first.to(device)
         mean = _is_mean(leaves, sizes)
         if not mean and any(_has(leaf, dim) for leaf in leaves):
@@ -500,8 +485,8 @@ def gather_leaf(
     if mean:
         count = sum(sizes)
         return sum(size / count * leaf for size, leaf in zip(sizes, leaves, strict=True))
-    if all(_equal(leaf, leaves[0]) for leaf in leaves):
-        return leaves[0]
+    if all(_equal(leaf, first) for leaf in leaves):
+        return first
     shown = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
     raise UsageError(
         f"a {type(first).__name__}{shown} returned by a module on {len(leaves)} devices",
@@ -560,13 +545,15 @@ def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
         )
 
 
-def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, Container]) -> None:
+def _warn_of_state(modules: Sequence[nn.Module], before: _Kept) -> None:
     first, *others = [_kept(module) for module in modules]
-    names = [n for n, value in first.items() if not all(_same(value, o.get(n)) for o in others)]
-    # A list or dictionary that was there before is one for all replicas.
-    for name, (container, terms) in _containers(modules[0]).items():
-        old, old_terms = before.get(name, (None, {}))
-        if container is old and [*map(id, terms.values())] != [*map(id, old_terms.values())]:
+    names = []
+    for name, values in first.items():
+        apart = any(not _same(values, other.get(name, [])) for other in others)
+        # A list or dictionary that was there before is one for all replicas.
+        ids = [*map(id, values)]
+        shared = ids == [*map(id, others[0].get(name, []))]
+        if apart or (shared and ids != [*map(id, before.get(name, []))]):
             names.append(name)
     if names:
         shown = some(names, 4)
@@ -579,35 +566,24 @@ def _warn_of_state(modules: Sequence[nn.Module], before: dict[str, Container]) -
         )
 
 
-def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and numbers with a gradient in attributes, lists and dictionaries, by name."""
-    found: dict[str, Any] = {}
-    for name, part in _parts(module):
-        found |= {name + key: buffer for key, buffer in part._buffers.items()}
-        found |= {name + key: value for key, value in vars(part).items() if is_term(value)}
-    for name, (_, terms) in _containers(module).items():
-        found |= {f"{name}.{key}": term for key, term in terms.items()}
+_Kept = dict[str, list[Tensor]]
+
+
+def _kept(module: nn.Module) -> _Kept:
+    """Buffers, and the terms of a loss in attributes, lists and dictionaries, by name."""
+    found: _Kept = {}
+    for path, part in module.named_modules():
+        if isinstance(part, BatchNorm):  # which has a choice of its own, `sync_batchnorm`
+            continue
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: [b] for name, b in part.named_buffers(recurse=False)}
+        for name, value in vars(part).items():
+            if name not in PLAIN:
+                held = list(value.values()) if isinstance(value, dict) else value
+                found[prefix + name] = [
+                    term for term in (held if isinstance(held, list) else [held]) if is_term(term)
+                ]
     return found
-
-
-Container = tuple[Any, dict[Any, Tensor]]
-"""A list or dictionary, and the terms of a loss in it."""
-
-
-def _containers(module: nn.Module) -> dict[str, Container]:
-    found = {}
-    for name, part in _parts(module):
-        for key, value in vars(part).items():
-            if key not in PLAIN and isinstance(value, list | dict):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                found[name + key] = value, {k: v for k, v in items if is_term(v)}
-    return found
-
-
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_modules():
-        if not isinstance(part, BatchNorm):  # which has a choice of its own, `sync_batchnorm`
-            yield f"{name}." if name else "", part
 
 
 def is_term(value: Any) -> bool:
@@ -615,9 +591,11 @@ def is_term(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(_equal_or_unknown, some, others))
+
+
+def _equal_or_unknown(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     # Others cannot be compared, and no statistics are kept in them: a graph, packed weights.

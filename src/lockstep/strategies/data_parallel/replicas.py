@@ -32,9 +32,19 @@ from lockstep.distributed.torch_compat import (
     is_compiled_in_place,
     shallow_copy,
 )
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import UsageError
 from lockstep.strategies.base import may_set
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm, is_plain, update_running_stats
+from lockstep.strategies.sync_batchnorm import (
+    Names,
+    SyncBatchNorm,
+    all_but_channels,
+    check_input,
+    is_plain,
+    one_value,
+    per_channel,
+    statistics_dtype,
+    update_running_stats,
+)
 
 _broadcast: Any = comm.broadcast_coalesced
 _reduce_add: Any = comm.reduce_add_coalesced
@@ -243,13 +253,15 @@ class ReplicaBarrier:
     def __init__(self, count: int, *, in_turn: bool) -> None:
         self.error: BaseException | None = None
         """What the first replica that failed has raised."""
-        # Weakly: a circle would keep what the replicas bring until the next garbage collection.
-        complete = weakref.WeakMethod(self._complete)
-        self._barrier = threading.Barrier(count, action=lambda: complete()())  # type: ignore[misc]
-        self._turns = [threading.Semaphore(int(n == 0)) for n in range(count)] if in_turn else []
-        self._brought: list[tuple[str, Any]] = [("", None)] * count
+        self._count = count
+        self._in_turn = in_turn
+        self._turn = 0
+        """The replica that may run, where they take turns."""
+        self._brought: dict[int, tuple[str, Any]] = {}
+        """By the replicas that have come."""
         self._given: Sequence[Any] = ()
-        self._join: Join = list
+        self._meetings = 0
+        self._changed = threading.Condition()
 
     def exchange(self, position: int, place: str, value: Any, join: Join) -> Any:
         """Waits for all replicas; `join` is called once, and each gets its part of the result.
@@ -273,34 +285,41 @@ class ReplicaBarrier:
 
     def wait_for_turn(self, position: int) -> None:
         """Returns when the replica may run."""
-        if self._turns:
-            self._turns[position].acquire()
-            if self.error is not None:
-                raise _Cancelled
+        if self._in_turn:
+            self._wait(lambda: self._turn == position)
 
     def fail(self, error: BaseException) -> None:
         """A replica has failed: the others are cancelled where they wait, or will wait next."""
-        if self.error is None and not isinstance(error, _Cancelled):
-            self.error = error
-        self._barrier.abort()
-        for turn in self._turns:
-            turn.release()
+        with self._changed:
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: until() or self.error is not None)
+        if self.error is not None:
+            raise _Cancelled
 
     def _meet(self, position: int, place: str, value: Any, join: Join) -> None:
-        self._brought[position], self._join = (place, value), join
-        if self._turns:
-            self._turns[(position + 1) % len(self._turns)].release()
         try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise _Cancelled from None
+            with self._changed:
+                meeting = self._meetings
+                self._brought[position] = place, value
+                self._turn = position + 1
+                if len(self._brought) == self._count:
+                    self._given = self._joined(join)
+                    self._meetings, self._turn = meeting + 1, 0
+                self._changed.notify_all()
+            self._wait(lambda: self._meetings > meeting)
         except BaseException as error:  # which the user's code may catch
             self.fail(error)
             raise
 
-    def _complete(self) -> None:
+    def _joined(self, join: Join) -> Sequence[Any]:
         """By the last replica to come, before the others go on."""
-        places = [place for place, _ in self._brought]
+        brought = [self._brought.pop(n) for n in range(self._count)]
+        places = [place for place, _ in brought]
         if len(set(places)) > 1:
             raise UsageError(
                 "BatchNorm over the samples of all replicas",
@@ -309,9 +328,7 @@ class ReplicaBarrier:
                 "call the same BatchNorm layers in the same order whatever the samples are, or let "
                 "each replica take statistics of its own with sync_batchnorm=False",
             )
-        brought = [value for _, value in self._brought]
-        self._brought = [("", None)] * len(brought)
-        self._given = self._join(brought)
+        return join([value for _, value in brought])
 
 
 class _Cancelled(Exception):
@@ -437,51 +454,40 @@ class BatchNormOverReplicas:
                 )
             return BatchNorm.forward(layer, x)
         layer.met_replicas = True
-        if not 2 <= x.dim() <= 5 or x.shape[1] != layer.num_features:
-            raise DataError(
-                f"{type(layer).__name__}({layer.num_features}) {self.name!r}",
-                f"an input of shape {tuple(x.shape)}",
-                f"give it (N, {layer.num_features}) or (N, {layer.num_features}, ...)",
-            )
+        check_input(layer, x, self.name)
         barrier, position = here
         output: Tensor = barrier.exchange(position, self.name, (layer, x), _normalise)
         return output
 
 
-def synchronise_batchnorm(module: nn.Module) -> tuple[list[str], list[str]]:
+def synchronise_batchnorm(module: nn.Module) -> Names:
     """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
 
-    Returns:
-        The names of these layers, and of those left alone because they have a forward of their own
-        (see `sync_batchnorm.convert`).
+    Those with a forward of their own are left alone, as `sync_batchnorm.convert` does.
     """
-    synchronised: list[str] = []
-    left: list[str] = []
+    names = Names([], [])
     for name, part in module.named_modules():
         if isinstance(part, BatchNorm):
             layer: Any = part
             if isinstance(layer, SyncBatchNorm) or is_plain(layer):
                 layer.forward, layer.met_replicas = BatchNormOverReplicas(layer, name), False
             ours = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
-            (synchronised if ours else left).append(name)
-    return synchronised, left
+            (names.converted if ours else names.left).append(name)
+    return names
 
 
 def _normalise(brought: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     """The outputs of all replicas; the first one's layer updates its running statistics."""
     first, x = brought[0]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    dims = [d for d in range(x.dim()) if d != 1]
+    dims, dtype = all_but_channels(x), statistics_dtype(x)
     total = sum(x.numel() for _, x in brought) // first.num_features
     if total == 1:
-        raise DataError(
+        raise one_value(
             f"batch normalisation over a batch on {len(brought)} replicas",
-            "Expected more than 1 value per channel when training, and all replicas together have "
-            "1",
-            "use a larger batch, drop a last batch of one sample, or call .eval()",
+            "all replicas together have 1",
         )
     mean = _sum_on(x.device, [x.sum(dims, dtype=dtype) for _, x in brought]) / total
-    deviations = [x - _per_channel(mean, x) for _, x in brought]
+    deviations = [x - per_channel(mean, x) for _, x in brought]
     variance = _sum_on(x.device, [d.square().sum(dims) for d in deviations]) / total
     if first.training and first.track_running_stats:
         count = torch.tensor(total, dtype=torch.float64, device=x.device)
@@ -490,9 +496,9 @@ def _normalise(brought: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     outputs = []
     for (layer, x), deviation in zip(brought, deviations, strict=True):
         own = scale.to(x.device) if layer.weight is None else scale.to(x.device) * layer.weight
-        output = deviation * _per_channel(own, x)
+        output = deviation * per_channel(own, x)
         if layer.bias is not None:
-            output = output + _per_channel(layer.bias, x)
+            output = output + per_channel(layer.bias, x)
         outputs.append(output.to(x.dtype))
     return outputs
 
@@ -500,7 +506,3 @@ def _normalise(brought: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 def _sum_on(device: torch.device, parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors of one shape that lie on several devices, on `device`."""
     return torch.stack([part.to(device) for part in parts]).sum(0)
-
-
-def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    return vector.to(x.device).view(1, -1, *[1] * (x.dim() - 2))

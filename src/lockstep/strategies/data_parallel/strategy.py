@@ -119,20 +119,12 @@ class DP(Strategy):
         if len(set(wrapped.shares)) > 1:
             shown = ":".join(map(str, wrapped.shares))
             choices.append(Choice("shares", shown, "of every micro-batch, over the devices"))
-        has = sum(isinstance(m, BatchNorm) for m in wrapped.module.modules())
-        if wrapped.count == 1 or not has:
-            return choices
-        if not run.settings.sync_batchnorm:
+        has = any(isinstance(m, BatchNorm) for m in wrapped.module.modules())
+        if has and wrapped.count > 1 and not run.settings.sync_batchnorm:
             reason = "sync_batchnorm=False; the first device's statistics stay"
-            return [*choices, Choice("batchnorm", "per device", reason)]
-        if wrapped.synchronised:
-            value = f"{len(wrapped.synchronised)} synchronised"
-            reason = "statistics of the samples of all devices, as on one"
-            choices.append(Choice("batchnorm", value, reason))
-        if wrapped.left:
-            reason = "they have a forward of their own"
-            choices.append(Choice("batchnorm", f"{len(wrapped.left)} per device", reason))
-        return choices
+            choices.append(Choice("batchnorm", "per device", reason))
+        of = "the samples of all devices, as on one"
+        return choices + wrapped.batchnorms.choices(each="device", of=of)
 
 
 class _WeightedMeans(Callback):

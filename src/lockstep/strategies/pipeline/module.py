@@ -13,87 +13,71 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lockstep.communication.average import average_gradients
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import UsageError
+from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.precision import Precision
-from lockstep.step import Pass
+from lockstep.step import Pass, check_due
 from lockstep.strategies.base import Replicas
-from lockstep.strategies.broadcast import MovingBuffers
-from lockstep.strategies.pipeline.schedule import Action, Groups, Place, order
-from lockstep.strategies.pipeline.shapes import Arguments, map_shapes, signature
-from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.pipeline.schedule import Action, Place, order
+from lockstep.strategies.pipeline.split import Arguments
+from lockstep.strategies.pipeline.stage import StagedModel, map_shapes, signature
 from lockstep.strategies.pipeline.wire import Expected, Wire, marked, with_mark, without_mark
+from lockstep.strategies.replication import MovingBuffers, average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-
-
-def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What goes wrong in this method keeps the rank from going on as if it had not."""
-
-    @wraps(method)
-    def run(self: PipelinedModule, *args: Any) -> Any:
-        try:
-            return method(self, *args)
-        except Exception as error:
-            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
-            self._failed = type(error).__name__
-            raise
-
-    return run
 
 
 class PipelinedModule(nn.Module):
     """What the user calls in the place of the model.
 
     Args:
-        module: the user's, cut already.
-        model: the same, to run its stages.
+        model: the user's, cut already.
         place: of this rank.
         schedule: `gpipe` or `1f1b`.
-        run: this process's part in the run.
-        groups: for what is sent.
+        run: this process's part in the run, in which the groups for what is sent are open.
     """
 
     wraps_module: ClassVar[bool] = True
     """Checkpoints hold the names of what is inside."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        model: StagedModel,
-        place: Place,
-        schedule: str,
-        run: Run,
-        groups: Groups,
-    ) -> None:
+    def __init__(self, model: StagedModel, place: Place, schedule: str, run: Run) -> None:
         super().__init__()
-        self.module = module
+        self.module = model.module
         self.place = place
         self.run = run
-        self.replica_group = groups.replicas
+        self.replica_group = run.groups.get("replicas")
+        """Of the ranks with the same stages, where there are several."""
         self._moving_buffers = None
-        if groups.replicas is not None:
-            self._moving_buffers = MovingBuffers(module, groups.replicas)
+        if self.replica_group is not None:
+            self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
         self._model = model
         self._schedule = schedule
-        tag = len(run.prepared)
-        self._activations = [Wire(group, run.device, tag) for group in groups.activations]
-        self._gradients = [Wire(group, run.device, tag) for group in groups.gradients]
+        # Messages between two ranks arrive in the order in which they were sent. With one stage a
+        # rank all cuts share a group; with several, two cuts may lie between the same ranks, and
+        # each has a group of its own.
+        self._activations, self._gradients = (
+            [
+                Wire(group, run.device, tag=len(run.prepared))
+                for name, group in run.groups.items()
+                if name.startswith(what)
+            ]
+            for what in ("activations", "gradients")
+        )
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
-        self._parameters_there = list(module.parameters())
-        self._nothing: dict[torch.dtype, Tensor] = {}
-        """NaN of each dtype, in the place of what the last stage has."""
+        self._parameters_there = list(self.module.parameters())
         self._batch: Batch | None = None
         self._failed = ""
         """What went wrong in the model on this rank, while the others went on."""
@@ -105,7 +89,9 @@ class PipelinedModule(nn.Module):
     def waits_for_loss(self) -> bool:
         """Whether a forward pass has got no `world.backward` yet."""
         batch = self._batch
-        return batch is not None and self._goes_on(batch) and len(batch.losses) < len(batch.inputs)
+        if batch is None or batch.of != self.run.step.batch:
+            return False
+        return len(batch.losses) < len(batch.inputs)
 
     @property
     def is_last(self) -> bool:
@@ -153,11 +139,10 @@ class PipelinedModule(nn.Module):
                 "statistics of the normalisation layers that have moved since",
                 "switch between two global batches, or evaluate under torch.no_grad()",
             )
-        batch.inputs.append((args, kwargs))
-        batch.kinds.append(self._kind((args, kwargs), batch.flags))
-        number = len(batch.inputs) - 1
+        batch.inputs.append(((args, kwargs), self._kind((args, kwargs), batch.flags)))
         output = None
-        until = batch.actions.index(Action(True, self.place.stages[-1], number)) + 1
+        called = Action(True, self.place.stages[-1], len(batch.inputs) - 1)
+        until = batch.actions.index(called) + 1
         while batch.next < until:
             output = self._do(batch)
         return output if self.is_last else map_shapes(self._stand_in, output)
@@ -165,8 +150,7 @@ class PipelinedModule(nn.Module):
     def _present(self) -> Batch:
         """The global batch that the training loop works on."""
         step, place = self.run.step, self.place
-        if self._batch is not None and not self._goes_on(self._batch):
-            self._abandon(self._batch)
+        self._drop_old()
         if self._batch is not None and len(self._batch.losses) == self._batch.num_micro_batches:
             self._catch_up(self._batch)  # the loop calls the model several times a turn
         if self._batch is None:
@@ -195,19 +179,26 @@ class PipelinedModule(nn.Module):
             if self.replica_group is not None:
                 average_gradients(self.held(), self.replica_group, self.place.replicas)
 
-    def check_finished(self) -> None:
-        """Raises UsageError where a forward pass has got no `world.backward`."""
-        if self._batch is not None and self._goes_on(self._batch):
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compares learning rates now and then.
+
+        Raises:
+            UsageError: a forward pass has got no `world.backward`.
+            RanksDifferError: the stages would be trained at other rates.
+        """
+        if self._batch is not None and self._batch.of == self.run.step.batch:
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
                 "call world.backward(loss)",
             )
+        if check_due(self.run.step.number + 1):
+            _check_rates(optimizer, self.run)
 
-    def share_buffers(self) -> None:
-        """After a step: makes buffers that move equal in all pipelines."""
+    def after_step(self) -> None:
+        """Makes buffers that move equal in all pipelines."""
         if self._moving_buffers is not None:
-            self._moving_buffers.follow(self.run.step.number)
+            self._moving_buffers.follow()
 
     def replicas(self) -> list[Replicas]:
         """What equal stages of several pipelines have in common."""
@@ -256,13 +247,20 @@ class PipelinedModule(nn.Module):
     def _forward(self, batch: Batch, action: Action) -> Any:
         stage, number = action.stage, action.micro_batch
         seed, more = mix_seed(batch.seed, number), number + 1 < batch.num_micro_batches
-        received, sent, output = self._through(
-            stage, batch.inputs[number], batch.kinds[number], seed, more
-        )
+        received, sent, output = self._through(stage, *batch.inputs[number], seed, more)
         batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
         return output
 
-    @_noticed
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """What goes wrong inside keeps the rank from going on as if it had not."""
+        try:
+            yield
+        except Exception as error:
+            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
+            self._failed = type(error).__name__
+            raise
+
     def _through(
         self, stage: int, arguments: Arguments, kind: Any, seed: int, more: bool
     ) -> tuple[list[Tensor], list[Tensor], Any]:
@@ -271,22 +269,22 @@ class PipelinedModule(nn.Module):
         `more`: another micro-batch follows for certain.
         """
         came = None
-        if stage:
-            source = self.place.rank_of(stage - 1)
-            wire = self._wire(self._activations, stage - 1)
-            came = wire.receive(source, kind and (stage, kind), more=more)
-        passage, output = self._model.run(stage, came, arguments, seed)
-        if passage.sent is not None:
-            to = self.place.rank_of(stage + 1)
-            wire = self._wire(self._activations, stage)
-            wire.send(passage.sent, to, kind and (stage + 1, kind), more=more)
-        return came or [], passage.sent or [], output
+        with self._noticing():
+            if stage:
+                source = self.place.rank_of(stage - 1)
+                wire = self._wire(self._activations, stage - 1)
+                came = wire.receive(source, kind and (stage, kind), more=more)
+            sent, output = self._model.run(stage, came, arguments, seed)
+            if sent is not None:
+                to = self.place.rank_of(stage + 1)
+                wire = self._wire(self._activations, stage)
+                wire.send(sent, to, kind and (stage + 1, kind), more=more)
+        return came or [], sent or [], output
 
-    @_noticed
     def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
         stage, place = action.stage, self.place
         came, went = batch.kept.pop((stage, action.micro_batch))
-        with self._model.going_back():
+        with self._noticing(), self._model.going_back():
             if stage == place.last_stage:
                 loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], _none
                 if not drop:
@@ -297,10 +295,10 @@ class PipelinedModule(nn.Module):
                 gradients = wire.take(expected or self._expect(wire, stage, went))
                 if not drop:
                     self._go_back(went, gradients)
-        if stage:
-            back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
-            wire = self._wire(self._gradients, stage - 1)
-            wire.send_known(back, place.rank_of(stage - 1))
+            if stage:
+                back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
+                wire = self._wire(self._gradients, stage - 1)
+                wire.send_known(back, place.rank_of(stage - 1))
 
     @staticmethod
     def _go_back(went: list[Tensor], messages: list[Tensor]) -> None:
@@ -341,10 +339,6 @@ class PipelinedModule(nn.Module):
             wire.wait()
         self._batch = None
 
-    def _goes_on(self, batch: Batch) -> bool:
-        """Whether it is the one that the training loop works on."""
-        return batch.of == self.run.step.batch
-
     def _leave_off(self) -> None:
         """The loop over a loader was left in the middle of a global batch.
 
@@ -354,15 +348,15 @@ class PipelinedModule(nn.Module):
         for parameter in self.held():
             parameter.grad = None
 
-    def _abandon(self, batch: Batch) -> None:
+    def _drop_old(self) -> None:
         """Drops a global batch that was broken off, after what other ranks still wait for."""
-        self._catch_up(batch, drop=True)
-        self._leave_off()
+        if self._batch is not None and self._batch.of != self.run.step.batch:
+            self._catch_up(self._batch, drop=True)
+            self._leave_off()
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """The real output on every rank: the last stage sends it to all of the pipeline."""
-        if self._batch is not None and not self._goes_on(self._batch):
-            self._abandon(self._batch)
+        self._drop_old()
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
             _, _, output = self._through(stage, arguments, kind, seed, False)
@@ -384,10 +378,22 @@ class PipelinedModule(nn.Module):
             return shape
         if not (shape.is_floating_point() or shape.is_complex()):
             return torch.zeros((), dtype=shape.dtype, device=self.run.device).expand(shape.shape)
-        if shape.dtype not in self._nothing:
-            nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
-            self._nothing[shape.dtype] = nothing.requires_grad_()
-        return self._nothing[shape.dtype].expand(shape.shape)
+        nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
+        return nothing.requires_grad_().expand(shape.shape)
+
+
+def _check_rates(optimizer: Optimizer, run: Run) -> None:
+    """No replica would show that the ranks of a pipeline have parted here."""
+    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates = run.collectives.exchange(json.dumps(own))
+    other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
+    if other is not None:
+        raise RanksDifferError(
+            "optimizer.step() with other learning rates on other ranks",
+            f"rank 0 has {rates[0]}, rank {other} has {rates[other]}",
+            "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
+            "loss is NaN but on the last stage",
+        )
 
 
 def _none() -> None:
@@ -410,8 +416,8 @@ class Batch:
     seed: int
     next: int = 0
     """The first action that is not done."""
-    inputs: list[Arguments] = field(default_factory=list)
-    kinds: list[Any] = field(default_factory=list)
+    inputs: list[tuple[Arguments, Any]] = field(default_factory=list)
+    """Of each call of the model: its arguments, and their kind."""
     losses: list[Callable[[], None]] = field(default_factory=list)
     """The backward passes of losses, of the micro-batches that `world.backward` was called for."""
     kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)

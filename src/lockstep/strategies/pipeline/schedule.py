@@ -13,7 +13,7 @@ stages.
   the loss on the last position, and what the loop calls between two micro-batches (a collective,
   an evaluation) finds all ranks at the same one. From four ranks on this costs more than it saves.
 
-Where a rank stands in a pipeline, and what connects it with the others.
+Where a rank stands in a pipeline.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 _AHEAD = 2
 """Interleaved 1f1b: so many more micro-batches than positions may be under way on a rank."""
@@ -169,17 +167,3 @@ class Place:
     def rank_of(self, stage: int) -> int:
         """Where a stage of this rank's pipeline is."""
         return (self.positions - 1 - stage % self.positions) * self.replicas + self.replica
-
-
-class Groups(NamedTuple):
-    """The process groups of a rank of a pipeline.
-
-    Messages between two ranks arrive in the order in which they were sent. With one stage a rank
-    all cuts share a group; with several, two cuts may lie between the same ranks, and each has a
-    group of its own.
-    """
-
-    activations: list[dist.ProcessGroup]
-    gradients: list[dist.ProcessGroup]
-    replicas: dist.ProcessGroup | None
-    """Of the ranks with the same stages, where there are several."""

@@ -26,7 +26,9 @@ from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
 from lockstep.optim.module_filter import repeated_blocks
-from lockstep.strategies.pipeline.shapes import Arguments
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call, by place and by name."""
 
 _CONTAINERS = nn.Sequential | nn.ModuleList
 
@@ -41,6 +43,11 @@ class Split:
     """The stage of every largest submodule with state that no cut goes through, by name."""
     own: dict[str, int]
     """The stage of every parameter that belongs to a module which a cut goes through, by name."""
+
+    def stage_of(self, name: str) -> int | None:
+        """That of a module or parameter; None: a cut goes through the module."""
+        found = (k for piece, k in self.pieces.items() if _within(name, piece))
+        return next(found, self.own.get(name))
 
 
 def units(module: nn.Module) -> list[str]:
@@ -85,7 +92,8 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             "the stages are not in the order of the model",
             f"in the model's order: {sorted(set(cuts), key=names.index)}",
         )
-    made = _assign(module, names, places, tuple(cuts))
+    made = Split(tuple(cuts), {}, {})
+    _assign("", module, 0, made)
     _check_shared(module, made)
     return made
 
@@ -134,41 +142,26 @@ def _units(name: str, module: nn.Module, blocks: list[str]) -> Iterator[tuple[st
         yield from _units(f"{prefix}{child_name}", child, blocks)
 
 
-def _assign(module: nn.Module, names: list[str], places: list[int], cuts: tuple[str, ...]) -> Split:
-    stages: dict[str, int] = {}
-    stage = 0
-    for place, name in enumerate(names):
-        stage += place in places
-        stages[name] = stage
-    modules = dict(module.named_modules())
-    last = dict(stages)
-    for name in reversed(names):
-        parent = name.rpartition(".")[0]
-        if name:
-            last[parent] = max(last[parent], last[name])
-    pieces: dict[str, int] = {}
-    own: dict[str, int] = {}
-    for name in names:
-        parent = name.rpartition(".")[0]
-        crossed = stages[name] != last[name]
-        under_crossed = not name or stages[parent] != last[parent]
-        if crossed:
-            prefix = f"{name}." if name else ""
-            direct = modules[name].named_parameters(recurse=False)
-            own |= {f"{prefix}{p}": stages[name] for p, _ in direct}
-        elif under_crossed and _has_state(modules[name]):
-            pieces[name] = stages[name]
-    return Split(cuts, pieces, own)
+def _assign(name: str, module: nn.Module, stage: int, made: Split) -> int:
+    """Walks through a module in its order, from a stage on; returns the stage after it."""
+    prefix = f"{name}." if name else ""
+    if not any(cut.startswith(prefix) for cut in made.cuts):
+        if _has_state(module):
+            made.pieces[name] = stage
+        return stage
+    made.own.update({f"{prefix}{p}": stage for p, _ in module.named_parameters(recurse=False)})
+    for child_name, child in module.named_modules(remove_duplicate=False):
+        if child_name and "." not in child_name:  # its own children, also those of several places
+            path = f"{prefix}{child_name}"
+            stage = _assign(path, child, stage + (path in made.cuts), made)
+    return stage
 
 
 def _check_shared(module: nn.Module, made: Split) -> None:
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        stage = made.own.get(name)
-        if stage is None:
-            stage = next(
-                k for piece, k in made.pieces.items() if not piece or name.startswith(f"{piece}.")
-            )
+        stage = made.stage_of(name)
+        assert stage is not None  # every parameter has one
         other, there = seen.setdefault(id(parameter), (name, stage))
         if there != stage:
             raise UsageError(
@@ -177,6 +170,10 @@ def _check_shared(module: nn.Module, made: Split) -> None:
                 "only be on one rank",
                 "give them parameters of their own, or cut the model so that both are in one stage",
             )
+
+
+def _within(name: str, piece: str) -> bool:
+    return not piece or name == piece or name.startswith(f"{piece}.")
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -1,11 +1,10 @@
 """One stage of a model, run through the user's own forward.
 
 No code is traced or rewritten. Every rank calls the forward of the whole model; the submodules of
-other stages stand there as stubs, which compute shapes on the meta device and remember them. What
-comes before the stage's first submodule runs on such shapes, its first submodule is given what the
-stage before has sent instead, and what comes after the first submodule of the next stage is shapes
-again. Submodules without parameters (but BatchNorms) run everywhere, on real values where they are
-given such.
+other stages compute shapes on the meta device there, and remember them. What comes before the
+stage's first submodule runs on such shapes, its first submodule is given what the stage before has
+sent instead, and what comes after the first submodule of the next stage is shapes again. Submodules
+without parameters (but BatchNorms) run everywhere, on real values where they are given such.
 
 So the forward can be any Python, as long as each stage needs of the stages before no more than the
 arguments of its first submodule, and of the model's own inputs whatever it likes.
@@ -23,108 +22,27 @@ inside of it another one for every stage, or the dropout of two stages would dro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass, pytree
-from lockstep.errors import UsageError
-from lockstep.strategies.pipeline.shapes import (
-    Arguments,
-    Shape,
-    Shapes,
-    all_tensors,
-    leave_statistics,
-    like,
-    map_shapes,
-    on_meta,
-    shape_of,
-    signature,
+from lockstep.distributed.torch_compat import (
+    DisableTorchFunctionSubclass,
+    NormBase,
+    TorchDispatchMode,
+    pytree,
 )
-from lockstep.strategies.pipeline.split import Split
+from lockstep.errors import UsageError
+from lockstep.strategies.pipeline.split import Arguments, Split
 
 _REMEMBERED = 64
-"""Kinds of input for which a stub remembers its output."""
-
-
-class Passage:
-    """One run of the model's forward for one stage: what came in, and what goes out."""
-
-    def __init__(
-        self,
-        stage: int,
-        received: Sequence[Tensor] | None,
-        seed: int,
-        device: torch.device,
-        shape: type[Shape],
-    ) -> None:
-        self.stage = stage
-        self.received = received
-        """The tensors among the arguments of the stage's first submodule; None for stage 0."""
-        self.sent: list[Tensor] | None = None
-        """Those for the next stage; None until it is reached."""
-        self.inside = received is None
-        """Whether real values are computed just now."""
-        self._seed = seed
-        self._device = device
-        self._begun = False
-        self._gradients = torch.is_grad_enabled()
-        self._shapes = Shapes(shape, device)
-
-    def __enter__(self) -> Passage:
-        if not self.inside:
-            self._outside()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.inside:
-            self._back()
-
-    def begin(self) -> None:
-        """The first submodule of the stage is called: what it draws is the stage's own."""
-        if not self._begun:
-            self._begun = True
-            draw_from(seed_of_stage(self._seed, self.stage), self._device)
-
-    def enter(self, arguments: Arguments) -> Arguments:
-        """The first submodule of the stage is called: what was received takes the place."""
-        self._back()
-        self.inside = True
-        received = [_writable(t) if t.requires_grad else t for t in self.received or ()]
-        plain = all_tensors(arguments)
-        leaves, spec = (arguments[0], None) if plain else pytree.tree_flatten(arguments)
-        if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
-            raise UsageError(
-                "a pipeline over this model",
-                f"stage {self.stage} is called with another number of tensors than stage "
-                f"{self.stage - 1} has sent",
-                "build the arguments of the stage's first submodule in the same way on all ranks",
-            )
-        if spec is None:
-            return tuple(received), {}
-        filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found: Arguments = pytree.tree_unflatten(filled, spec)
-        return found
-
-    def leave(self, arguments: Arguments) -> None:
-        """The first submodule of the next stage is called: that is what it is sent."""
-        self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        if any(tensor.is_meta for tensor in self.sent):
-            raise _reaches_back(self.stage)
-        self.inside = False
-        self._outside()
-
-    def _outside(self) -> None:
-        torch.set_grad_enabled(False)
-        self._shapes.__enter__()
-
-    def _back(self) -> None:
-        self._shapes.__exit__(None, None, None)
-        torch.set_grad_enabled(self._gradients)
+"""Kinds of input for which a submodule of another stage remembers its output."""
 
 
 class StagedModel:
@@ -143,34 +61,34 @@ class StagedModel:
         self, module: nn.Module, split: Split, stages: Sequence[int], device: torch.device
     ) -> None:
         self.module = module
-        self.gone: list[nn.Parameter] = []
-        """Parameters that are on other ranks now, and the shapes that are here in their place."""
-        self._goes_back = False
-        self._passage: Passage | None = None
+        self.goes_back = False
+        """A backward pass is under way; checkpointed submodules run their forward again in it."""
+        self.passage: Passage | None = None
+        """The run of the forward that is under way."""
         self._device = device
-        self._shape: type[Shape] = type("Shape", (Shape,), {})
-        self._stages = frozenset(stages)
         self._last = len(split.cuts)
-        firsts = set(split.cuts)
-        self.gone += _move(module, split, self._stages, device)
+        self.gone = _move(module, split, frozenset(stages), device)
+        """Parameters that are on other ranks now, and the shapes that are here in their place."""
         _send_plain_tensors(module, split)
         for name, stage in split.pieces.items():
             piece = module.get_submodule(name)
-            here = stage in self._stages
-            # Whoever runs several stages is a stub of its own submodules now and then.
-            shadow = on_meta(piece) if here and len(self._stages) > 1 else piece
-            stub = None
-            if shadow is not piece or not here:
+            if isinstance(vars(piece).get("forward"), _Piece):  # in a second place of the model
+                continue
+            here, first = stage in stages, name in split.cuts
+            shapes = None
+            if not here or len(stages) > 1:  # whose own submodules are of another one now and then
+                shadow = on_meta(piece) if here else piece
                 leave_statistics(shadow)
-                stub = _Stub(shadow.forward)
-            piece.forward = stands_in = _Piece(self, name, stage, name in firsts, piece, stub)
-            if name in firsts:
-                piece.register_forward_pre_hook(stands_in.arrive, prepend=True, with_kwargs=True)
+                shapes = shadow.forward
+            piece.forward = _Piece(self, name, stage, piece.forward, shapes, first=first, here=here)
+            if first:
+                arrive = piece.forward.arrive
+                piece.register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
 
     def run(
         self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments, seed: int
-    ) -> tuple[Passage, Any]:
-        """Runs a stage for the model's arguments; what the forward returns, shapes for the most.
+    ) -> tuple[list[Tensor] | None, Any]:
+        """Runs a stage for the model's arguments.
 
         Args:
             stage: its number.
@@ -178,117 +96,184 @@ class StagedModel:
             arguments: of the model's forward.
             seed: of the random numbers, equal for all stages of a micro-batch.
 
+        Returns:
+            What the next stage is sent, None of the last one; and what the forward returns, shapes
+            for the most.
+
         Raises:
             UsageError: the model cannot be cut there.
         """
-        made = Passage(stage, received, seed, self._device, self._shape)
-        with drawing_from(seed, self._device), made as passage, self._running(passage):
-            try:
+        self.passage = passage = Passage(stage, received, seed, self._device)
+        gpus = [self._device] if self._device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(gpus), passage.outside:
+                draw_from(seed, self._device)
+                if stage:
+                    passage.go_outside()
                 output = self.module(*arguments[0], **arguments[1])
-            except (RuntimeError, NotImplementedError) as error:
-                if "meta" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
-                    raise _reaches_back(stage) from error
-                raise
+                finished = passage.inside if stage == self._last else passage.sent is not None
+        except RuntimeError as error:
+            if "meta" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
+                raise _reaches_back(stage) from error
+            raise
+        finally:
+            self.passage = None
         last = stage == self._last
-        if not (passage.inside if last else passage.sent is not None):
+        if not finished:
             raise _out_of_order(f"the first submodule of stage {stage + (not last)}", stage)
         if last and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(output)):
             raise _reaches_back(stage)
-        return passage, output
-
-    @contextmanager
-    def _running(self, passage: Passage) -> Iterator[None]:
-        self._passage = passage
-        try:
-            yield
-        finally:
-            self._passage = None
+        return passage.sent, output
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
-        """A backward pass runs inside, in which checkpointed submodules run their forward again."""
-        self._goes_back = True
+        """A backward pass runs inside."""
+        self.goes_back = True
         kind = self._device.type
         on = torch.is_autocast_enabled(kind)  # a caller's, in whose forward pass this is done
         try:
             with torch.autocast(kind, enabled=False) if on else nullcontext():
                 yield
         finally:
-            self._goes_back = False
+            self.goes_back = False
 
-    def arrive(self, name: str, stage: int, first: bool, arguments: Arguments) -> Arguments:
-        """A submodule is about to be called: begins or ends the stage that runs; its arguments."""
-        passage = self._passage
-        if passage is None:
-            return arguments
-        if stage == passage.stage:
-            passage.begin()
-        if (stage == passage.stage) == passage.inside:
-            return arguments
-        if stage == passage.stage:
-            if passage.sent is not None or not first:
-                raise _out_of_order(name, stage)
-            return passage.enter(arguments)
-        if stage != passage.stage + 1 or not first:
-            raise _out_of_order(name, stage)
-        passage.leave(arguments)
-        return arguments
 
-    def call(
-        self,
-        name: str,
-        stage: int,
-        first: bool,
-        arguments: Arguments,
-        forward: Callable[..., Any],
-        stub: _Stub | None,
-    ) -> Any:
-        """A submodule of some stage is called."""
-        passage = self._passage
-        if passage is None:
-            if self._goes_back and stage in self._stages:
-                return forward(*arguments[0], **arguments[1])
+class Passage:
+    """One run of the model's forward for one stage: what came in, and what goes out."""
+
+    def __init__(
+        self, stage: int, received: Sequence[Tensor] | None, seed: int, device: torch.device
+    ) -> None:
+        self.stage = stage
+        self.sent: list[Tensor] | None = None
+        """The tensors for the next stage; None until it is reached."""
+        self.inside = True
+        """Whether real values are computed just now."""
+        self.outside = ExitStack()
+        """What holds where they are not."""
+        self._received = received
+        """The tensors among the arguments of the stage's first submodule; None for stage 0."""
+        self._seed = seed
+        self._device = device
+        self._begun = False
+
+    def begin(self) -> None:
+        """A submodule of the stage is called; what the first one draws is the stage's own."""
+        if not self._begun:
+            self._begun = True
+            draw_from(mix_seed(self._seed, self.stage, 0x57A6E), self._device)
+
+    def enter(self, arguments: Arguments) -> Arguments:
+        """The first submodule of the stage is called: what was received takes the place."""
+        self.outside.close()
+        self.inside = True
+        received = [_writable(t) if t.requires_grad else t for t in self._received or ()]
+        leaves, spec = pytree.tree_flatten(arguments)
+        if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
-                f"a call of the model's submodule {name or 'itself'} around the prepared model",
-                "under a pipeline no rank holds the whole model",
-                "call the object that world.prepare returned",
-                code="LS302",
+                "a pipeline over this model",
+                f"stage {self.stage} is called with another number of tensors than stage "
+                f"{self.stage - 1} has sent",
+                "build the arguments of the stage's first submodule in the same way on all ranks",
             )
-        arguments = self.arrive(name, stage, first, arguments)
-        if stage == passage.stage:
-            return forward(*arguments[0], **arguments[1])
-        if stub is None:
-            raise RuntimeError(f"no stub for {name}, a submodule of stage {stage}")
-        # Not what the stub remembers: the caller may change its shape in place.
-        return map_shapes(self._as_shape, stub(arguments))
+        filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        found: Arguments = pytree.tree_unflatten(filled, spec)
+        return found
 
-    def _as_shape(self, tensor: Tensor) -> Tensor:
-        return tensor.as_subclass(self._shape)
+    def leave(self, arguments: Arguments) -> None:
+        """The first submodule of the next stage is called: that is what it is sent."""
+        self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in self.sent):
+            raise _reaches_back(self.stage)
+        self.go_outside()
+
+    def go_outside(self) -> None:
+        """From here on nothing but shapes is computed."""
+        self.inside = False
+        self.outside.enter_context(torch.no_grad())
+        self.outside.enter_context(_Shapes(self._device))
 
 
 class _Piece:
-    """Stands in for the `forward` of a submodule that belongs to one stage."""
+    """Stands in for the `forward` of a submodule that belongs to one stage.
+
+    Args:
+        model: which runs some of the stages.
+        name: of the submodule.
+        stage: that it belongs to.
+        forward: its own.
+        shapes: a forward on the meta device; None where this process runs no other stage.
+        first: the stage begins with it.
+        here: this process runs the stage.
+    """
 
     def __init__(
         self,
         model: StagedModel,
         name: str,
         stage: int,
+        forward: Callable[..., Any],
+        shapes: Callable[..., Any] | None,
+        *,
         first: bool,
-        piece: nn.Module,
-        stub: _Stub | None,
+        here: bool,
     ) -> None:
-        self._model = model
-        self._what = name, stage, first
-        self.__wrapped__ = piece.forward
-        self._stub = stub
+        self._model, self._name, self._stage = model, name, stage
+        self._first, self._here = first, here
+        self.__wrapped__ = forward
+        self._shapes = shapes
+        self._known: dict[Any, Any] = {}
+        """Shapes of the output, by the kind of input."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.call(*self._what, (args, kwargs), self.__wrapped__, self._stub)
+        passage = self._model.passage
+        if passage is None:
+            if self._model.goes_back and self._here:
+                return self.__wrapped__(*args, **kwargs)
+            raise UsageError(
+                f"a call of the model's submodule {self._name or 'itself'} around the prepared "
+                "model",
+                "under a pipeline no rank holds the whole model",
+                "call the object that world.prepare returned",
+                code="LS302",
+            )
+        args, kwargs = self.arrive(None, args, kwargs)
+        if self._stage == passage.stage:
+            return self.__wrapped__(*args, **kwargs)
+        # Not what is remembered: the caller may change its shape in place.
+        return map_shapes(_as_shape, self._shapes_for((args, kwargs)))
 
-    def arrive(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Its first forward pre-hook."""
-        return self._model.arrive(*self._what, (args, kwargs))
+    def arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Its first forward pre-hook: begins or ends the stage that runs; returns the arguments."""
+        passage = self._model.passage
+        if passage is None:
+            return args, kwargs
+        own = self._stage == passage.stage
+        if own:
+            passage.begin()
+        if own == passage.inside:
+            return args, kwargs
+        next_one = passage.inside and self._stage == passage.stage + 1
+        if not self._first or not (next_one or (own and passage.sent is None)):
+            raise _out_of_order(self._name, self._stage)
+        if own:
+            return passage.enter((args, kwargs))
+        passage.leave((args, kwargs))
+        return args, kwargs
+
+    def _shapes_for(self, arguments: Arguments) -> Any:
+        assert self._shapes is not None  # this process runs another stage
+        with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
+            kind = signature(arguments)
+        if kind is not None and kind in self._known:
+            return self._known[kind]
+        args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
+        output = self._shapes(*args, **kwargs)
+        if kind is not None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[kind] = output
+        return output
 
 
 class _Received(torch.autograd.Function):
@@ -313,48 +298,26 @@ def _writable(leaf: Tensor) -> Tensor:
     return found
 
 
-class _Stub:
-    """Answers with the shapes of a submodule's output, computed once for each kind of input."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._known: dict[Any, Any] = {}
-
-    def __call__(self, arguments: Arguments) -> Any:
-        with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
-            kind = signature(arguments)
-        if kind is None or kind not in self._known:
-            args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
-            output = self._forward(*args, **kwargs)
-            if kind is None:
-                return output
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[kind] = output
-        return self._known[kind]
-
-
 def _move(
     module: nn.Module, split: Split, stages: frozenset[int], device: torch.device
 ) -> list[nn.Parameter]:
     """Moves everything to where it belongs: the device, or nowhere; returns what is gone."""
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
-        piece = next((p for p in split.pieces if _within(name, p)), None)
+        stage = split.stage_of(name)
         for own, parameter in list(part._parameters.items()):
             if parameter is None:
                 continue
-            stage = split.own[f"{name}.{own}".lstrip(".")] if piece is None else split.pieces[piece]
-            if stage in stages:
+            if (split.own[f"{name}.{own}".lstrip(".")] if stage is None else stage) in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
                 shape = nn.Parameter(like(parameter), parameter.requires_grad)
                 part._parameters[own] = shape
                 gone += [parameter, shape]
-        foreign = piece is not None and split.pieces[piece] not in stages
+        here = stage is None or stage in stages
         for own, buffer in list(part._buffers.items()):
             if buffer is not None:
-                part._buffers[own] = buffer.to("meta" if foreign else device)
+                part._buffers[own] = buffer.to(device if here else "meta")
     return gone
 
 
@@ -364,14 +327,8 @@ def _send_plain_tensors(module: nn.Module, split: Split) -> None:
     They are an optimisation of its own, and have no shape that could be sent.
     """
     for name, part in module.named_modules():
-        if isinstance(part, nn.TransformerEncoder) and not any(
-            _within(name, piece) for piece in split.pieces
-        ):
+        if isinstance(part, nn.TransformerEncoder) and split.stage_of(name) is None:
             part.use_nested_tensor = False
-
-
-def _within(name: str, piece: str) -> bool:
-    return not piece or name == piece or name.startswith(f"{piece}.")
 
 
 def _reaches_back(stage: int) -> UsageError:
@@ -393,14 +350,6 @@ def _out_of_order(name: str, stage: int) -> UsageError:
     )
 
 
-@contextmanager
-def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's streams of the CPU and the device start at a seed; afterwards they are as before."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        draw_from(seed, device)
-        yield
-
-
 def draw_from(seed: int, device: torch.device) -> None:
     """Torch's streams of the CPU and the device start at a seed."""
     torch.default_generator.manual_seed(seed)
@@ -409,6 +358,106 @@ def draw_from(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def seed_of_stage(seed: int, stage: int) -> int:
-    """Of what a stage draws, from that of the whole forward pass."""
-    return mix_seed(seed, stage, 0x57A6E)
+# Shapes: what tensors of other stages are on a rank of a pipeline
+
+
+class Shape(Tensor):
+    """A tensor of another stage, which is only a shape but says that it is on the device.
+
+    `torch.arange(length, device=x.device)` makes real numbers then, whatever `x` is. What is
+    computed with such a tensor is one, too.
+    """
+
+    on: ClassVar[torch.device | None] = None
+    """While `_Shapes` is on; None while torch itself looks."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it would be."""
+        return self.on or super().device
+
+
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        Shape.on = self._device
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Shape.on = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+        Shape.on = None
+        try:
+            return func(*args, **kwargs)
+        finally:
+            Shape.on = self._device
+
+
+def _as_shape(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Shape)
+
+
+def signature(value: Arguments) -> Any:
+    """What decides about forms: equal for arguments that a model treats alike; None: unknown."""
+    args, kwargs = value
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # as nearly always: no nest
+        return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
+    return (str(spec), *parts) if plain else None
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Of this dtype and shape, on the meta device."""
+    return tensor if tensor.is_meta else like(tensor)
+
+
+def map_shapes(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """A nest with its tensors changed."""
+    if isinstance(nest, Tensor):  # without the detour that a nest takes
+        return change(nest)
+    return pytree.tree_map_only(Tensor, change, nest)
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Another shape like it; `empty_like` on the meta device is Python, and 20 times slower."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def on_meta(piece: nn.Module) -> nn.Module:
+    """A copy that has the shapes alone."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in piece.parameters()
+    }
+    memo |= {id(b): b.detach().to("meta") for b in piece.buffers()}
+    own = (thing for part in piece.modules() for thing in vars(part).values())
+    # It meets nobody, and what keeps a group would keep its threads after the end of the run.
+    memo |= {id(thing): None for thing in own if isinstance(thing, dist.ProcessGroup)}
+    return copy.deepcopy(piece, memo)
+
+
+def leave_statistics(piece: nn.Module) -> None:
+    """Its BatchNorms give the shape they get: some ask statistics for a number, or meet ranks."""
+    for part in piece.modules():
+        if isinstance(part, NormBase):
+            part.forward = like

@@ -15,31 +15,26 @@ directly, under the orders of `pipelining.order`.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.data.shares import first_shares
-from lockstep.distributed.process_group import Run, carrier_device, further_groups
+from lockstep.distributed.process_group import Run, further_groups
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import RanksDifferError, SettingError, UsageError
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
-from lockstep.step import check_due
 from lockstep.strategies.base import Plan, Strategy, Wrapped
-from lockstep.strategies.broadcast import take_from_first
 from lockstep.strategies.pipeline.module import PipelinedModule
-from lockstep.strategies.pipeline.schedule import Groups, Place
+from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 
 _SCHEDULES = ("1f1b", "gpipe")
@@ -122,7 +117,7 @@ class Pipeline(Strategy):
             )
         place = self._place(run.topology)
         if place.positions > 1:
-            self._groups(run)  # opened now: BatchNorm may be given that of equal stages
+            self._open_groups(run, place)  # now: BatchNorm may be given that of equal stages
         return Plan(
             rank=DataParallelRank(place.replica, place.replicas),
             shares=first_shares(run.settings.shares, place.replicas),
@@ -149,7 +144,7 @@ class Pipeline(Strategy):
         take_from_first([*module.parameters(), *module.buffers()])
         found, reason = self._cut(module, run, place)
         model = StagedModel(module, found, place.stages, run.device)
-        wrapped = PipelinedModule(module, model, place, self.schedule, run, self._groups(run))
+        wrapped = PipelinedModule(model, place, self.schedule, run)
         copies = f", {place.replicas} of them side by side" if place.replicas > 1 else ""
         choices = [
             Choice(
@@ -168,6 +163,8 @@ class Pipeline(Strategy):
             gradients_apart=True,
             gradients_later=True,
             replicas=wrapped.replicas,
+            before_step=wrapped.before_step,
+            after_step=wrapped.after_step,
             release=wrapped.release,
         )
 
@@ -211,34 +208,8 @@ class Pipeline(Strategy):
         if ranks == 1:
             return own
         device = next((p.device for p in parameters if not p.is_meta), own.device)
-        if norm_type == math.inf:
-            # The largest of NaN and a number is either, by device and order.
-            joined = torch.stack([own.nan_to_num(posinf=math.inf), own.isnan().to(own.dtype)])
-            joined = joined.to(carrier_device(device))
-            dist.all_reduce(joined, dist.ReduceOp.MAX)
-            joined = joined.to(device)
-            return torch.where(joined[1] == 0, joined[0], math.nan)
-        joined = own.double().pow(norm_type).to(carrier_device(device))
-        dist.all_reduce(joined)
         copies = ranks // (self.stages or ranks)
-        return joined.div(copies).pow(1.0 / norm_type).to(device, own.dtype)
-
-    def before_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Compares learning rates now and then.
-
-        Raises:
-            UsageError: the pipeline has not got its backward pass.
-            RanksDifferError: the stages would be trained at other rates.
-        """
-        if isinstance(module, PipelinedModule):
-            module.check_finished()
-            if check_due(module.run.step.number + 1):
-                _check_rates(optimizer, module.run)
-
-    def after_step(self, module: nn.Module) -> None:
-        """Shares buffers that move."""
-        if isinstance(module, PipelinedModule):
-            module.share_buffers()
+        return norm_over_ranks(own.to(device), norm_type, copies=copies).to(own.dtype)
 
     def _micro_batches(self, run: Run) -> int:
         if self.num_micro_batches is not None:
@@ -254,25 +225,19 @@ class Pipeline(Strategy):
         positions = self._positions(topology)
         return Place.of(topology.rank, topology.size, positions, self.interleave)
 
-    def _groups(self, run: Run) -> Groups:
-        """Opened when first asked for, on all ranks alike."""
-        place = self._place(run.topology)
+    def _open_groups(self, run: Run, place: Place) -> None:
         cuts = 1 if self.interleave == 1 else place.last_stage
-        kinds = [f"{what} {cut}" for what in ("activations", "gradients") for cut in range(cuts)]
-        if kinds[0] not in run.groups:
-            for replica in range(place.replicas):
-                for kind in kinds:
-                    _open(run, kind, range(replica, run.topology.size, place.replicas))
+        for replica in range(place.replicas):
+            for what, cut in itertools.product(("activations", "gradients"), range(cuts)):
+                _open(run, f"{what} {cut}", range(replica, run.topology.size, place.replicas))
+        if place.replicas > 1:
             for first in range(0, run.topology.size, place.replicas):
-                if place.replicas > 1:
-                    _open(run, "replicas", range(first, first + place.replicas))
-        groups = [run.groups[kind] for kind in kinds]
-        return Groups(groups[:cuts], groups[cuts:], run.groups.get("replicas"))
+                _open(run, "replicas", range(first, first + place.replicas))
 
     def _share_statistics(self, module: nn.Module, run: Run) -> None:
         """Layers that would take statistics of all ranks take those of equal stages."""
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
-        group = self._groups(run).replicas
+        group = run.groups.get("replicas")
         if layers and group is None:
             for rank in range(run.topology.size):
                 _open(run, "alone", range(rank, rank + 1))
@@ -312,20 +277,6 @@ class Pipeline(Strategy):
         parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
         shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
         return split(module, cuts), f"{shown} {reason}"
-
-
-def _check_rates(optimizer: Optimizer, run: Run) -> None:
-    """No replica would show that the ranks of a pipeline have parted here."""
-    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rates = run.collectives.exchange(json.dumps(own))
-    other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
-    if other is not None:
-        raise RanksDifferError(
-            "optimizer.step() with other learning rates on other ranks",
-            f"rank 0 has {rates[0]}, rank {other} has {rates[other]}",
-            "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
-            "loss is NaN but on the last stage",
-        )
 
 
 def _open(run: Run, name: str, ranks: range) -> None:

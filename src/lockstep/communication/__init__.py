@@ -1,1 +1,0 @@
-"""What moves gradients between ranks where no wrapper of torch does."""

@@ -1,0 +1,217 @@
+"""Tensors made equal on ranks: taken from the first one, or averaged.
+
+Parameters are taken from the first rank once, buffers that move after each step. The statistics of
+a SyncBatchNorm are equal on all ranks by construction, and most other buffers (masks, tables) never
+change; sending them would be waste. What moves is found by looking, in the first steps and now and
+then, with one small all-reduce so that all ranks agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.distributed import collectives
+from lockstep.distributed.process_group import carrier_device
+from lockstep.errors import UsageError
+from lockstep.step import Step, check_due
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+_BUCKET_BYTES = 25 * 2**20
+"""That are sent at a time."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**17
+"""Numbers summed at a time on the CPU, where torch first makes 64-bit ones of all of them."""
+
+
+def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Gives tensors the first rank's values, as bytes: no backend knows all dtypes.
+
+    Args:
+        tensors: equal in number, shape and dtype on all ranks; on devices of the backend.
+        group: None: all ranks.
+
+    Raises:
+        UsageError: one of them is sparse.
+    """
+    filled = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                "world.prepare of a model that holds a sparse tensor",
+                f"a buffer or parameter of shape {tuple(tensor.shape)} has the layout "
+                f"{tensor.layout}, and only dense ones are made equal on all ranks",
+                "register its indices and its values as buffers, or keep it as a plain attribute",
+            )
+        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.data = tensor.data.contiguous()  # an expanded one has no memory to write to
+        if tensor.numel():
+            filled.append(tensor.detach())
+    for bucket in _buckets(filled, attrgetter("device")):
+        data = [collectives.to_bytes(tensor) for tensor in bucket]
+        flat = torch.cat(data) if len(data) > 1 else data[0]
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = torch.split(flat, [len(each) for each in data])
+        for tensor, came in zip(bucket, parts, strict=True):
+            if came.data_ptr() != tensor.data_ptr():  # its own memory has come already
+                # A copy of its own is aligned, as its dtype must be.
+                tensor.copy_(collectives.from_bytes(came.clone(), tensor.dtype, tensor.shape))
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, ranks: int
+) -> None:
+    """Replaces every gradient by its mean over the ranks of a group, where no wrapper does.
+
+    A gradient that a rank has not got counts as zero where another has it, and stays away where
+    nobody has it. Communication: one byte a parameter, then one all-reduce a bucket of 25 MiB.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        group: the ranks.
+        ranks: how many.
+
+    Raises:
+        UsageError: a gradient is sparse.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return
+    has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group)
+    for parameter, somewhere in zip(trained, has.tolist(), strict=True):
+        if somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in trained if p.grad is not None]
+    if any(gradient.layout != torch.strided for gradient in gradients):
+        raise UsageError(
+            "an average of sparse gradients over pipelines side by side",
+            "a layer was built with sparse=True",
+            "leave sparse=True out, or use one pipeline: Pipeline(stages=<world size>)",
+        )
+    for bucket in _buckets(gradients, attrgetter("device", "dtype")):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        carried = flat.to(carrier_device(flat.device, group))
+        dist.all_reduce(carried, group=group)
+        mean = carried.div_(ranks).to(flat.device)
+        parts = torch.split(mean, [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def norm_over_ranks(
+    own: Tensor, norm_type: float, group: dist.ProcessGroup | None = None, *, copies: int = 1
+) -> Tensor:
+    """The norm of what the ranks of a group hold together: one all-reduce of a number or two.
+
+    Args:
+        own: that of what this rank holds, on the device of the backend.
+        norm_type: of `torch.nn.utils.get_total_norm`.
+        group: None: all ranks.
+        copies: so many ranks hold the same.
+
+    Returns:
+        In float64, where powers of large norms are still numbers.
+    """
+    norm = own.double().to(carrier_device(own.device, group))
+    if math.isinf(norm_type):
+        sign = math.copysign(1.0, norm_type)
+        # The largest of NaN and a number is either, by device and order.
+        number = (sign * norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
+        both = torch.stack([number, norm.isnan().double()])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        return torch.where(both[1] == 0, sign * both[0], math.nan).to(own.device)
+    power = norm.pow(norm_type)
+    dist.all_reduce(power, group=group)
+    return power.div(copies).pow(1.0 / norm_type).to(own.device)
+
+
+def _buckets(tensors: Sequence[Tensor], alike: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:
+    """Tensors that follow each other and are alike, in lists that are sent at a time."""
+    for _, group in itertools.groupby(tensors, alike):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+class MovingBuffers:
+    """Keeps the buffers of a module equal on all ranks, or on those of a group.
+
+    Buffers that are on other ranks, and here on the meta device, are left out.
+    """
+
+    def __init__(
+        self, module: nn.Module, step: Step, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._module = module
+        self._step = step
+        self._group = group
+        synchronised = {
+            id(buffer)
+            for child in module.modules()
+            if isinstance(child, SyncBatchNorm)
+            for buffer in child.buffers(recurse=False)
+        }
+        self._watched = [
+            name
+            for name, buffer in module.named_buffers()
+            if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
+        ]
+        self._before = self._bits(self._watched)
+        self.moving: list[str] = []
+
+    def follow(self) -> None:
+        """After an optimizer step: gives every rank the first rank's values of what moves."""
+        if check_due(self._step.number):
+            self._find()
+        if self.moving:
+            now = dict(self._module.named_buffers())
+            take_from_first((now[name] for name in self.moving), self._group)
+
+    def _find(self) -> None:
+        """Looks which buffers have changed on any rank since the module was wrapped.
+
+        It compares their bits: torch does not count what its BatchNorm writes as a change.
+        """
+        if not self._watched:
+            return
+        now = self._bits(self._watched)
+        changed = (now != self._before).to(torch.uint8)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+        self.moving = [
+            name
+            for name, flag in zip(self._watched, changed.tolist(), strict=True)
+            if flag or name in self.moving
+        ]
+
+    def _bits(self, names: list[str]) -> Tensor:
+        now = dict(self._module.named_buffers())
+        return fingerprint(now[name] for name in names) if names else torch.empty(0)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """One 64-bit sum of the bits of each tensor, shape `(number of tensors,)`."""
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        bits = real.contiguous().view(_INTEGERS[real.element_size()])
+        if bits.is_cuda or bits.numel() <= _CHUNK:
+            sums.append(bits.sum(dtype=torch.int64))
+        else:
+            parts = [part.sum(dtype=torch.int64) for part in torch.split(bits.view(-1), _CHUNK)]
+            sums.append(torch.stack(parts).sum())
+    return torch.stack([part.to(sums[0].device) for part in sums])
