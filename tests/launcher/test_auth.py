@@ -84,7 +84,9 @@ def forwarder(
 ) -> Iterator[tuple[auth.Forwarder, int]]:
     made = auth.Forwarder(LOOPBACK, port, token)
     try:
-        yield made, thread.wait(made.listen())
+        listener = listening_socket(LOOPBACK, 0)
+        thread.wait(made.listen(listener))
+        yield made, listener.getsockname()[1]
     finally:
         thread.wait(made.close())
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from lockstep.launcher.zygote import Ended, FreshZygote, Started, Zygote
+from lockstep.launcher.zygote import FreshZygote, Zygote
 
 
 def work() -> NoReturn:
@@ -57,7 +57,7 @@ def started(
         pids = []
         while len(pids) < len(hows):
             events = zygote.events(timeout=10)
-            pids += [event.pid for event in events if isinstance(event, Started)]
+            pids += [event.pid for event in events if event.code is None]
         yield zygote, pids, reader
     finally:
         os.close(reader)
@@ -69,7 +69,7 @@ def ends(zygote: Zygote, number: int) -> dict[int, int]:
     found: dict[int, int] = {}
     while len(found) < number:
         for event in zygote.events(timeout=20):
-            if isinstance(event, Ended):
+            if event.code is not None:
                 found[event.rank] = event.code
     return found
 

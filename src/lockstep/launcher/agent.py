@@ -40,11 +40,11 @@ from lockstep.launcher import process as job
 from lockstep.launcher.machine import peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
-from lockstep.launcher.plan import HangRules, Plan, rendezvous_parameters
+from lockstep.launcher.plan import Plan, rendezvous_parameters
 from lockstep.launcher.process import Attempt, Process, exit_status_of
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
-from lockstep.launcher.worker import FOLDER, Command
-from lockstep.launcher.zygote import Ended, Refused, Zygote
+from lockstep.launcher.worker import FOLDER
+from lockstep.launcher.zygote import Event, Zygote
 from lockstep.watchdog import exit_status
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption, LostNode
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
@@ -96,18 +96,7 @@ class Outcome:
         return 0 if self.interrupted is None else 128 + self.interrupted.signal
 
 
-def launch_agent(
-    plan: Plan,
-    flags: argparse.Namespace,
-    zygote: Zygote,
-    folder: Path,
-    hang: HangRules,
-    *,
-    command: Command | None = None,
-    timeout: float | None = None,
-    keyboard: bool = True,
-    launcher: str = "lockstep run",
-) -> Outcome:
+def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: Path) -> Outcome:
     """Meets the other machines, starts the ranks of this one and watches them to their end.
 
     Args:
@@ -115,11 +104,6 @@ def launch_agent(
         flags: torchrun's.
         zygote: starts the ranks.
         folder: of the run; each attempt gets a folder in it.
-        hang: when the run counts as hanging.
-        command: what a rank executes; None: the zygote's own work.
-        timeout: seconds from the start of the ranks after which they are ended; None: no limit.
-        keyboard: a rank that is alone gets the terminal's keys while it runs.
-        launcher: what the ranks are told of who gave them their ranks.
 
     Raises:
         SettingError: a flag's value that cannot be honoured.
@@ -135,21 +119,9 @@ def launch_agent(
             **socket_variables(os.environ, rendezvous.interface),
             **plan.environment,
             **({} if plan.nproc == 1 and plan.one_node else console.environment),
-            **({} if plan.own_processes else {LAUNCHER: launcher}),
+            **({} if plan.own_processes else {LAUNCHER: plan.launcher}),
         }
-        agent = Agent(
-            plan,
-            flags,
-            zygote,
-            folder,
-            command,
-            variables,
-            console,
-            rendezvous,
-            hang,
-            timeout,
-            keyboard,
-        )
+        agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous)
         numbers = [text.strip() for text in flags.signals_to_handle.split(",") if text.strip()]
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.pass_on,  # it asks for a checkpoint
@@ -185,13 +157,9 @@ class Agent(SimpleElasticAgent):
         flags: torchrun's.
         zygote: starts the ranks.
         folder: of the run.
-        command: what a rank executes; None: the zygote's own work.
         variables: for every rank.
         console: opens and reads the ranks' streams.
         rendezvous: also carries what the machines of the run tell each other.
-        rules: when a run counts as hanging.
-        timeout: seconds for the ranks; None: no limit.
-        keyboard: a rank that is alone gets the terminal's keys.
     """
 
     def __init__(
@@ -200,13 +168,9 @@ class Agent(SimpleElasticAgent):
         flags: argparse.Namespace,
         zygote: Zygote,
         folder: Path,
-        command: Command | None,
         variables: Mapping[str, str],
         console: Console,
         rendezvous: Rendezvous,
-        rules: HangRules,
-        timeout: float | None,
-        keyboard: bool,
     ) -> None:
         super().__init__(  # not with the grace, which newer versions take: `_end` has it
             WorkerSpec(
@@ -225,10 +189,8 @@ class Agent(SimpleElasticAgent):
         if grace is None:
             grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
         self._grace: float = grace
-        self._plan, self._zygote, self._folder = plan, zygote, folder
-        self._command, self._variables = command, variables
+        self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
-        self._rules, self._timeout, self._keyboard = rules, timeout, keyboard
         self._stop_at, self._next_look = math.inf, 0.0
         self._oom = read_oom_counts()
         self._refused: str | None = None
@@ -267,7 +229,7 @@ class Agent(SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
-        alone = self._keyboard and attempt.world_size == 1 and job.in_foreground()
+        alone = self._plan.keyboard and attempt.world_size == 1 and job.in_foreground()
         self._alone = attempt.processes[0] if alone else None
         for worker in workers:
             try:
@@ -285,7 +247,7 @@ class Agent(SimpleElasticAgent):
     def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
         process = attempt.processes[worker.local_rank]
         process.folder.mkdir(parents=True)
-        command = self._command and self._command.for_rank(process.local_rank)
+        command = self._plan.command and self._plan.command.for_rank(process.local_rank)
         # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
         counted = self._rdzv.attempt
         restarts = self._failures if counted is None else counted
@@ -315,8 +277,8 @@ class Agent(SimpleElasticAgent):
 
     def _watch(self, attempt: Attempt) -> None:
         """Begins to look after the ranks."""
-        if self._timeout is not None:
-            self._stop_at = time.monotonic() + self._timeout
+        if self._plan.timeout is not None:
+            self._stop_at = time.monotonic() + self._plan.timeout
         self._tell(attempt)
         processes = attempt.processes
         self._exchange = SnapshotExchange(
@@ -326,7 +288,7 @@ class Agent(SimpleElasticAgent):
             lambda lines: take_snapshot(processes, lines=lines),
         )
         self._supervisor = Supervisor(
-            processes, self._rules, attempt.folder, self._announce, self._exchange.of_all_ranks
+            processes, self._plan.hang, attempt.folder, self._announce, self._exchange.of_all_ranks
         )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -433,18 +395,16 @@ class Agent(SimpleElasticAgent):
             events = self._zygote.events(timeout)
         except ChildProcessError:
             # Somebody has killed it, and the kernel the ranks with it.
-            events = [Ended(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()]
+            events = [Event(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()]
         for event in events:
             process = processes[event.rank]
-            if isinstance(event, Refused):
+            if event.pid is None:
                 self.attempts[-1].processes.remove(process)  # what never started has no end
                 self._refused = event.reason
-            elif isinstance(event, Ended):
-                if process.pid in (None, event.pid) and process.code is None:
-                    process.pid, process.code = event.pid, event.code
-                    process.ended_at = time.time()
-            else:
+            elif event.code is None:
                 process.pid = event.pid
+            elif process.pid in (None, event.pid) and process.code is None:
+                process.pid, process.code, process.ended_at = event.pid, event.code, time.time()
 
     def _is_over(self, attempt: Attempt) -> bool:
         """Whether the run is to be stopped."""

@@ -128,15 +128,11 @@ async def _cancel_all() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class AuthProxy:
-    """Listens for the other machines; made and used in the event loop's thread."""
+class _Carrier:
+    """Listens, and carries each connection that comes; made and used in the event loop's thread."""
 
-    def __init__(
-        self, token: Token, store_port: int, on_peer: OnPeer, say: Callable[[str], None]
-    ) -> None:
-        self._token, self._store_port, self._on_peer, self._say = token, store_port, on_peer, say
-        self._turned_away: set[str] = set()
-        self._unauthenticated = 0
+    def __init__(self) -> None:
+        self._open: set[asyncio.StreamWriter] = set()
 
     async def listen(self, listener: socket.socket) -> None:
         """Takes connections on a socket that listens; returns at once."""
@@ -147,19 +143,36 @@ class AuthProxy:
         self._server.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
         try:
-            if self._unauthenticated < _MAX_UNAUTHENTICATED:
-                await self._admit(reader, writer, str(writer.get_extra_info("peername")[0]))
+            await self._carry(reader, writer)
+        except (OSError, ConnectionFailed):
+            pass  # the other side learns it from the end of its connection
         except asyncio.CancelledError:
             writer.transport.abort()  # the launcher ends; asyncio would log it as an error
-        except ConnectionFailed:
-            pass  # the store has just been closed
         finally:
+            self._open.discard(writer)
             writer.close()
 
-    async def _admit(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+
+class AuthProxy(_Carrier):
+    """Listens for the other machines."""
+
+    def __init__(
+        self, token: Token, store_port: int, on_peer: OnPeer, say: Callable[[str], None]
     ) -> None:
+        super().__init__()
+        self._token, self._store_port, self._on_peer, self._say = token, store_port, on_peer, say
+        self._turned_away: set[str] = set()
+        self._unauthenticated = 0
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._unauthenticated >= _MAX_UNAUTHENTICATED:
+            return
+        address = str(writer.get_extra_info("peername")[0])
         self._unauthenticated += 1
         try:
             purpose = await asyncio.wait_for(_challenge(reader, writer, self._token), _HANDSHAKE_S)
@@ -240,35 +253,17 @@ async def _respond(
         raise ConnectionFailed(TOKEN_DIFFERS)
 
 
-class Forwarder:
+class Forwarder(_Carrier):
     """Carries connections of this machine through the auth proxy of another one."""
 
     def __init__(self, address: str, port: int, token: Token) -> None:
+        super().__init__()
         self._proxy = (address, port, token)
-        self._open: set[asyncio.StreamWriter] = set()
         self._closed = False
 
-    async def listen(self) -> int:
-        """Listens on a free port of loopback and returns it."""
-        self._server = await asyncio.start_server(self._carry, LOOPBACK, 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        """Takes no more connections."""
-        self._server.close()
-
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            if not self._closed:
-                await relay((reader, writer), await authenticate(*self._proxy, STORE))
-        except (OSError, ConnectionFailed):
-            pass  # the client learns it from the end of its connection
-        except asyncio.CancelledError:
-            writer.transport.abort()  # as for the proxy
-        finally:
-            self._open.discard(writer)
-            writer.close()
+        if not self._closed:
+            await relay((reader, writer), await authenticate(*self._proxy, STORE))
 
     def cut(self) -> None:
         """Ends all connections: the proxy is out of reach, and clients should not wait for it."""

@@ -24,6 +24,8 @@ from lockstep.launcher.output import choose_streams
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+    from lockstep.launcher.worker import Command
+
 _RENDEZVOUS = ("--standalone", "--node-rank", "--master-addr", "--master-port", "--rdzv-")
 """How the flags begin that say how nodes meet."""
 _MASTER_PORT = 29500
@@ -65,7 +67,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be started on this machine."""
+    """What will be started on this machine, and how it is watched."""
 
     nproc: int
     one_node: bool
@@ -81,6 +83,15 @@ class Plan:
     """The one process started here starts the ranks itself; it is not told that it is one."""
     local_rank_flag: str | None = None
     """The argument in which the script wants its local rank."""
+    command: Command | None = None
+    """What a rank executes; None: it is a copy of a process that knows its work."""
+    hang: HangRules = HangRules()
+    timeout: float | None = None
+    """Seconds from the start of the ranks after which they are ended; None: no limit."""
+    keyboard: bool = True
+    """A rank that is alone gets the terminal's keys while it runs."""
+    launcher: str = "lockstep run"
+    """What the ranks are told of who gave them their ranks."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -231,6 +242,7 @@ def plan(
             *(["--module"] if spec.module else []),
         ),
         script=(spec.script, *spec.arguments),
+        hang=spec.hang,
     )
 
 

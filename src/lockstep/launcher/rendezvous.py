@@ -353,11 +353,12 @@ def _connect(
         except (OSError, EOFError, ValueError):
             raise network.unreachable(_SERVER, endpoint, network.CUT, address=address) from None
         forwarder = auth.Forwarder(address, endpoint.port, token)
-        port = thread.wait(forwarder.listen())
+        listener = network.listening_socket(LOOPBACK, 0)
+        thread.wait(forwarder.listen(listener))
         stack.callback(lambda: thread.wait(forwarder.close()))
         nodes.send = lambda changes: thread.soon(lambda: connection.send({"changes": changes}))
         thread.start(peers.listen(connection, nodes, forwarder.cut))
-        store = _client_store(port, parameters, endpoint)
+        store = _client_store(listener.getsockname()[1], parameters, endpoint)
         own_address = str(streams[1].get_extra_info("sockname")[0])
         return _made(parameters, nodes, store, say, own_address, stack)
 

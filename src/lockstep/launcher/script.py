@@ -109,7 +109,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                     command.for_rank(rank)
             folder = make_folder(flags.log_dir, Path(spec.script).stem)
             announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-            outcome = launch_agent(made, flags, zygote, folder, spec.hang, command=command)
+            outcome = launch_agent(replace(made, command=command), flags, zygote, folder)
         finally:
             zygote.close()
     if outcome.failure is not None:

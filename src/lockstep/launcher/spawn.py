@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from lockstep.errors import RankFailedError, UsageError
 from lockstep.launcher import worker
 from lockstep.launcher.machine import read_machine
-from lockstep.launcher.plan import HangRules, LaunchSpec, Plan, choose_nproc, plan
+from lockstep.launcher.plan import LaunchSpec, Plan, choose_nproc, plan
 from lockstep.launcher.process import Attempt
 from lockstep.launcher.script import large_modules, read_script
 from lockstep.launcher.zygote import FreshZygote, Zygote, serve
@@ -117,6 +117,7 @@ def launch(
     short = name.rpartition(".")[2]
     spec = LaunchSpec(script=short if short.isidentifier() else "launch", torchrun=_ONE_START)
     made = plan(spec, machine, os.environ, size, one_node=True)
+    made = replace(made, timeout=timeout, keyboard=False, launcher="lockstep.launch")
     if isinstance(call, Call):
         made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
@@ -129,16 +130,7 @@ def launch(
         keep = flags.log_dir is not None
         folder = make_folder(flags.log_dir, spec.script)
         try:
-            outcome = launch_agent(
-                made,
-                flags,
-                zygote,
-                folder,
-                HangRules(),
-                timeout=timeout,
-                keyboard=False,
-                launcher="lockstep.launch",
-            )
+            outcome = launch_agent(made, flags, zygote, folder)
             _raise_if_interrupted(outcome)
             return _values(outcome, was_set, timeout)
         except RankFailedError:

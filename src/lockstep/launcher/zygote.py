@@ -28,38 +28,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lockstep.launcher.auth import VARIABLE as TOKEN
 
 
-class Started(NamedTuple):
-    """A rank runs."""
+class Event(NamedTuple):
+    """What has become of a rank."""
 
     rank: int
-    pid: int
-
-
-class Ended(NamedTuple):
-    """A rank has ended and was reaped."""
-
-    rank: int
-    pid: int
-    code: int
-    """Exit code, or minus the number of the signal that ended it."""
-
-
-class Refused(NamedTuple):
-    """The system makes no process for a rank."""
-
-    rank: int
-    reason: str
-
-
-Event = Started | Ended | Refused
-_EVENTS: dict[str, type[Event]] = {"started": Started, "ended": Ended, "refused": Refused}
+    pid: int | None
+    """None: the system makes no process for it."""
+    code: int | None = None
+    """None: it runs; its exit code, or minus the number of the signal that ended it."""
+    reason: str = ""
+    """Why there is no process."""
 
 
 class Zygote:
@@ -90,7 +74,6 @@ class Zygote:
         gc.unfreeze()
         theirs.close()
         self._socket = ours
-        self._open = True
 
     def start(
         self,
@@ -101,7 +84,7 @@ class Zygote:
         own_session: bool,
         command: Sequence[str] = (),
     ) -> None:
-        """Asks for a rank; `Started` follows.
+        """Asks for a rank; an event follows.
 
         Args:
             rank: its number on this machine.
@@ -133,23 +116,18 @@ class Zygote:
             ChildProcessError: the zygote is gone.
         """
         found: list[Event] = []
-        while self._open and select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
-            try:
-                data = self._socket.recv(_MESSAGE_BYTES)
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                self._open = False
+        while select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
+            data, _ = _receive(self._socket)
+            if data:
+                found.append(Event(*json.loads(data)))
+            elif found:
                 break
-            kind, *values = json.loads(data)
-            found.append(_EVENTS[kind](*values))
-        if not self._open and not found:
-            raise ChildProcessError("the process that starts the ranks is gone")
+            else:
+                raise ChildProcessError("the process that starts the ranks is gone")
         return found
 
     def close(self) -> None:
         """Ends the zygote, and with it every rank that still runs; waits for it."""
-        self._open = False
         if self._socket.fileno() >= 0:
             self._socket.close()
             self._wait()
@@ -185,7 +163,6 @@ class FreshZygote(Zygote):
             )
         self.pid = self._process.pid
         self._socket = ours
-        self._open = True
 
     def _wait(self) -> None:
         self._process.wait()
@@ -202,13 +179,6 @@ that, so these are not for its whole group; what it leaves of that is killed whe
 
 Work = Callable[[], NoReturn]
 """What a rank does; its environment, streams and session are its own by then."""
-
-
-class _Spare(NamedTuple):
-    """A process that waits to become a rank."""
-
-    pid: int
-    channel: socket.socket
 
 
 def serve(control: int, work: Work) -> NoReturn:
@@ -242,7 +212,8 @@ class Server:
         ahead: int = 0,
     ) -> None:
         self.control, self.work, self.handlers, self.ahead = control, work, handlers, ahead
-        self.spares: deque[_Spare] = deque()
+        self.spares: dict[int, socket.socket] = {}
+        """Processes that wait to become a rank, by their ids."""
         self.running: dict[int, int] = {}
         """Rank by process id."""
         self.foreign: set[int] = set()
@@ -290,7 +261,7 @@ class Server:
         try:
             pid = self._take_spare(files) or self._fork(lambda: files)
         except OSError as error:  # no more processes, or no more memory
-            self._report("refused", rank, error.strerror)
+            self._report(Event(rank, None, reason=str(error.strerror)))
             return
         self.running[pid] = rank
         if request["command"] and request["command"][0] != sys.executable:
@@ -299,16 +270,16 @@ class Server:
         if not request["own_session"]:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
-        self._report("started", rank, pid)
+        self._report(Event(rank, pid))
 
     def _take_spare(self, files: list[int]) -> int | None:
         """Lets a process that was made before become the rank; its id."""
         self.ahead = 0
         while self.spares:
-            spare = self.spares.popleft()
-            with spare.channel, contextlib.suppress(BrokenPipeError):  # it has ended
-                socket.send_fds(spare.channel, [b"start"], files)
-                return spare.pid
+            pid = next(iter(self.spares))
+            with self.spares.pop(pid) as channel, contextlib.suppress(BrokenPipeError):  # it ended
+                socket.send_fds(channel, [b"start"], files)
+                return pid
         return None
 
     def _make_spare(self) -> None:
@@ -320,7 +291,7 @@ class Server:
                 return _receive(theirs)[1]
 
         try:
-            self.spares.append(_Spare(self._fork(wait), ours))
+            self.spares[self._fork(wait)] = ours
         except OSError:  # whether it is possible when it is asked for is seen then
             self.ahead = 0
             ours.close()
@@ -352,8 +323,8 @@ class Server:
         for descriptor in (self.wake, self.waker):
             os.close(descriptor)
         self.control.close()
-        for spare in self.spares:
-            spare.channel.close()
+        for channel in self.spares.values():
+            channel.close()
 
     def _become(self, request: dict[str, Any], streams: list[int]) -> None:
         """Makes the copy the rank that is asked for."""
@@ -387,7 +358,7 @@ class Server:
                 # What the rank has left in its group: loader workers of a rank that was killed.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-                self._report("ended", rank, pid, os.waitstatus_to_exitcode(status))
+                self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         for pid, rank in self.running.items():
@@ -408,15 +379,15 @@ class Server:
             select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
             self._reap()
         self._signal(signal.SIGKILL, set(self.running.values()))
-        for spare in self.spares:
-            spare.channel.close()
-        for pid in (*self.running, *(spare.pid for spare in self.spares)):
+        for channel in self.spares.values():
+            channel.close()
+        for pid in (*self.running, *self.spares):
             with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
                 os.waitpid(pid, 0)
 
-    def _report(self, *message: object) -> None:
+    def _report(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
-            self.control.send(json.dumps(message).encode())
+            self.control.send(json.dumps(event).encode())
 
 
 def _execute(line: list[str]) -> NoReturn:
