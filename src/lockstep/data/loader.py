@@ -20,6 +20,7 @@ from lockstep.data.batch_plan import EpochPlan
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Key, Workers, to_device
 from lockstep.data.micro_batches import (
+    AutotuneRequest,
     MicroBatchPlan,
     PlannedMicroBatch,
     Segment,
@@ -29,7 +30,7 @@ from lockstep.data.micro_batches import (
     weighted,
 )
 from lockstep.data.pytree import emptied, map_tensors
-from lockstep.data.shares import AutotuneRequest, parts
+from lockstep.data.shares import parts
 from lockstep.data.source import Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
@@ -317,9 +318,7 @@ class Loader:
                     weight_before = segment.weight_before
                     if segment.ahead:
                         read = list(pairs)
-                        planned, batch = read[0]
-                        local = planned.micro_batch.local
-                        segment.weight_before = weigh(self.weight, batch) if local else 0.0
+                        segment.weight_before = weigh(self.weight, *read[0])
                         pairs = iter(read)
                     whole = weighted(pairs, self.weight, self._collectives, epoch, weight_before)
                     pairs = islice(whole, len(segment.micro_batches))

@@ -16,6 +16,7 @@ alone is not taken for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,12 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, split_batch
-from lockstep.data.shares import (
-    AutotuneRequest,
-    ProfiledMicroBatch,
-    first_micro_batch,
-    parse_micro_batch,
-)
+from lockstep.data.shares import first_micro_batch, parse_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, RanksDifferError
@@ -51,6 +47,46 @@ class PlannedMicroBatch(NamedTuple):
 
 
 WithBatch = tuple[PlannedMicroBatch, Any]
+
+
+@dataclass
+class Autotuned:
+    """What has been found in a run, for all loaders that want it."""
+
+    shares: tuple[int, ...] | None = None
+    """None: not yet found."""
+    micro_batch_size: int | None = None
+    """The most samples that fit at a time; None: no limit was met."""
+    tried: bool = False
+    """Whether `micro_batch_size` has been looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutotuneRequest:
+    """What one loader leaves open."""
+
+    found: Autotuned
+    shares: bool
+    micro_batch_size: bool
+    profile: Callable[[MicroBatchPlan, int], AbstractContextManager[None]]
+    """To be entered while the first micro-batch, of so many samples, is computed."""
+    as_planned: Callable[[], bool]
+    """Whether the model needs to see micro-batches as they are planned."""
+
+    @property
+    def whole(self) -> bool:
+        """The first micro-batch is the plan's own: it is known to be no larger than wanted."""
+        return self.as_planned() and not self.open_micro_batch_size
+
+    @property
+    def open_shares(self) -> bool:
+        """They are wanted and not known yet."""
+        return self.shares and self.found.shares is None
+
+    @property
+    def open_micro_batch_size(self) -> bool:
+        """It is wanted and not known yet."""
+        return self.micro_batch_size and not self.found.tried
 
 
 @dataclass
@@ -90,7 +126,7 @@ class MicroBatchPlan:
         request: AutotuneRequest | None,
     ) -> None:
         self._shares = shares
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._data_parallel = data_parallel
         self._varying = varying
         self._micro_batch_size = parse_micro_batch(micro_batch_size)
@@ -99,10 +135,19 @@ class MicroBatchPlan:
         self._needed(batch_size)  # refuses a size that cannot be
 
     @property
+    def open_shares(self) -> bool:
+        """They are still to be found."""
+        return self._request is not None and self._request.open_shares
+
+    @property
+    def open_micro_batch_size(self) -> bool:
+        """It is still to be found."""
+        return self._request is not None and self._request.open_micro_batch_size
+
+    @property
     def undecided(self) -> bool:
-        """Something is still to be found."""
-        request = self._request
-        return request is not None and (request.open_shares or request.open_micro_batch_size)
+        """Something is."""
+        return self.open_shares or self.open_micro_batch_size
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -122,7 +167,7 @@ class MicroBatchPlan:
     @property
     def num_micro_batches(self) -> int:
         """Of a full global batch."""
-        return self._needed(self._batch_size)
+        return self._needed(self.batch_size)
 
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
@@ -160,26 +205,16 @@ class MicroBatchPlan:
         count, planned = len(batch), self.split(len(batch))
         first = None
         if request is not None:
-            first = first_micro_batch(
-                count, self.shares, planned, self.micro_batch_size, whole=request.whole
-            )
+            most = self.micro_batch_size
+            first = first_micro_batch(count, self.shares, planned, most, whole=request.whole)
         if request is None or first is None:  # it is too short
             yield Segment(self._of_rank(step, batch, planned))
             return
-        begin, end = first[0, self._data_parallel.rank]
-        profiled = ProfiledMicroBatch(
-            local=int(end - begin),
-            batch_size=self._batch_size,
-            shares=self.shares,
-            micro_batch_size=self.micro_batch_size,
-            find_shares=request.open_shares,
-            find_micro_batch_size=request.open_micro_batch_size,
-        )
         done = int(first[0, -1, 1])
         segment = Segment(self._of_rank(step, batch, first))
         if weighed:
             segment.ahead = self._of_rank(step, batch, self._rest(count, done))
-        with request.profile(profiled):
+        with request.profile(self, segment.micro_batches[0].micro_batch.local):
             yield segment
         if done < count:
             rest = self._of_rank(step, batch, self._rest(count, done))
@@ -199,38 +234,103 @@ class MicroBatchPlan:
 
     def _of_rank(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:
         """This rank's micro-batches of what of a global batch is in `parts`."""
-        rank, ranks = self._data_parallel.rank, self._data_parallel.size
-        counts = parts[..., 1] - parts[..., 0]
-        whole = len(parts) == 1 and int(counts.sum()) == len(batch)
-        plain = whole and bool((counts == counts[0, 0]).all()) and len(batch) > 0
-        found = []
-        for j in range(len(parts)):
-            begin, end = parts[j, rank]
-            local = int(end - begin)
-            micro = MicroBatch(
-                count=len(batch),
-                local=local,
-                first=int(parts[j, 0, 0]) == 0,
-                last=int(parts[j, -1, 1]) == len(batch),
-                num_micro_batches=len(parts),
-                scale=1.0 if plain else local * ranks / max(1, len(batch)),
-                plain=plain,
+        if not len(parts):
+            return []
+        rank, sizes = self._data_parallel.rank, parts[..., 1] - parts[..., 0]
+        opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == len(batch))
+        return [
+            PlannedMicroBatch(step, micro, batch[begin:end], bool(of_ranks.all()))
+            for micro, (begin, end), of_ranks in zip(
+                micro_batches(sizes, rank, len(batch), opens=opens, closes=closes),
+                parts[:, rank],
+                sizes,
+                strict=True,
             )
-            found.append(PlannedMicroBatch(step, micro, batch[begin:end], bool(counts[j].all())))
-        return found
+        ]
 
 
-@dataclass
+def micro_batches(
+    sizes: Indices, rank: int, count: int, *, opens: bool = True, closes: bool = True
+) -> list[MicroBatch]:
+    """A rank's consecutive micro-batches of a global batch.
+
+    Args:
+        sizes: samples of each part, shape `(micro-batches, ranks)`.
+        rank: whose they are.
+        count: samples of the whole global batch.
+        opens: the first of them is the first of the global batch.
+        closes: the last of them is the last.
+    """
+    number, ranks = sizes.shape
+    plain = opens and closes and number == 1 and count > 0 and bool((sizes == sizes[0, 0]).all())
+    return [
+        MicroBatch(
+            count=count,
+            local=local,
+            first=opens and j == 0,
+            last=closes and j == number - 1,
+            num_micro_batches=number,
+            scale=1.0 if plain else local * ranks / max(1, count),
+            plain=plain,
+        )
+        for j, local in enumerate(sizes[:, rank].tolist())
+    ]
+
+
 class _WeighedBatch:
-    """One global batch: its micro-batches, their weights, and the sum that is on its way."""
+    """One global batch: its micro-batches, their weights, and the sum that is on its way.
 
-    pairs: list[WithBatch]
-    weights: list[float]
-    place: tuple[int, int]
-    """Its epoch, and its position in it."""
-    total: Tensor
-    """Over the ranks: weight, epoch, position."""
-    work: dist.Work | None
+    Args:
+        pairs: its micro-batches.
+        weight: of a batch.
+        collectives: of the run.
+        epoch: of the pass.
+        weight_before: of what this rank was given of the global batch before.
+    """
+
+    def __init__(
+        self,
+        pairs: list[WithBatch],
+        weight: Weight,
+        collectives: Collectives,
+        epoch: int,
+        weight_before: float,
+    ) -> None:
+        self._pairs, self._collectives = pairs, collectives
+        self._weights = [weigh(weight, each, batch) for each, batch in pairs]
+        own = weight_before + sum(self._weights) if collectives.contributes else 0.0
+        self._place = epoch, pairs[0][0].step
+        # Over the ranks: weight, epoch, position.
+        self._total = torch.tensor([own, *self._place], dtype=torch.float64)
+        self._work = None if collectives.alone else dist.all_reduce(self._total, async_op=True)
+
+    def scaled(self) -> list[WithBatch]:
+        """The micro-batches with their exact scales, when the sum has come.
+
+        Raises:
+            RanksDifferError: another rank is at another global batch.
+        """
+        topology, ranks = self._collectives.topology, self._collectives.data_parallel.size
+        if self._work is not None:
+            self._work.wait()
+        if self._total[1:].tolist() != [topology.size * number for number in self._place]:
+            epoch, position = self._place
+            raise RanksDifferError(
+                "the same global batch on every rank, which weight= sums up over the ranks",
+                f"rank {topology.rank} is at number {position} of epoch {epoch}, and another rank "
+                "is elsewhere",
+                "leave the training loop at the same step on every rank: decide break, continue "
+                "and return by what is equal everywhere, such as the step or world.mean(loss)",
+            )
+        total = float(self._total[0])
+        alone = ranks == 1 and len(self._pairs) == 1 and self._pairs[0][0].micro_batch.first
+        found = []
+        for (planned, batch), own in zip(self._pairs, self._weights, strict=True):
+            scale = own * ranks / total if total else 0.0
+            scale = 1.0 if alone and total else scale
+            micro = replace(planned.micro_batch, scale=scale, plain=alone)
+            found.append((planned._replace(micro_batch=micro), batch))
+        return found
 
 
 def weighted(
@@ -258,66 +358,22 @@ def weighted(
         group.append(pair)
         if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
-            ready = [] if ahead is None else _finish(ahead, collectives)
-            ahead = _start(group, weight, collectives, epoch, weight_before)
+            ready = [] if ahead is None else ahead.scaled()
+            ahead = _WeighedBatch(group, weight, collectives, epoch, weight_before)
             group, weight_before = [], 0.0
             yield from ready
     if ahead is not None:
-        yield from _finish(ahead, collectives)
+        yield from ahead.scaled()
 
 
-def _start(
-    pairs: list[WithBatch],
-    weight: Weight,
-    collectives: Collectives,
-    epoch: int,
-    weight_before: float,
-) -> _WeighedBatch:
-    weights = [
-        weigh(weight, batch) if planned.micro_batch.local else 0.0 for planned, batch in pairs
-    ]
-    own = weight_before + sum(weights) if collectives.contributes else 0.0
-    place = epoch, pairs[0][0].step
-    total = torch.tensor([own, *place], dtype=torch.float64)
-    work = None if collectives.alone else dist.all_reduce(total, async_op=True)
-    return _WeighedBatch(pairs, weights, place, total, work)
-
-
-def _finish(group: _WeighedBatch, collectives: Collectives) -> list[WithBatch]:
-    if group.work is not None:
-        group.work.wait()
-        _check_place(group, collectives)
-    total = float(group.total[0])
-    ranks = collectives.data_parallel.size
-    plain = ranks == 1 and len(group.pairs) == 1 and group.pairs[0][0].micro_batch.first
-    found = []
-    for (planned, batch), own in zip(group.pairs, group.weights, strict=True):
-        scale = own * ranks / total if total else 0.0
-        scale = 1.0 if plain and total else scale
-        micro = replace(planned.micro_batch, scale=scale, plain=plain)
-        found.append((planned._replace(micro_batch=micro), batch))
-    return found
-
-
-def _check_place(group: _WeighedBatch, collectives: Collectives) -> None:
-    size = collectives.topology.size
-    if group.total[1:].tolist() != [size * number for number in group.place]:
-        epoch, position = group.place
-        raise RanksDifferError(
-            "the same global batch on every rank, which weight= sums up over the ranks",
-            f"rank {collectives.topology.rank} is at number {position} of epoch {epoch}, and "
-            "another rank is elsewhere",
-            "leave the training loop at the same step on every rank: decide break, continue and "
-            "return by what is equal everywhere, such as the step or world.mean(loss)",
-        )
-
-
-def weigh(weight: Weight, batch: Any) -> float:
-    """What a batch weighs.
+def weigh(weight: Weight, planned: PlannedMicroBatch, batch: Any) -> float:
+    """What a micro-batch weighs; one without samples nothing.
 
     Raises:
         DataError: the user's function did not give a number that is at least 0.
     """
+    if not planned.micro_batch.local:
+        return 0.0
     value = weight(batch)
     number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e300:

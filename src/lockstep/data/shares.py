@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,62 +29,6 @@ _PARTS = 12
 _FIRST = 2
 """Samples a rank in the micro-batch that is profiled: what fits nowhere else, and enough for
 BatchNorm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfiledMicroBatch:
-    """The first micro-batch of a global batch, and what is to be found in its backward pass."""
-
-    local: int
-    """This rank's samples of it."""
-    batch_size: int
-    """Of a global batch."""
-    shares: tuple[int, ...]
-    """As they are now, one a rank."""
-    micro_batch_size: int | None
-    """The most samples that a rank computes at a time, where that is given."""
-    find_shares: bool
-    find_micro_batch_size: bool
-
-
-@dataclass
-class Autotuned:
-    """What has been found in a run, for all loaders that want it."""
-
-    shares: tuple[int, ...] | None = None
-    """None: not yet found."""
-    micro_batch_size: int | None = None
-    """The most samples that fit at a time; None: no limit was met."""
-    tried: bool = False
-    """Whether `micro_batch_size` has been looked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutotuneRequest:
-    """What one loader leaves open."""
-
-    found: Autotuned
-    shares: bool
-    micro_batch_size: bool
-    profile: Callable[[ProfiledMicroBatch], AbstractContextManager[None]]
-    """To be entered while the micro-batch is computed."""
-    as_planned: Callable[[], bool]
-    """Whether the model needs to see micro-batches as they are planned."""
-
-    @property
-    def whole(self) -> bool:
-        """The first micro-batch is the plan's own: it is known to be no larger than wanted."""
-        return self.as_planned() and not self.open_micro_batch_size
-
-    @property
-    def open_shares(self) -> bool:
-        """They are wanted and not known yet."""
-        return self.shares and self.found.shares is None
-
-    @property
-    def open_micro_batch_size(self) -> bool:
-        """It is wanted and not known yet."""
-        return self.micro_batch_size and not self.found.tried
 
 
 def first_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:

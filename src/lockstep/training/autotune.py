@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
 from lockstep.data.pytree import map_tensors, tensors
 from lockstep.data.shares import (
-    Autotuned,
-    AutotuneRequest,
-    ProfiledMicroBatch,
     alike,
     confirmed,
     enough,
@@ -90,7 +88,7 @@ class Autotune:
         self._plan = plan
         self._modules = modules
         self._optimizers = optimizers
-        self._profiled: tuple[ProfiledMicroBatch, list[Call]] | None = None
+        self._profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
         self._recording = ExitStack()
         self.request(None, None)
 
@@ -140,12 +138,12 @@ class Autotune:
         """
         if self._profiled is None:
             return
-        profiled, calls = self._profiled
+        division, local, calls = self._profiled
         self._stop()
-        profiling = ProfilingRun(self._run, calls, profiled.local)
-        search = _Search(self._run, self._plan, profiled, profiling)
-        shares = profiled.shares
-        if profiled.find_shares:
+        profiling = ProfilingRun(self._run, calls, local)
+        search = _Search(self._run, self._plan, division, local, profiling)
+        shares = division.shares
+        if division.open_shares:
             before, after, times = search.shares()
             kind = "rank"
             if len(self._plan.own_devices) == 1:
@@ -156,12 +154,12 @@ class Autotune:
                     if isinstance(module, DataParallel):
                         module.set_shares(after)
             self._say(_shares_in_words(before, after, times, kind))
-        if profiled.find_micro_batch_size:
+        if division.open_micro_batch_size:
             self.found.micro_batch_size = search.micro_batch_size(shares)
-            most = max(parts(profiled.batch_size, shares))
+            most = max(parts(division.batch_size, shares))
             self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
             self.found.tried = True
-        if profiled.find_shares:
+        if division.open_shares:
             self.found.shares = shares
 
     def _say(self, text: str) -> None:
@@ -169,14 +167,14 @@ class Autotune:
             print_line(text)
 
     @contextmanager
-    def _profile(self, micro_batch: ProfiledMicroBatch) -> Iterator[None]:
-        """While the micro-batch is computed.
+    def _profile(self, division: MicroBatchPlan, local: int) -> Iterator[None]:
+        """While the first micro-batch, of `local` samples, is computed.
 
         Raises:
             UsageError: an optimizer has stepped, and nothing was found.
         """
         calls = self._recording.enter_context(seen_calls(self._modules))
-        self._profiled = present = micro_batch, calls
+        self._profiled = present = division, local, calls
         try:
             yield
             if self._profiled is present and self._run.step.running.stepped:
@@ -211,25 +209,30 @@ class _Search:
     """The search of one rank, in step with the others; it may compute on several devices."""
 
     def __init__(
-        self, run: Run, plan: Plan, profiled: ProfiledMicroBatch, profiling: ProfilingRun
+        self,
+        run: Run,
+        plan: Plan,
+        division: MicroBatchPlan,
+        local: int,
+        profiling: ProfilingRun,
     ) -> None:
         self._exchange = run.collectives.exchange
         self._rank = run.collectives.data_parallel.rank
         self._devices = plan.devices
         self._own = plan.own_devices
-        self._profiled = profiled
+        self._division, self._local = division, local
         self._profiling = profiling
         self._fitting: dict[int | None, int] = {}
         self._limits: dict[int | None, int] = {}
 
     def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
         """The devices' shares as they were and as they should be, and the times that say so."""
-        batch_size, before = self._profiled.batch_size, self._profiled.shares
+        batch_size, before = self._division.batch_size, self._division.shares
         if len(before) != self._devices:  # the loader knows of this process alone
             before = (1,) * self._devices
         # Where the parts may be computed in micro-batches, memory does not bound them.
-        given = self._profiled.micro_batch_size
-        bound = given is None and not self._profiled.find_micro_batch_size
+        given = self._division.micro_batch_size
+        bound = given is None and not self._division.open_micro_batch_size
         shares = before
         tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
@@ -248,7 +251,7 @@ class _Search:
         Args:
             shares: of the processes.
         """
-        of_rank = parts(self._profiled.batch_size, shares)
+        of_rank = parts(self._division.batch_size, shares)
         # Several devices of one process are tried together: one of them holds more than the others.
         together = self._own if len(self._own) == 1 else (None,)
         limits = self._everywhere(self._limit, together, shares)
@@ -264,13 +267,13 @@ class _Search:
 
     def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
         """Samples that the device, or the process, would compute at a time."""
-        of_all = parts(self._profiled.batch_size, shares)
+        of_all = parts(self._division.batch_size, shares)
         part = of_all[self._rank if device is None else device]
-        return min(part, self._profiled.micro_batch_size or part)
+        return min(part, self._division.micro_batch_size or part)
 
     def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """The most samples that fit; None: all that were tried, up to its part, do."""
-        most, local = self._most(device, shares), self._profiled.local
+        most, local = self._most(device, shares), self._local
         known = self._fitting.get(device, local)
         if local and device not in self._limits and most > known:
             known = largest_that_fits(
@@ -313,7 +316,7 @@ class _Search:
         problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
         if problems:
             raise UsageError(
-                "shares='auto'" if self._profiled.find_shares else "micro_batch_size='auto'",
+                "shares='auto'" if self._division.open_shares else "micro_batch_size='auto'",
                 f"the model could not be tried at other sizes; {problems[0]}",
                 "give numbers instead, such as shares='2:3' and micro_batch_size=16",
             ) from cause
