@@ -87,9 +87,8 @@ class LockstepError(Exception):
         return _three_parts(self.was_set, self.found, self.do, self.code)
 
     def _text(self) -> str:
-        place = ", ".join(
-            part for part in (None if self.rank is None else f"rank {self.rank}", self.line) if part
-        )
+        rank = None if self.rank is None else f"rank {self.rank}"
+        place = ", ".join(filter(None, (rank, self.line)))
         return f"{self.parts}\n  at:    {place}" if place else self.parts
 
 

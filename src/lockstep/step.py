@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,10 @@ class MicroBatch:
     is the gradient of the mean over the global batch."""
     plain: bool = True
     """The scale is 1 on every rank and there is one micro-batch: `loss.backward()` is right too."""
+
+
+_weight = attrgetter("scale", "first", "last", "plain")
+"""What must be alike where two loaders are trained on at a time."""
 
 
 class BatchEvent(NamedTuple):
@@ -156,7 +161,7 @@ class Step:
             UsageError: another loader is being trained on, and its parts weigh differently.
         """
         for other in self._passes:
-            if other is not running and not _weigh_alike(other.micro_batch, micro_batch):
+            if other is not running and _weight(other.micro_batch) != _weight(micro_batch):
                 raise UsageError(
                     "training on two prepared loaders at a time",
                     "this rank's parts of their global batches weigh differently, so one "
@@ -210,7 +215,7 @@ class Step:
         running.stepped = running.trained = True
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Steps that are taken inside do not count: they are put back, and nobody watches."""
         before = self.number, self.samples, self._since, self._until
         callbacks, self.callbacks = self.callbacks, []
@@ -224,12 +229,3 @@ class Step:
     def seconds(self) -> float:
         """From the first micro-batch handed out to the last optimizer step."""
         return 0.0 if self._since is None else max(0.0, self._until - self._since)
-
-
-def _weigh_alike(one: MicroBatch, other: MicroBatch) -> bool:
-    return (one.scale, one.first, one.last, one.plain) == (
-        other.scale,
-        other.first,
-        other.last,
-        other.plain,
-    )

@@ -52,40 +52,23 @@ def _listed(entries: list[Entry], width: int) -> str:
         if of_group:
             lines += ["", heading] if lines else [heading]
         for entry in of_group:
-            lines += textwrap.wrap(
-                f"{entry.code}  {entry.title}",
-                width,
-                initial_indent="  ",
-                subsequent_indent=" " * 9,
-            )
+            text, later = f"  {entry.code}  {entry.title}", " " * 9
+            lines += textwrap.wrap(text, width, subsequent_indent=later)
     return "\n".join(lines)
 
 
 def _explained(entry: Entry, width: int) -> str:
-    parts = [
-        textwrap.fill(f"{entry.code}: {entry.title}", width),
-        "Why",
-        _flowing(entry.cause, width),
-        "What to do",
-        _flowing(entry.cure, width),
-    ]
-    return "\n\n".join(parts)
+    title = textwrap.fill(f"{entry.code}: {entry.title}", width)
+    cause, cure = _flowing(entry.cause, width), _flowing(entry.cure, width)
+    return "\n\n".join([title, "Why", cause, "What to do", cure])
 
 
 def _flowing(text: str, width: int) -> str:
     """The paragraphs wrapped anew, code as it is; all of it indented."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
-        if paragraph.startswith("    "):
-            paragraphs.append(textwrap.indent(paragraph, "  "))
-        else:
-            paragraphs.append(
-                textwrap.fill(
-                    " ".join(paragraph.split()),
-                    width,
-                    initial_indent="  ",
-                    subsequent_indent="  ",
-                    break_on_hyphens=False,
-                )
-            )
+        if not paragraph.startswith("    "):
+            words = " ".join(paragraph.split())
+            paragraph = textwrap.fill(words, width - 2, break_on_hyphens=False)
+        paragraphs.append(textwrap.indent(paragraph, "  "))
     return "\n\n".join(paragraphs)

@@ -375,9 +375,8 @@ def measure(
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
             entering = block.register_forward_pre_hook(partial(enter, i), with_kwargs=True)
-            leaving = block.register_forward_hook(leave, always_call=True)
-            stack.callback(entering.remove)
-            stack.callback(leaving.remove)
+            stack.enter_context(entering)
+            stack.enter_context(block.register_forward_hook(leave, always_call=True))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(
             torch.autograd.graph.saved_tensors_hooks(

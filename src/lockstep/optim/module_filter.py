@@ -1,6 +1,6 @@
 """Which submodules a user has chosen: by class, by a pattern of names, or by a function.
 
-The repeated blocks of a model: transformer blocks, residual blocks, found by structure alone.
+And the repeated blocks of a model: transformer blocks, residual blocks, found by structure alone.
 
 They are what is worth treating as one: to recompute, to shard, to put on a stage of a pipeline.
 """
@@ -35,10 +35,11 @@ def select_modules(
     Raises:
         SettingError: nothing matches, or the choice is none of the above.
     """
+    matches = _matcher(choice, setting)
+    named = module.named_modules(remove_duplicate=False)
+    chosen = {name: m for name, m in named if name and _runs(m) and matches(name, m)}
     # A module that stands in two places is one.
-    found = {
-        id(m): (name, m) for m, name in _outermost_selected(module, "", _matcher(choice, setting))
-    }
+    found = {id(m): (name, m) for name, m in _outermost(chosen)}
     if not found:
         raise SettingError(
             setting.format(_in_words(choice)),
@@ -52,7 +53,7 @@ def candidates(module: nn.Module) -> str:
     """Classes of submodules that hold others, the most frequent first, with one name of each."""
     names: dict[str, list[str]] = {}
     for name, m in module.named_modules():
-        if name and next(m.children(), None) and type(m).forward is not nn.Module.forward:
+        if name and next(m.children(), None) and _runs(m):
             names.setdefault(type(m).__name__, []).append(name)
     ranked = sorted(names.items(), key=lambda item: -len(item[1]))[:MAX_CANDIDATES]
     listed = [f"{kind} ({len(of_kind)}, such as {of_kind[0]!r})" for kind, of_kind in ranked]
@@ -76,15 +77,9 @@ def _matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module
     return lambda _, module: submodules(module)
 
 
-def _outermost_selected(
-    module: nn.Module, prefix: str, matches: Callable[[str, nn.Module], bool]
-) -> Iterator[tuple[nn.Module, str]]:
-    for name, child in module.named_children():
-        # A ModuleList has no forward: its parts run, it does not.
-        if type(child).forward is not nn.Module.forward and matches(prefix + name, child):
-            yield child, prefix + name
-        else:
-            yield from _outermost_selected(child, f"{prefix}{name}.", matches)
+def _runs(module: nn.Module) -> bool:
+    """A ModuleList has no forward: its parts run, it does not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _in_words(submodules: ModuleFilter) -> str:
@@ -125,7 +120,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _may_be_block(module: nn.Module) -> bool:
     """It runs, has parameters, and is not one of torch's single layers."""
-    if type(module).forward is nn.Module.forward or next(module.parameters(), None) is None:
+    if not _runs(module) or next(module.parameters(), None) is None:
         return False
     if next(module.children(), None) is None:
         return not type(module).__module__.startswith("torch.")
@@ -137,7 +132,7 @@ def _is_stage(module: nn.Module) -> bool:
     if not _only_holds(module):
         return False
     count = Counter(_kind(child) for child in module.children() if _may_be_block(child))
-    return any(number > 1 for number in count.values())
+    return max(count.values(), default=0) > 1
 
 
 def _only_holds(module: nn.Module) -> bool:

@@ -77,7 +77,8 @@ class Precision:
             return []
         if self.dtype == torch.float64:
             module.double()
-            return [module.register_forward_pre_hook(_in_double, with_kwargs=True)]
+            hook = module.register_forward_pre_hook
+            return [hook(lambda _, *called_with: in_double(called_with), with_kwargs=True)]
         running: list[torch.autocast] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -128,13 +129,10 @@ class Precision:
             )
         # A fused one is always called: it reads on the device whether to do anything.
         taken: list[Tensor | None] = []
-        handle = optimizer.register_step_post_hook(
+        with optimizer.register_step_post_hook(
             lambda called, *_: taken.append(getattr(called, "found_inf", None))
-        )
-        try:
+        ):
             result = self.scaler.step(optimizer)
-        finally:
-            handle.remove()
         self._used = True
         return result, not taken or (taken[0] is not None and bool(taken[0].item()))
 
@@ -164,7 +162,3 @@ def _map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return map_fields(leaf, lambda value: _map_tensors(value, change))
 
     return pytree.tree_map(changed, nest)
-
-
-def _in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return in_double(args), in_double(kwargs)

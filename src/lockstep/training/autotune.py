@@ -341,12 +341,11 @@ def seen_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
         if torch.is_grad_enabled():
             seen.append(Call(module, args, kwargs))
 
-    handles = [m.register_forward_pre_hook(note, prepend=True, with_kwargs=True) for m in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+            hooks.enter_context(handle)
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class ProfilingRun:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -184,11 +184,11 @@ def measure(
     gradients: Counter[torch.device] = Counter()
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.is_meta:
-            gradients[parameter.device] += _size(local(parameter))
+            gradients[parameter.device] += local(parameter).nbytes
     columns = {
         "gathered": {run.device: _gathered(units)},
-        "parameters": bytes_by_device(storages(model.parameters()).values()),
-        "buffers": bytes_by_device(storages(model.buffers()).values()),
+        "parameters": bytes_by_device(storages(model.parameters())),
+        "buffers": bytes_by_device(storages(model.buffers())),
         "gradients": gradients,
     }
     whole: dict[str, Any] = {"rank": run.topology.rank}
@@ -200,7 +200,8 @@ def measure(
         state = state_bytes(optimizer)
         columns["state"] = state or {}
         whole |= {"state": None} if state is None else {}
-    devices = dict.fromkeys([run.device, *(d for sizes in columns.values() for d in sizes)])
+    others = {device for sizes in columns.values() for device in sizes} - {run.device}
+    devices = [run.device, *sorted(others, key=lambda device: (device.type, device.index or 0))]
     own = []
     for device in devices:
         sizes = {name: sizes[device] for name, sizes in columns.items() if device in sizes}
@@ -259,7 +260,7 @@ def _gathered(units: Sequence[nn.Module]) -> int:
         own = [p for p in unit.parameters() if id(p) not in known]
         known.update(map(id, own))
         held = int(unit is units[0])  # the outermost stays whole: among the copies
-        needed.append(sum((1 - held + 2 * p.requires_grad) * _size(p) for p in own))
+        needed.append(sum((1 - held + 2 * p.requires_grad) * p.nbytes for p in own))
     return max(needed)
 
 
@@ -271,7 +272,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     """
     inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
     if inner.state:
-        return bytes_by_device(storages(state_of(inner)).values())
+        return bytes_by_device(storages(state_of(inner)))
     stand_in = copy(inner)
     stand_in.state = type(inner.state)(dict)
     where: dict[Tensor, torch.device] = {}
@@ -293,7 +294,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     sizes: Counter[torch.device] = Counter()
     for parameter, device in where.items():
         kept = [v for v in stand_in.state.get(parameter, {}).values() if isinstance(v, Tensor)]
-        sizes[device] += sum(_size(v) for v in kept if v.dim())
+        sizes[device] += sum(v.nbytes for v in kept if v.dim())
     return sizes
 
 
@@ -302,10 +303,6 @@ def _without_data(parameter: Tensor) -> nn.Parameter:
     made = nn.Parameter(torch.empty_like(own, device="meta"))
     made.grad = torch.empty_like(own, device="meta")
     return made
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
@@ -382,7 +379,7 @@ class TrainingSteps:
         with self._put_back(), closing(self._endless()) as batches:
             kept = _Kept(self._model)
             self._step(batches, kept=kept)
-            state = bytes_by_device(storages(state_of(self._optimizer.inner)).values())
+            state = bytes_by_device(storages(state_of(self._optimizer.inner)))
             peak = self._peak(batches, kept)
             self.samples = kept.samples
             self.seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
@@ -426,8 +423,8 @@ class TrainingSteps:
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
         live = LiveTensors()
-        live.hold(storages([*self._model.parameters(), *self._model.buffers()]).values())
-        live.hold(storages(state_of(self._optimizer.inner)).values())
+        live.hold(storages([*self._model.parameters(), *self._model.buffers()]))
+        live.hold(storages(state_of(self._optimizer.inner)))
         live.hold(held for gradient in kept.gradients for held in [gradient()] if held is not None)
         here = threading.get_ident()
 
@@ -453,7 +450,7 @@ class TrainingSteps:
         old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
         scaler_before = None if scaler is None else scaler.state_dict()
         position, trained = loader.state_dict(), loader.trained
-        with restored(old, values, self._gpus), self._run.step.kept():
+        with restored(old, values, self._gpus), self._run.step.preserved():
             try:
                 yield
             finally:
@@ -496,7 +493,7 @@ class _Kept:
         """Around the forward pass and the loss, which must be alive at the end of it."""
         calls: list[SavedTensors] = []
         outside = SavedTensors()
-        used: dict[int, torch.UntypedStorage] = {}
+        used: set[torch.UntypedStorage] = set()
 
         def watch(arguments: Any) -> AbstractContextManager[Any]:
             calls.append(SavedTensors(arguments))
@@ -505,13 +502,13 @@ class _Kept:
         with outside.watch(), _around_calls(self.model, watch), self._parameters_in_use(used):
             yield
         self.samples = samples
-        copies = {number: s for number, s in used.items() if number not in self._own}
+        copies = used - self._own
         counted = self._own | copies
         activations: Counter[torch.device] = Counter()
         for call in calls:
             activations.update(call.count(counted))
         self.sizes = {
-            "copies": bytes_by_device(copies.values()),
+            "copies": bytes_by_device(copies),
             "activations": activations,
             "loss": outside.count(counted),
         }
@@ -519,10 +516,10 @@ class _Kept:
     def note_gradients(self) -> None:
         """Where they are, after a backward pass."""
         gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-        self.gradients = [weakref.ref(s) for s in storages(gradients).values()]
+        self.gradients = [weakref.ref(s) for s in storages(gradients)]
 
     @contextmanager
-    def _parameters_in_use(self, used: dict[int, torch.UntypedStorage]) -> Iterator[None]:
+    def _parameters_in_use(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
         """Adds the parameters that each layer computes with, where they are not its own."""
         spread = any(hasattr(p, "to_local") for p in self.model.parameters())
 
@@ -530,32 +527,25 @@ class _Kept:
             used.update(storages(module.parameters(recurse=False)))
 
         copied = isinstance(self.model, DataParallel)
-        watched = self.model.modules() if spread or copied else ()
-        handles = [module.register_forward_pre_hook(look) for module in watched]
-        try:
+        with ExitStack() as hooks:
+            for module in self.model.modules() if spread or copied else ():
+                hooks.enter_context(module.register_forward_pre_hook(look))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of dense tensors, by their ids, which are their own while they are held."""
-    found = {}
-    for tensor in tensors:
-        own = local(tensor)
-        if own.layout is torch.strided and own.device.type != "meta":
-            storage = own.untyped_storage()
-            found[id(storage)] = storage
-    return found
+def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
+    """The storages of dense tensors; each is one and the same object while it is held."""
+    own = (local(tensor) for tensor in tensors)
+    dense = (t for t in own if t.layout is torch.strided and t.device.type != "meta")
+    return {tensor.untyped_storage() for tensor in dense}
 
 
-def bytes_by_device(held: Iterable[torch.UntypedStorage]) -> dict[torch.device, int]:
+def bytes_by_device(held: Iterable[torch.UntypedStorage]) -> Counter[torch.device]:
     """The bytes of storages that are held, by the device they are on."""
     sizes: Counter[torch.device] = Counter()
     for storage in held:
         sizes[storage.device] += storage.nbytes()
-    return dict(sizes)
+    return sizes
 
 
 class SavedTensors:
@@ -570,27 +560,25 @@ class SavedTensors:
     """
 
     def __init__(self, arguments: Any = ()) -> None:
-        self._saved: dict[int, torch.UntypedStorage] = {}
-        self._inputs: Counter[int] = Counter()
-        """Bytes of each, by storage: a replica's inputs are views of the whole batch."""
+        self._saved: set[torch.UntypedStorage] = set()
+        self._inputs: Counter[torch.UntypedStorage] = Counter()
+        """Bytes of each: a replica's inputs are views of the whole batch."""
         for tensor in tensors(arguments):
-            for number in storages([tensor]):
-                self._inputs[number] += tensor.numel() * tensor.element_size()
+            for storage in storages([tensor]):
+                self._inputs[storage] += tensor.nbytes
 
     def watch(self) -> saved_tensors_hooks:
         """To be entered around a forward pass, in the thread that makes it."""
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def count(self, counted: dict[int, torch.UntypedStorage]) -> Counter[torch.device]:
+    def count(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
         """The bytes of what is not counted yet, by device; adds to what is counted."""
         sizes: Counter[torch.device] = Counter()
-        for number, storage in self._saved.items():
-            if number in self._inputs:
-                sizes[storage.device] += min(storage.nbytes(), self._inputs[number])
-            elif number not in counted:
-                counted[number] = storage
-                sizes[storage.device] += storage.nbytes()
-        return sizes
+        for storage in self._saved & self._inputs.keys():
+            sizes[storage.device] += min(storage.nbytes(), self._inputs[storage])
+        new = self._saved - self._inputs.keys() - counted
+        counted |= new
+        return sizes + bytes_by_device(new)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._saved.update(storages([tensor]))
@@ -644,7 +632,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs, result))
-        self._live.hold(storages(t for t in leaves if isinstance(t, Tensor)).values())
+        self._live.hold(storages(t for t in leaves if isinstance(t, Tensor)))
         return result
 
 
@@ -666,12 +654,6 @@ def _around_calls(
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         entered.contexts.pop().__exit__(None, None, None)
 
-    handles = [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
-    try:
+    entering = module.register_forward_pre_hook(enter, with_kwargs=True)
+    with entering, module.register_forward_hook(leave, always_call=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -73,12 +73,10 @@ class Preparer:
         """
         for thing in objects:
             self._check(thing)
-        prepared = {
-            id(thing): self._make_loader(make_source(thing))
-            if isinstance(thing, DataLoader)
-            else thing
-            for thing in objects
-        }
+        prepared = {id(thing): thing for thing in objects}
+        for thing in objects:
+            if isinstance(thing, DataLoader):
+                prepared[id(thing)] = self._make_loader(make_source(thing))
         loaders = [thing for thing in prepared.values() if isinstance(thing, Loader)]
         self._run.examples[:] = [loader.example for loader in loaders]
         self._agree("world.prepare", list(prepared.values()))
@@ -105,16 +103,18 @@ class Preparer:
         self.loaders.append(loader)
         return loader
 
-    def _make_loader(self, source: Source, **options: Any) -> Loader:
+    def _make_loader(
+        self, source: Source, shares: Any = None, micro_batch_size: Any = None, **options: Any
+    ) -> Loader:
         plan, settings = self._plan, self._run.settings
-        shares, own = options.pop("shares", None), options.pop("micro_batch_size", None)
+        request = self._autotune.request(shares, micro_batch_size)
+        if micro_batch_size is None:
+            micro_batch_size = settings.micro_batch_size
         made = make_loader(
             source,
-            request=self._autotune.request(shares, own),
+            request=request,
             shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
-            micro_batch_size=plan.micro_batch_size(
-                settings.micro_batch_size if own is None else own
-            ),
+            micro_batch_size=plan.micro_batch_size(micro_batch_size),
             seed=settings.seed,
             collectives=self._run.collectives,
             step=self._run.step,

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from operator import attrgetter
 
 _TEXTS = tomllib.loads(files("lockstep.verify").joinpath("catalogue.toml").read_text("utf-8"))
 
@@ -68,18 +69,17 @@ def find(words: str) -> list[Entry]:
         of_group = [e for e in ENTRIES.values() if e.code.startswith(f"LS{code[1]}")]
         return of_group or [ENTRIES[near] for near in _near(f"LS{code[1]}", ENTRIES)]
     wanted = words.lower().split()
-    for text in (_title, _everything):
-        found = [e for e in ENTRIES.values() if all(word in text(e) for word in wanted)]
+    for text in (attrgetter("title"), _everything):
+        found = [e for e in ENTRIES.values() if all(word in text(e).lower() for word in wanted)]
         if found:
             return found
-    known = {word for e in ENTRIES.values() for word in re.findall(r"[a-z_]{4,}", _everything(e))}
+    texts = {code: _everything(entry).lower() for code, entry in ENTRIES.items()}
+    known = {word for text in texts.values() for word in re.findall(r"[a-z_]{4,}", text)}
     nearest = [_near(word, known) for word in wanted]
-    if not all(nearest):
-        return []
     return [
-        e
-        for e in ENTRIES.values()
-        if all(any(n in _everything(e) for n in near) for near in nearest)
+        entry
+        for code, entry in ENTRIES.items()
+        if all(any(word in texts[code] for word in near) for near in nearest)
     ]
 
 
@@ -90,21 +90,18 @@ def as_markdown() -> str:
         lines += ["", f"## {heading}"]
         for entry in ENTRIES.values():
             if entry.code.startswith(group):
-                lines += ["", f"### {entry.code}", "", f"**{_capital(entry.title)}.**"]
+                lines += [
+                    "",
+                    f"### {entry.code}",
+                    "",
+                    f"**{entry.title[0].upper()}{entry.title[1:]}.**",
+                ]
                 lines += [entry.cause, "", f"*What to do.* {entry.cure}"]
     return "\n".join(lines) + "\n"
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _title(entry: Entry) -> str:
-    return entry.title.lower()
-
-
 def _everything(entry: Entry) -> str:
-    return f"{entry.code} {entry.title} {entry.cause} {entry.cure}".lower()
+    return f"{entry.code} {entry.title} {entry.cause} {entry.cure}"
 
 
 def _near(word: str, known: Iterable[str]) -> list[str]:
