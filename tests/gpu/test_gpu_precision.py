@@ -62,7 +62,7 @@ def overflow(device: str, fused: bool) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(tensors(6 * BATCH, torch.float32), BATCH)
-        scaler = world._precision.scaler
+        scaler = world._preparer.precision.scaler
         assert scaler is not None
         scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0, "growth_interval": 2})
         found: dict[str, Any] = {"scales": [], "skipped": [], "moved": []}

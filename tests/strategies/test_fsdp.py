@@ -475,7 +475,7 @@ def overflow(strategy: str) -> tuple[list[bool], list[float], dict[str, Tensor]]
             optimizer.step()
             optimizer.zero_grad()
             skipped.append(optimizer.skipped)
-            scales.append(world._precision.scaler.get_scale())
+            scales.append(world._preparer.precision.scaler.get_scale())
         found = whole(model)
     return skipped, scales, found
 

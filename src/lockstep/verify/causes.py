@@ -60,23 +60,6 @@ class Cause:
     """How many times as large as on one process, where it is one number for all."""
 
 
-def cause_of(case: Divergence) -> Cause:
-    """The cause of a divergence."""
-    explain: dict[str, Callable[[Divergence], Cause]] = {
-        "initial": _of_initial,
-        "replicas": _of_replicas,
-        "samples": _of_samples,
-        "contents": _of_contents,
-        "gradients": _of_gradients,
-        "loss": _of_loss,
-        "rates": _of_rates,
-        "parameters": _of_parameters,
-        "buffers": _of_buffers,
-        "length": _of_length,
-    }
-    return explain[case.what](case)
-
-
 def _of_initial(case: Divergence) -> Cause:
     apart = ranks_that_differ(case.many, "before", case.tolerance)
     seen = "all ranks began with the same values, which are not those of one process"
@@ -476,18 +459,24 @@ def shown(things: Sequence[object]) -> str:
     return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
 
 
-_WHAT = {
-    "initial": "the parameters before the first step",
-    "replicas": "the parameters of the ranks",
-    "samples": "the samples of the global batch",
-    "contents": "the content of samples",
-    "gradients": "gradients",
-    "loss": "the loss",
-    "rates": "the learning rate",
-    "parameters": "the parameters after the step",
-    "buffers": "the buffers after the step",
-    "length": "the number of steps",
+_KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
+    "initial": (_of_initial, "the parameters before the first step"),
+    "replicas": (_of_replicas, "the parameters of the ranks"),
+    "samples": (_of_samples, "the samples of the global batch"),
+    "contents": (_of_contents, "the content of samples"),
+    "gradients": (_of_gradients, "gradients"),
+    "loss": (_of_loss, "the loss"),
+    "rates": (_of_rates, "the learning rate"),
+    "parameters": (_of_parameters, "the parameters after the step"),
+    "buffers": (_of_buffers, "the buffers after the step"),
+    "length": (_of_length, "the number of steps"),
 }
+"""Where trainings part: what finds the cause, and the place in words."""
+
+
+def cause_of(case: Divergence) -> Cause:
+    """The cause of a divergence."""
+    return _KINDS[case.what][0](case)
 
 
 @dataclass(frozen=True)
@@ -575,7 +564,7 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
 
 
 def _place(divergence: Divergence) -> str:
-    what = _WHAT[divergence.what]
+    what = _KINDS[divergence.what][1]
     if divergence.what == "length":
         return what
     if divergence.names:

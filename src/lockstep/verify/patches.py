@@ -7,7 +7,6 @@ a checkpoint would be resumed by one run and overwritten by the other. All of it
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -125,13 +124,12 @@ class DeterminismPatches(TorchFunctionMode):
         """`torch.autocast` does nothing from here on."""
         own: Any = torch.autocast
         build = own.__init__
-        signature = inspect.signature(build)
 
-        def disabled(*args: Any, **kwargs: Any) -> None:
-            given = signature.bind(*args, **kwargs)
-            self.off["autocast"] += given.arguments.get("enabled", True)
-            given.arguments["enabled"] = False
-            build(*given.args, **given.kwargs)
+        def disabled(
+            context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **rest: Any
+        ) -> None:
+            self.off["autocast"] += enabled
+            build(context, device_type, dtype, enabled=False, **rest)
 
         own.__init__ = disabled
 
