@@ -7,6 +7,7 @@ being the only one to speak: where both speak and differ, that is an error.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,14 @@ class Choice(NamedTuple):
 def sized(size: int) -> str:
     """`42.7 MiB`, or `13.2 KiB` below a tenth of one."""
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
+
+
+def in_bytes(size: int | str) -> int | None:
+    """A size such as `5GB`, `500MB` or `2GiB` in bytes; None: it is none."""
+    parts = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?", str(size).strip().lower())
+    if parts is None:
+        return None
+    return int(float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2] or " "))
 
 
 JOIN_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.checkpoint.formats.safetensors import in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import shard_bytes, write_weights
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.sharding import HeldTensor
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -173,10 +173,10 @@ def test_sizes() -> None:
         "500B": 500,
         "2kb": 2000,
     }.items():
-        assert in_bytes(text) == size
+        assert shard_bytes(text) == size
     for wrong in ("", "much", "0", "-5GB", "5 XB", "0.1"):
         with pytest.raises(SettingError, match="a shard size of"):
-            in_bytes(wrong)
+            shard_bytes(wrong)
 
 
 def test_another_dtype(tmp_path: Path) -> None:

@@ -115,21 +115,32 @@ class Others:
         return f"lockstep/checkpoint/{self._name}/{rank}"
 
 
-def begin_checkpoint(folder: Path, step: int, passed_over: Collection[str] = ()) -> Path:
+def begin_checkpoint(
+    folder: Path, step: int, passed_over: Collection[str] = (), lock: Lock | None = None
+) -> Path:
     """Makes the hidden folder that the checkpoint of one step is written to; rank 0 calls it.
 
     Args:
         folder: holds the run's checkpoints; made where it is missing.
         step: global batches done.
         passed_over: names of checkpoints that are known to be damaged: they do not count.
+        lock: on the folder, which is to be held from now on.
 
     Raises:
-        CheckpointError: the folder is a file, is not writable, or holds a checkpoint of a later
-            step, which a run that had resumed could not have left behind.
+        CheckpointError: the folder is a file, is not writable, or is another run's; or it holds a
+            checkpoint of a later step, which a run that had resumed could not have left behind.
     """
     with layout.plain_errors("saving the checkpoint", layout.step_folder(folder, step)):
-        make_folders(folder)
-        check_order(folder, step, passed_over)
+        _make_folders(folder)
+        if lock is not None:
+            lock.hold()
+        later = [p for p in _counting(folder, passed_over) if layout.step_of(p) > step]
+        if later:
+            raise CheckpointError(
+                f"saving the checkpoint of step {step} in {folder}",
+                f"{later[-1].name} is there already, from a run that this one does not continue",
+                "call checkpoint.resume() before the loop, or choose another folder",
+            )
         for path in layout.leftovers(folder):
             _remove_if_possible(path)
         temporary = layout.temporary_folder(folder, step)
@@ -232,35 +243,15 @@ def _has_size(file: Path, size: int) -> bool:
         return False
 
 
-def make_folders(folder: Path) -> None:
+def _make_folders(folder: Path) -> None:
     """Makes a folder, and those above it, where they are missing."""
     if folder.is_dir():
         return
-    make_folders(folder.parent)
+    _make_folders(folder.parent)
     with suppress(FileExistsError):
         storage.make_folder(folder)
     folder.stat()  # what is there instead may be a link to nowhere
     storage.sync_folder(folder.parent)
-
-
-def check_order(folder: Path, step: int, passed_over: Collection[str] = ()) -> None:
-    """Refuses to save an earlier step than those that are there.
-
-    Args:
-        folder: holds the run's checkpoints.
-        step: about to be saved.
-        passed_over: names of checkpoints that do not count.
-
-    Raises:
-        CheckpointError: the folder holds a checkpoint of a later step, or cannot be read.
-    """
-    later = [p for p in _counting(folder, passed_over) if layout.step_of(p) > step]
-    if later:
-        raise CheckpointError(
-            f"saving the checkpoint of step {step} in {folder}",
-            f"{later[-1].name} is there already, from a run that this one does not continue",
-            "call checkpoint.resume() before the loop, or choose another folder",
-        )
 
 
 def _put_in_place(temporary: Path, final: Path, step: int) -> None:

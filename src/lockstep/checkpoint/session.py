@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import (
@@ -27,23 +28,25 @@ from lockstep.checkpoint.encoding import (
     rng_state_from_text,
     rng_state_to_text,
 )
-from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.formats.reading import read_module, read_stored
+from lockstep.checkpoint.health import examine
+from lockstep.checkpoint.lock import holder
+from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
 from lockstep.checkpoint.preemption import Moment, Policy, Requests
-from lockstep.checkpoint.resume import Finding, apply_all, find, read_all
 from lockstep.checkpoint.save import (
     HostCopies,
     Others,
     Part,
     Writer,
     begin_checkpoint,
-    check_order,
-    make_folders,
     write_checkpoint,
 )
 from lockstep.checkpoint.sharding import (
     exchange_on_all_ranks,
     has_shards,
+    in_memory,
     is_meta,
+    reshard_optimizer,
     run_on_all_ranks,
     shards_only,
     stored_entries,
@@ -53,6 +56,8 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 
 RESERVED = frozenset({"training", "world", "random"})
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+"""Under these names torch's schedulers keep how long they are."""
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -158,7 +163,9 @@ class Checkpoint:
             if rank:
                 return (part, {}), None
             manifest = self._manifest(states["world"], answers[0]["metric"], trees)
-            temporary = begin_checkpoint(self.folder, manifest["step"], self._passed_over)
+            temporary = begin_checkpoint(
+                self.folder, manifest["step"], self._passed_over, self._writer.lock
+            )
             return (part, manifest), temporary.name
 
         # One exchange: no rank writes before all have their copies, and the folder is there.
@@ -234,24 +241,21 @@ class Checkpoint:
         self.wait()
         doing = f"resuming from {self.folder}"
         main = self._collectives.topology.is_main
-        see = partial(find, self.folder, thoroughly=main)
-        _, answers = exchange_on_all_ranks(self._collectives, doing, lambda: (None, asdict(see())))
-        found = [Finding(**answer) for answer in answers]
-        chosen = found[0]
+        see = partial(_find, self.folder, thoroughly=main)
+        _, answers = exchange_on_all_ranks(self._collectives, doing, lambda: (None, see()))
+        chosen = Finding(*answers[0])
         self._passed_over = tuple(chosen.passed_over)
-        _check_found(self.folder, found)
+        _check_found(self.folder, chosen, [str(r) for r, (name, *_) in enumerate(answers) if name])
         if chosen.name is None:
             self.last_resume_note = f"nothing to resume in {self.folder}"
             return False
         path = self.folder / chosen.name
-        targets = {**self._state, "world": self._world}
-        read = partial(read_all, path, chosen.id, self._state, RESERVED)
+        read = partial(self._read_all, path, chosen.id)
         loaded = run_on_all_ranks(self._collectives, doing, read)
-        apply = partial(apply_all, path, loaded, targets, self._collectives)
+        apply = partial(self._apply_all, path, loaded)
         note = run_on_all_ranks(self._collectives, doing, apply)
         self.last_resume_note = note + chosen.words
-        if chosen.words:
-            self._world.print(self.last_resume_note)
+        self._world.print(self.last_resume_note)
         self._stepped = self._progress.number
         return True
 
@@ -285,11 +289,6 @@ class Checkpoint:
         if not skip:
             self._writer.finish()
         states: dict[str, Any] = {"world": self._world.state_dict()}
-        if self._collectives.topology.is_main and not skip:
-            with layout.plain_errors("saving a checkpoint in", self.folder):
-                make_folders(self.folder)
-                self._writer.lock.hold()
-            check_order(self.folder, int(states["world"]["step"]), self._passed_over)
         for name, value in self._state.items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
@@ -348,6 +347,61 @@ class Checkpoint:
         }
         return Part(files, boxes, entries), trees
 
+    def _read_all(self, path: Path, identity: str | None) -> dict[str, Any]:
+        """All states of a checkpoint, after every check that can be made before loading."""
+        manifest = _seen(path, identity)
+        modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
+        training = read_stored(path, manifest, layout.TRAINING, manifest["training"])
+        _check_facts(path, manifest, training)
+        _check_names(path, set(self._state), {*modules, *training} - RESERVED)
+        for name, own in self._state.items():
+            _check_entry(path, name, own, modules.get(name))
+            if isinstance(own, LRScheduler):
+                _check_length(path, name, own, training[name])
+        return {"manifest": manifest, **training, **modules}
+
+    def _apply_all(self, path: Path, loaded: Mapping[str, Any]) -> str:
+        """Takes up what `_read_all` gave; returns what was done, in words."""
+        notes = ""
+        for name, target in {**self._state, "world": self._world}.items():
+            before = dict(_lengths(target.state_dict())) if isinstance(target, LRScheduler) else {}
+            try:
+                if isinstance(target, nn.Module):
+                    load_plain(target, loaded[name])
+                elif isinstance(target, Optimizer):
+                    target.load_state_dict(reshard_optimizer(loaded[name], target))
+                else:
+                    target.load_state_dict(in_memory(loaded[name]))
+            except Exception as error:
+                raise CheckpointError(
+                    f"resuming {name} from {path}",
+                    f"{type(error).__name__}: {error}",
+                    f"build {name} as it was in the run that saved it",
+                ) from error
+            for place, value in _lengths(target.state_dict()) if before else ():
+                if before.get(place, value) != value:
+                    built = before[place]
+                    notes += f"; {name} keeps {place}={value} as saved, not {built} as built"
+        manifest, topology = loaded["manifest"], self._collectives.topology
+        size, strategy = manifest["world_size"], manifest.get("strategy", "")
+        note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}), saved by "
+        note += f"{size} process{'es' if size > 1 else ''}{strategy and f' under {strategy}'}"
+        if size != topology.size:
+            return (
+                f"{note}; this run has {topology.size}, so model-side randomness (dropout) starts "
+                f"from the seed{notes}"
+            )
+        try:
+            streams = in_memory(loaded["random"][topology.rank])
+            seeding.set_rng_state(streams, self._collectives.device)
+        except Exception as error:
+            raise CheckpointError(
+                f"resuming the random streams from {path}",
+                f"{type(error).__name__}: {error}",
+                "resume with the versions of Python and torch that saved them",
+            ) from error
+        return note + notes
+
     def _manifest(
         self, world: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -391,23 +445,22 @@ def _check_metric(metrics: list[float | None]) -> None:
         )
 
 
-def _check_found(folder: Path, found: list[Finding]) -> None:
+def _check_found(folder: Path, chosen: Finding, seen_by: list[str]) -> None:
     """Whether the ranks see one folder, and there is something sound in it, or nothing at all."""
-    chosen = found[0]
-    seen = [str(rank) for rank, finding in enumerate(found) if finding.name]
-    if chosen.name is None and seen and not chosen.passed_over:
-        raise CheckpointError(
-            f"resuming from {folder}",
-            f"rank {', '.join(seen)} sees a complete checkpoint there, rank 0 sees none",
-            "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
-        )
-    if chosen.name is None and chosen.passed_over:
+    if chosen.name is not None or not (chosen.passed_over or seen_by):
+        return
+    if chosen.passed_over:
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.words}",
             f"look at it with `lockstep checkpoint repair {folder}`; to begin anew, choose another "
             "folder",
         )
+    raise CheckpointError(
+        f"resuming from {folder}",
+        f"rank {', '.join(seen_by)} sees a complete checkpoint there, rank 0 sees none",
+        "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
+    )
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -436,3 +489,125 @@ def _check_state(state: Mapping[str, Any]) -> None:
             "names that differ in upper and lower case alone are one file on some systems",
             "use keywords that differ in more",
         )
+
+
+class Finding(NamedTuple):
+    """What one rank sees in the run's folder."""
+
+    name: str | None
+    """Of the latest sound checkpoint, and what tells it from others of that name; None: none."""
+    id: str | None
+    passed_over: dict[str, str]
+    """Newer ones, and what is wrong with each."""
+    writer: str | None = None
+    """Another run that writes there."""
+
+    @property
+    def words(self) -> str:
+        """What else is to be said, to follow on a sentence."""
+        passed = ", ".join(f"{name} ({why})" for name, why in self.passed_over.items())
+        text = f"; passed over: {passed}" if passed else ""
+        return text + (f"; {self.writer} writes into this folder" if self.writer else "")
+
+
+def _find(folder: Path, *, thoroughly: bool) -> Finding:
+    """The latest sound checkpoint of a folder.
+
+    Args:
+        folder: holds the run's checkpoints.
+        thoroughly: compare the checksums too, for which all of it is read.
+
+    Raises:
+        CheckpointError: `folder` is a file or cannot be read.
+    """
+    if not thoroughly:
+        path = layout.latest(folder)
+        return Finding(None if path is None else path.name, None, {})
+    passed_over: dict[str, str] = {}
+    for path in layout.candidates(folder):
+        health = examine(path, values=True) if layout.is_complete(path) else None
+        if health is None:
+            passed_over[path.name] = "incomplete"
+        elif health.problems and not health.foreign:
+            passed_over[path.name] = "; ".join(health.problems)
+        else:
+            identity = layout.read_manifest(path).get("id")
+            return Finding(path.name, identity, passed_over, holder(folder))
+    return Finding(None, None, passed_over)
+
+
+def _seen(path: Path, identity: str | None) -> dict[str, Any]:
+    """The manifest, of the checkpoint that rank 0 has found."""
+    found = "rank 0 has found it there, and this rank does not see it"
+    if path.exists():
+        manifest = layout.read_manifest(path)
+        if manifest.get("id") == identity:
+            return manifest
+        found = "this rank sees another checkpoint under that name than rank 0 does"
+    raise CheckpointError(
+        f"resuming from {path}",
+        found,
+        "use a shared folder, one that all machines see, or copy the checkpoint to each",
+    )
+
+
+def _check_facts(path: Path, manifest: Mapping[str, Any], training: Any) -> None:
+    numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
+    if not numbers or not isinstance(training, dict) or not {"world", "random"} <= training.keys():
+        raise CheckpointError(
+            f"resuming from {path}",
+            "its manifest lacks the step, or the state of the run",
+            "use an earlier checkpoint of the same folder",
+        )
+
+
+def _check_names(path: Path, own: set[str], saved: set[str]) -> None:
+    missing, extra = own - saved, saved - own
+    if missing or extra:
+        raise CheckpointError(
+            f"resuming from {path} with {', '.join(sorted(own))}",
+            f"not in the checkpoint: {', '.join(sorted(missing)) or 'nothing'}; "
+            f"in the checkpoint alone: {', '.join(sorted(extra)) or 'nothing'}",
+            "pass to world.checkpoint the names that the run was saved with, or load single "
+            "models with lockstep.load_weights",
+        )
+
+
+def _check_entry(path: Path, name: str, own: Any, saved: Mapping[str, Any] | None) -> None:
+    """Whether a state of a module (None: of something else) fits what the name stands for."""
+    found = ""
+    if isinstance(own, nn.Module) != (saved is not None):
+        was = "was a module" if saved is not None else "was not a module"
+        found = f"{name} {was} when it was saved, and is a {type(own).__name__} now"
+    elif saved is not None and (differ := differences(saved, plain_state_dict(own))):
+        found = f"{name} does not fit: {differ}"
+    if found:
+        raise CheckpointError(
+            f"resuming from {path}", found, f"build {name} as it was in the run that saved it"
+        )
+
+
+def _check_length(path: Path, name: str, own: LRScheduler, saved: Any) -> None:
+    """Whether a schedule that ends, and raises behind its end, ends where it did."""
+    before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
+    for place, steps in now.items():
+        if place.endswith("total_steps") and before.get(place, steps) != steps:
+            kind = type(getattr(own, "inner", own)).__name__
+            raise CheckpointError(
+                f"resuming {name} from {path}",
+                f"{kind} was saved with {place}={before[place]} and is built with {place}={steps}: "
+                f"it would go on as saved, and end after {before[place]} steps",
+                "resume with as many epochs as before; to train longer, load the model alone with "
+                "lockstep.load_weights and begin a new schedule, or use a schedule without an end",
+            )
+
+
+def _lengths(state: Any, place: str = "") -> Iterator[tuple[str, int]]:
+    """How long a scheduler, and those inside it, are, by where that stands in its state."""
+    if isinstance(state, list | tuple):
+        state = dict(enumerate(state))
+    for key, value in state.items():
+        if isinstance(value, dict | list | tuple):
+            yield from _lengths(value, f"{place}{key}.")
+        elif key in _LENGTHS and type(value) is int:
+            yield f"{place}{key}", value

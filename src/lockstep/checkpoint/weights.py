@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import unstorable
 from lockstep.checkpoint.formats.reading import Found, read
-from lockstep.checkpoint.formats.safetensors import in_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import shard_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
     Match,
@@ -99,7 +99,7 @@ def save_weights(
                 "save the whole state with world.checkpoint",
             )
         tensors[name] = HeldTensor(value)
-    size = None if shard_size is None else in_bytes(shard_size)
+    size = None if shard_size is None else shard_bytes(shard_size)
     write_weights(path, tensors, size, dtype)
 
 

@@ -183,10 +183,10 @@ def convert_command(
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
     from lockstep.checkpoint.contents import DTYPES, convert, open_contents
-    from lockstep.checkpoint.formats.safetensors import in_bytes, index_of
+    from lockstep.checkpoint.formats.safetensors import index_of, shard_bytes
     from lockstep.errors import SettingError
 
-    size = in_bytes(shard_size)
+    size = shard_bytes(shard_size)
     there = next((path for path in (out, index_of(out)) if path.exists()), None)
     if there is not None and not overwrite:
         raise SettingError(

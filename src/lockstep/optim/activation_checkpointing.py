@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -37,13 +36,12 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.data.pytree import tensors
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
+from lockstep.settings import in_bytes
 
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 MAX_COMPARED = 8
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _OF_FREE = 0.9
 """What `budget="auto"` takes of the free memory: some is lost between tensors and to kernels."""
 _PER_PARAMETER = 3
@@ -156,7 +154,13 @@ def _fitting(
             "it is measured by a forward pass, and this one would involve the other ranks",
             "call it before world.prepare",
         )
-    size = _free_bytes(module) if budget == "auto" else _in_bytes(budget)
+    size = _free_bytes(module) if budget == "auto" else in_bytes(budget)
+    if size is None:
+        raise SettingError(
+            f"checkpoint_activations(..., budget={budget!r})",
+            "it is no amount of memory",
+            "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
+        )
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _AsBefore(module):
         kept = measure(module, found, *example)
@@ -187,18 +191,6 @@ def _more_and_more(kept: Activations, recomputed: set[int]) -> Iterator[set[int]
         rest.remove(best)
         recomputed = recomputed | {best}
         yield recomputed
-
-
-def _in_bytes(budget: int | str) -> int:
-    text = str(budget).strip().lower()
-    parts = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?i?)b?", text)
-    if isinstance(budget, int | str) and parts is not None and parts[2] in _UNITS:
-        return int(float(parts[1]) * _UNITS[parts[2]])
-    raise SettingError(
-        f"checkpoint_activations(..., budget={budget!r})",
-        "it is no amount of memory",
-        "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
-    )
 
 
 def _free_bytes(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import DTYPES, separate
 from lockstep.checkpoint.sharding import LazyTensor
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.settings import in_bytes
 
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
@@ -51,11 +52,6 @@ SHARD_SIZE = 5_000_000_000
 # Not the 8-bit ones: their scales stand beside them, in tensors of their own.
 _CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MAX_INDEX = 100_000_000  # bytes
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{middle}b": base**power
-    for middle, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kmgt", 1)
-}
 
 
 @dataclass(frozen=True)
@@ -239,14 +235,14 @@ def _memory(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def in_bytes(size: int | str) -> int:
+def shard_bytes(size: int | str) -> int:
     """A size such as `5GB`, `500MB` or `2GiB` in bytes.
 
     Raises:
         SettingError: it is no size, or nothing fits into it.
     """
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|)", str(size).strip().lower())
-    if parts is None or (found := int(float(parts[1]) * _UNITS[parts[2]])) < 1:
+    found = in_bytes(size)
+    if not found:
         raise SettingError(
             f"a shard size of {size!r}",
             "it is no size of a file",
@@ -316,49 +312,39 @@ def write_weights(
         CheckpointError: it cannot be written; nothing is left of it then.
     """
     groups = _groups(tensors, shard_size, dtype)
-    index = index_of(path)
+    index, several = index_of(path), len(groups) > 1
     with layout.plain_errors("saving weights to", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
         former = _former(index)
-        if len(groups) == 1:
-            with storage.in_place(path) as temporary:
-                write_tensors(temporary, _in_memory(tensors, groups[0], dtype))
-            written, stale = [path], [index, *former]
-        else:
-            written, stale = _write_several(path, tensors, groups, dtype), [path, *former]
-        for old in stale:
+        files = _free_names(path, len(groups)) if several else [path]
+        try:
+            for file, names in zip(files, groups, strict=True):
+                with storage.in_place(file) as temporary:
+                    memory: set[int] = set()
+                    values = (cast(tensors[name].full(), dtype, name) for name in names)
+                    own = (separate(value, memory) for value in values)
+                    write_tensors(temporary, dict(zip(names, own, strict=True)))
+            if several:
+                _write_index(index, files, groups, sum(_size(t, dtype) for t in tensors.values()))
+        except BaseException:
+            for file in files if several else ():
+                file.unlink(missing_ok=True)
+            raise
+        written = [index, *files] if several else files
+        for old in {path, index, *former}.difference(written):
             old.unlink(missing_ok=True)
     return written
 
 
-def _write_several(
-    path: Path,
-    tensors: Mapping[str, LazyTensor],
-    groups: Sequence[Sequence[str]],
-    dtype: torch.dtype | None,
-) -> list[Path]:
-    files = _free_names(path, len(groups))
-    made: list[Path] = []
-    try:
-        for part, group in zip(files, groups, strict=True):
-            with storage.in_place(part) as temporary:
-                write_tensors(temporary, _in_memory(tensors, group, dtype))
-            made.append(part)
-        total = sum(_size(tensor, dtype) for tensor in tensors.values())
-        places = {name: f.name for f, group in zip(files, groups, strict=True) for name in group}
-        content = {"metadata": {"total_size": total}, "weight_map": places}
-        with (
-            storage.in_place(index_of(path)) as temporary,
-            storage.new_file(temporary) as descriptor,
-        ):
-            storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
-    except BaseException:
-        for part in made:
-            part.unlink(missing_ok=True)
-        raise
-    return [index_of(path), *files]
+def _write_index(
+    index: Path, files: Sequence[Path], groups: Sequence[Sequence[str]], total: int
+) -> None:
+    places = {name: file.name for file, names in zip(files, groups, strict=True) for name in names}
+    content = {"metadata": {"total_size": total}, "weight_map": places}
+    with storage.in_place(index) as temporary, storage.new_file(temporary) as descriptor:
+        storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _groups(
@@ -379,13 +365,6 @@ def _groups(
 
 def _size(tensor: LazyTensor, dtype: torch.dtype | None) -> int:
     return tensor.count * cast_to(tensor.dtype, dtype).itemsize
-
-
-def _in_memory(
-    tensors: Mapping[str, LazyTensor], names: Sequence[str], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    memory: set[int] = set()
-    return {name: separate(cast(tensors[name].full(), dtype, name), memory) for name in names}
 
 
 def cast_to(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -414,13 +393,12 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 def _free_names(path: Path, number: int) -> list[Path]:
     stem = path.name.removesuffix(".safetensors")
-    for attempt in count(1):
-        start = stem if attempt == 1 else f"{stem}-v{attempt}"
-        names = [f"{start}-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-        files = [path.with_name(name) for name in names]
-        if not any(file.exists() for file in files):
-            break
-    return files
+    starts = chain([stem], (f"{stem}-v{attempt}" for attempt in count(2)))
+    choices = (
+        [path.with_name(f"{s}-{i:05d}-of-{number:05d}.safetensors") for i in range(1, number + 1)]
+        for s in starts
+    )
+    return next(files for files in choices if not any(file.exists() for file in files))
 
 
 def _former(index: Path) -> list[Path]:
