@@ -158,8 +158,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> N
     assert second.checkpoint.resume() is True
     assert (second.world.step, second.world.epoch) == (5, 1)
     assert second.checkpoint.last_resume_note == (
-        f"resumed {tmp_path / 'run' / 'step-000000005'} (epoch 1, step 5), saved by 1 process "
-        "under by hand"
+        f"resumed {tmp_path / 'run' / 'step-000000005'} (epoch 1, step 5, strategy by hand, 1 rank)"
     )
     assert second.world.said == [second.checkpoint.last_resume_note]
     second.train(4)
@@ -476,10 +475,7 @@ def test_saved_on_two_resumed_on_two_one_and_three(tmp_path: Path) -> None:
     alone = Training(tmp_path)
     assert alone.checkpoint.resume()
     assert [t.tolist() for t in alone.values()] == values
-    assert (
-        "saved by 2 processes under by hand; this run has 1, so"
-        in alone.checkpoint.last_resume_note
-    )
+    assert "saved by 2 processes and this run has 1" in alone.checkpoint.last_resume_note
 
 
 def caught(action: Any) -> tuple[str, str]:

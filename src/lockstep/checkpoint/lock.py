@@ -15,8 +15,8 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
-from errno import EACCES, EAGAIN, EWOULDBLOCK
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from lockstep.errors import CheckpointError
 NAME = ".lock"
 _YOUNG_S = 900.0
 """Seconds since its last save for which a run on another machine counts as alive."""
-_HELD = {EACCES, EAGAIN, EWOULDBLOCK}
 _LONGEST = 10_000
+"""Bytes of its text."""
 _LOOKS, _PAUSE_S = 5, 0.02
 
 _own: dict[Path, _Held] = {}
@@ -37,12 +37,13 @@ _own: dict[Path, _Held] = {}
 as the first of two owners closes the file."""
 
 
+@dataclass
 class _Held:
     """A lock that this process holds."""
 
-    def __init__(self, descriptor: int, text: bytes) -> None:
-        self.descriptor, self.text = descriptor, text
-        self.owners = 0
+    descriptor: int
+    text: bytes
+    owners: int = 0
 
 
 class Lock:
@@ -66,8 +67,7 @@ class Lock:
             held.owners += 1
             _own[path] = self._held = held
         elif (now := _read(path)) != self._held.text:
-            other = _in_words(_identity_in(now))
-            found = f"{other} has begun to write there" if now else "its lock file is gone"
+            found = f"{_in_words(now)} has begun to write there" if now else "its lock file is gone"
             raise CheckpointError(
                 f"saving a checkpoint in {self._folder}",
                 f"it is not the folder that this run has written to: {found}",
@@ -96,63 +96,54 @@ class Lock:
 def holder(folder: Path) -> str | None:
     """The run that writes into a folder, in words, if there is one other than this process."""
     path = Path(os.path.abspath(folder)) / NAME
-    if path in _own:
-        return None
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return _other(descriptor, path)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), ExitStack() as stack:
+        if path not in _own:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            return _other(descriptor, path)
+    return None
 
 
 def _take(path: Path) -> _Held:
+    looks = 0
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, descriptor)
             other = _other(descriptor, path)
-            for _ in range(_LOOKS):  # it may be somebody who only looks, see `holder`
-                if other is None:
-                    break
-                time.sleep(_PAUSE_S)
-                other = _other(descriptor, path)
-            if other is not None:
-                raise CheckpointError(
-                    f"saving a checkpoint in {path.parent}",
-                    f"{other} writes into this folder",
-                    f"give each run a folder of its own, or end that one (if it has ended, "
-                    f"remove {path})",
-                )
-            if not _same_file(descriptor, path):  # the former owner has just removed it
-                os.close(descriptor)
-                continue
-            text = json.dumps(_identity()).encode()
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text, 0)
-        except BaseException:
-            with suppress(OSError):
-                os.close(descriptor)
-            raise
-        return _Held(descriptor, text)
+            if other is None and _same_file(descriptor, path):
+                text = json.dumps(_identity()).encode()
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, text, 0)
+                stack.pop_all()
+                return _Held(descriptor, text)
+        if other is not None and looks == _LOOKS:
+            raise CheckpointError(
+                f"saving a checkpoint in {path.parent}",
+                f"{other} writes into this folder",
+                f"give each run a folder of its own, or end that one (if it has ended, remove "
+                f"{path})",
+            )
+        if other is not None:  # it may be somebody who only looks, see `holder`
+            looks += 1
+            time.sleep(_PAUSE_S)
+        # Else the former owner has just removed the file.
 
 
 def _other(descriptor: int, path: Path) -> str | None:
     """Who else holds the lock; where nobody does, it is ours while the file is open."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        who = _identity_in(_read(path))
-        if error.errno in _HELD:
-            return _in_words(who)
-        return _in_words(who) if _seems_alive(who, path) else None  # there are no locks here
+    except (BlockingIOError, PermissionError):
+        return _in_words(_read(path))
+    except OSError:  # there are no locks here
+        text = _read(path)
+        return _in_words(text) if _seems_alive(text, path) else None
     return None
 
 
-def _seems_alive(who: dict[str, Any], path: Path) -> bool:
+def _seems_alive(text: bytes, path: Path) -> bool:
+    who = _identity_in(text)
     if who.get("host") != socket.gethostname():
         return bool(who) and time.time() - path.stat().st_mtime < _YOUNG_S
     try:
@@ -182,7 +173,8 @@ def _identity_in(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _in_words(who: dict[str, Any]) -> str:
+def _in_words(text: bytes) -> str:
+    who = _identity_in(text)
     if not who:
         return "another run"
     return (
@@ -194,23 +186,17 @@ def _in_words(who: dict[str, Any]) -> str:
 def _read(path: Path) -> bytes:
     """What is in the file, read apart from any lock of ours: closing it would give that up."""
     held = _own.get(path)
-    try:
-        if held is not None and not _same_file(held.descriptor, path):
-            return b""
-        if held is not None:
+    with suppress(OSError), ExitStack() as stack:
+        if held is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            return os.pread(descriptor, _LONGEST, 0)
+        if _same_file(held.descriptor, path):
             return os.pread(held.descriptor, _LONGEST, 0)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.pread(descriptor, _LONGEST, 0)
-    finally:
-        os.close(descriptor)
+    return b""
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        ours, there = os.fstat(descriptor), os.stat(path)
-    except OSError:
-        return False
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False

@@ -13,7 +13,7 @@ What of a file does not fit a model, as a table that can be read.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
@@ -105,22 +105,16 @@ class Differences:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        parts = [f"{len(names)} {word} ({some(names, 3)})" for names, word in self._kinds]
-        return "; ".join(parts) or "no differences"
+        return "; ".join(f"{count} ({some(names, 3)})" for count, names in self.counted())
 
-    @property
-    def counts(self) -> str:
-        """How many of each, in words."""
-        return ", ".join(f"{len(names)} {word}" for names, word in self._kinds)
-
-    @property
-    def _kinds(self) -> list[tuple[tuple[str, ...], str]]:
+    def counted(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The names of each kind, and in words how many there are."""
         kinds = (
-            (self.missing, "missing"),
-            (self.unexpected, "unexpected"),
-            (self.mismatched, "of another shape"),
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.mismatched),
         )
-        return [(names, word) for names, word in kinds if names]
+        return [(f"{len(names)} {word}", names) for word, names in kinds if names]
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:
@@ -250,27 +244,25 @@ def key_mismatch(differ: Differences, file: Mapping[str, Any], own: Mapping[str,
         file: values by the names of the file.
         own: by those of the model.
     """
-    rows = [
-        *_rows("missing", differ.missing, own, differ.unexpected, "in the file"),
-        *_rows("unexpected", differ.unexpected, file, differ.missing, "in the model"),
-        *[("other shape", *text.split(": ", 1)) for text in differ.mismatched[:_ROWS]],
-        *_more("other shape", differ.mismatched),
-    ]
+    rows: list[tuple[str, str, str]] = []
+    for kind, names, of, others, where in (
+        ("missing", differ.missing, own, differ.unexpected, "in the file"),
+        ("unexpected", differ.unexpected, file, differ.missing, "in the model"),
+    ):
+        for name in names[:_ROWS]:
+            shape = shape_of(of[name])
+            near = get_close_matches(name, others[:_COMPARED], n=1, cutoff=0.75)
+            nearest = f"  nearest {where}: {short(near[0])}" if near else ""
+            rows.append((kind, short(name), f"{'' if shape is None else list(shape)}{nearest}"))
+        rows += _more(kind, names)
+    for text in differ.mismatched[:_ROWS]:
+        name, _, shapes = text.partition(": ")
+        rows.append(("other shape", name, shapes))
+    rows += _more("other shape", differ.mismatched)
     width = max((len(name) for _, name, _ in rows), default=0)
     return "\n".join(f"    {kind:<13}{name:<{width}}  {text}".rstrip() for kind, name, text in rows)
 
 
-def _rows(
-    kind: str, names: tuple[str, ...], of: Mapping[str, Any], others: tuple[str, ...], where: str
-) -> Iterator[tuple[str, str, str]]:
-    for name in names[:_ROWS]:
-        shape = shape_of(of[name])
-        near = get_close_matches(name, others[:_COMPARED], n=1, cutoff=0.75)
-        nearest = f"  nearest {where}: {short(near[0])}" if near else ""
-        yield kind, short(name), f"{'' if shape is None else list(shape)}{nearest}"
-    yield from _more(kind, names)
-
-
-def _more(kind: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    if len(names) > _ROWS:
-        yield kind, f"... and {len(names) - _ROWS} more", ""
+def _more(kind: str, names: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    more = len(names) - _ROWS
+    return [(kind, f"... and {more} more", "")] if more > 0 else []

@@ -56,36 +56,38 @@ class Policy:
     """Whether the training goes on while a checkpoint is written."""
 
     def __post_init__(self) -> None:
-        if type(self.keep) is not int or self.keep < 1:
-            _refuse(
-                f"keep={self.keep!r}",
+        steps = type(self.every) is int and self.every >= 1
+        period = isinstance(self.every, timedelta) and self.every > timedelta()
+        for name, sound, found, do in (
+            (
+                "keep",
+                type(self.keep) is int and self.keep >= 1,
                 "it is how many checkpoints remain on disk, this run's newest among them",
                 "give an integer of at least 1",
-            )
-        steps = type(self.every) is int and self.every >= 1
-        if not (
-            self.every is None
-            or steps
-            or (isinstance(self.every, timedelta) and self.every > timedelta())
-        ):
-            _refuse(
-                f"every={self.every!r}",
+            ),
+            (
+                "every",
+                self.every is None or steps or period,
                 "it is a number of optimizer steps, or a time",
                 "give an integer of at least 1, or datetime.timedelta(minutes=10)",
-            )
-        if self.best not in (None, "min", "max"):
-            _refuse(
-                f"best={self.best!r}",
+            ),
+            (
+                "best",
+                self.best in (None, "min", "max"),
                 "it says which metric is the best",
                 'give "min" or "max", and the metric to save(metric=...); to save an object, '
                 "give it another name",
-            )
-        if self.busy not in ("wait", "skip"):
-            _refuse(
-                f"busy={self.busy!r}",
+            ),
+            (
+                "busy",
+                self.busy in ("wait", "skip"),
                 "it says what a save does while an earlier one is being written",
                 'give "wait" or "skip"',
-            )
+            ),
+        ):
+            if not sound:
+                was_set = f"world.checkpoint(..., {name}={getattr(self, name)!r})"
+                raise SettingError(was_set, found, do)
 
 
 class Moment:
@@ -110,7 +112,7 @@ class Moment:
         self._requests = requests
         self._clock = clock
         self._saved_at = clock()
-        self._next: int | None = None
+        self._next = 0
         self.pause = 1
         """Steps from one exchange to the next."""
         self._exchanged = 0, self._saved_at
@@ -128,7 +130,7 @@ class Moment:
         self._requests.listen()
         due = type(self._every) is int and number % self._every == 0
         stop = False
-        if self._next is None or number >= self._next:
+        if number >= self._next:
             save, stop = self._together(number)
             due = due or save
         return "stop" if stop else "save" if due else None
@@ -152,10 +154,6 @@ class Moment:
         self._next = number + self.pause
         self._exchanged = number, self._clock()
         return late or any(answer[0] for answer in answers), any(answer[1] for answer in answers)
-
-
-def _refuse(was_set: str, found: str, do: str) -> None:
-    raise SettingError(f"world.checkpoint(..., {was_set})", found, do)
 
 
 _AGAIN_S = 5.0

@@ -384,12 +384,12 @@ class Checkpoint:
                     notes += f"; {name} keeps {place}={value} as saved, not {built} as built"
         manifest, topology = loaded["manifest"], self._collectives.topology
         size, strategy = manifest["world_size"], manifest.get("strategy", "")
-        note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}), saved by "
-        note += f"{size} process{'es' if size > 1 else ''}{strategy and f' under {strategy}'}"
+        note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}, "
+        note += f"{strategy and f'strategy {strategy}, '}{size} rank{'s' if size > 1 else ''})"
         if size != topology.size:
             return (
-                f"{note}; this run has {topology.size}, so model-side randomness (dropout) starts "
-                f"from the seed{notes}"
+                f"{note}; it was saved by {size} processes and this run has {topology.size}, so "
+                f"model-side randomness (dropout) starts from the seed{notes}"
             )
         try:
             streams = in_memory(loaded["random"][topology.rank])

@@ -26,6 +26,7 @@ from torch import Tensor, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.data.pytree import tensors
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.torch_compat import (
     local_box,
@@ -240,9 +241,7 @@ def shards_only(state: Any) -> Any:
 
 def has_shards(state: Any) -> bool:
     """Whether there is a DTensor in a pytree."""
-    found: list[object] = []
-    _map(lambda leaf: found.append(leaf) if is_sharded(leaf) else leaf, state)
-    return bool(found)
+    return any(map(is_sharded, tensors(state)))
 
 
 def stored_entries(
@@ -346,15 +345,8 @@ def _resharded(value: Any, own: Any) -> Any:
 
 def memory_of(tree: Any) -> set[int]:
     """Where the storages of the tensors in a pytree, or of this rank's shards, begin in memory."""
-    found: set[int] = set()
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.layout is strided and not is_lazy(leaf):
-            found.add(_local(leaf).untyped_storage().data_ptr())
-        return leaf
-
-    _map(note, tree)
-    return found
+    plain = (t for t in tensors(tree) if t.layout is strided and not is_lazy(t))
+    return {_local(tensor).untyped_storage().data_ptr() for tensor in plain}
 
 
 def view_of(tensor: Any) -> tuple[object, ...] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import unstorable
-from lockstep.checkpoint.formats.reading import Found, read
+from lockstep.checkpoint.formats.reading import read, read_value
 from lockstep.checkpoint.formats.safetensors import shard_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
-    Match,
     conflict,
+    differences,
     key_mismatch,
     load_plain,
     match_names,
@@ -30,6 +32,8 @@ from lockstep.checkpoint.sharding import (
     HeldTensor,
     LazyTensor,
     ShardedEntry,
+    is_meta,
+    is_sharded,
     run_on_all_ranks,
     view_of,
 )
@@ -143,15 +147,13 @@ def load_weights(
     work = partial(_plan, model, path, strict=strict, trust=trust, alone=run is None)
     # Nothing is copied on any rank unless all can.
     plan = work() if run is None else run_on_all_ranks(run.collectives, f"loading {path}", work)
-    for names in _batches(plan):
+    for batch in _batches(plan):
         # Of what is in shards, a sharded model reads the regions that it needs.
-        values = {
-            target: value if isinstance(value, ShardedEntry) else plan.found.value(name)
-            for name, target in names
-            for value in [plan.found.state[name]]
-        }
-        load_plain(model, values, strict=False)
-        del values  # before the next are read
+        load_plain(
+            model,
+            {n: v if isinstance(v, ShardedEntry) else read_value(v) for n, v in batch.items()},
+            strict=False,
+        )
     return plan.report
 
 
@@ -159,91 +161,83 @@ def load_weights(
 class _Plan:
     """What is to be copied, after all checks."""
 
-    found: Found
-    names: Mapping[str, str]
-    """In the file and in the model."""
-    copied: Collection[str]
-    """Those (in the file) that are copied into memory on their way into the model."""
+    values: Mapping[str, Any]
+    """Under the names of the model."""
+    copied: Set[str]
+    """Those that are copied into memory on their way into the model."""
     report: WeightsReport
 
 
 def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: bool) -> _Plan:
     own = plain_state_dict(model)
-    if alone:  # else what is on the meta device is on another rank
-        _check_model(own, path)
-    found, match = _best(read(path, trust=trust).states, own)
+    meta = {name for name, value in own.items() if is_meta(value)}
+    if meta and alone:  # else it is on another rank
+        raise CheckpointError(
+            f"loading {path}",
+            f"{len(meta)} tensors of the model are on the meta device ({min(meta)}, ...), which "
+            "holds no values",
+            'give them memory first: model.to_empty(device="cpu")',
+        )
+    shapes = {name: shape_of(value) for name, value in own.items()}
+    matches = [
+        (match_names({n: shape_of(v) for n, v in found.state.items()}, shapes), found)
+        for found in read(path, trust=trust).states
+    ]
+    match, found = max(matches, key=lambda pair: (pair[0].fitting, len(pair[0].names)))
+    state = {name: found.state[old] for old, name in match.names.items()}
     groups = _tied(own)
-    _check_tied(groups, found, match, path)
-    differ = _differences(found, match, own, groups)
-    fitting = {
-        name: target
-        for name, target in match.names.items()
-        if not conflict(found.state[name], own[target])
-    }
-    covered = len(_with_ties(fitting.values(), groups))
+    _check_tied(groups, state, path)
+    taken = _with_ties(state, groups)
+    differ = Differences(
+        # BatchNorm counts batches since torch 0.4.1 only; torch starts the count by itself.
+        missing=tuple(n for n in own if n not in taken and not n.endswith("num_batches_tracked")),
+        unexpected=tuple(old for old in found.state if old not in match.names),
+        mismatched=differences(state, own).mismatched,
+    )
+    fitting = {name: v for name, v in state.items() if not conflict(v, own[name])}
+    covered = len(_with_ties(fitting, groups))
     enough = covered * 2 >= len(own)
     if (strict and differ) or not enough:
+        counts = ", ".join(count for count, _ in differ.counted())
         raise CheckpointError(
             f"loading {path} into {type(unwrap(model)).__name__} with strict={strict}",
-            f"of the model's {len(own)} names {covered} fit; {differ.counts}\n"
+            f"of the model's {len(own)} names {covered} fit; {counts}\n"
             + key_mismatch(differ, found.state, own),
             "build the model as it was when the file was saved"
             + (", or pass strict=False to load what fits" if enough else ""),
         )
     place = (f"read {found.place}",) if found.place else ()
     report = WeightsReport(
-        matched=tuple(name for name in own if name in set(fitting.values())),
-        missing=differ.missing,
-        unexpected=differ.unexpected,
-        mismatched=differ.mismatched,
-        changes=(*place, *match.changes, *_casts(found, fitting, own)),
+        matched=tuple(name for name in own if name in fitting),
+        **vars(differ),
+        changes=(*place, *match.changes, *_casts(fitting, own)),
     )
-    here = {n: t for n, t in fitting.items() if not getattr(own[t], "is_meta", False)}
-    unread = {name for name in here if isinstance(found.state[name], ShardedEntry)}
-    for name in unread:
-        found.state[name].check()
-    cut = {name for name, target in here.items() if hasattr(own[target], "full_tensor")}
-    return _Plan(found, here, unread | cut, report)
+    values = {name: value for name, value in fitting.items() if name not in meta}
+    copied = {name for name in values if is_sharded(own[name])}
+    for name, value in values.items():
+        if isinstance(value, ShardedEntry):
+            value.check()
+            copied.add(name)
+    return _Plan(values, copied, report)
 
 
-def _batches(plan: _Plan) -> Iterator[list[tuple[str, str]]]:
-    """The names in parts whose values are to be in memory at a time; those of a module together.
+def _batches(plan: _Plan) -> Iterator[dict[str, Any]]:
+    """The values in parts that are to be in memory at a time; those of a module together.
 
     What goes from a mapped file into a plain tensor takes no memory of its own.
     """
-    modules: dict[str, list[tuple[str, str]]] = {}
-    for name, target in plan.names.items():
-        modules.setdefault(target.rpartition(".")[0], []).append((name, target))
-    batch: list[tuple[str, str]] = []
+    batch: dict[str, Any] = {}
     size = 0
-    for names in modules.values():
-        more = sum(plan.found.state[name].nbytes for name, _ in names if name in plan.copied)
+    by_module = sorted(plan.values, key=lambda name: name.rpartition(".")[0])
+    for _, names in groupby(by_module, key=lambda name: name.rpartition(".")[0]):
+        values = {name: plan.values[name] for name in names}
+        more = sum(values[name].nbytes for name in plan.copied & values.keys())
         if batch and size + more > _BATCH:
             yield batch
-            batch, size = [], 0
-        batch = batch + names
+            batch, size = {}, 0
+        batch |= values
         size += more
     yield batch
-
-
-def _check_model(own: Mapping[str, Any], path: Path) -> None:
-    meta = [name for name, value in own.items() if isinstance(value, Tensor) and value.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"loading {path}",
-            f"{len(meta)} tensors of the model are on the meta device ({meta[0]}, ...), which "
-            "holds no values",
-            'give them memory first: model.to_empty(device="cpu")',
-        )
-
-
-def _best(states: Iterable[Found], own: Mapping[str, Any]) -> tuple[Found, Match]:
-    shapes = {name: shape_of(value) for name, value in own.items()}
-    matches = [
-        (found, match_names({n: shape_of(v) for n, v in found.state.items()}, shapes))
-        for found in states
-    ]
-    return max(matches, key=lambda pair: (pair[1].fitting, len(pair[1].names)))
 
 
 def _tied(own: Mapping[str, Any]) -> list[list[str]]:
@@ -261,50 +255,23 @@ def _with_ties(names: Iterable[str], groups: list[list[str]]) -> set[str]:
     return known.union(*(group for group in groups if known & set(group)))
 
 
-def _check_tied(groups: list[list[str]], found: Found, match: Match, path: Path) -> None:
-    names = {target: name for name, target in match.names.items()}
+def _check_tied(groups: list[list[str]], state: Mapping[str, Any], path: Path) -> None:
     for group in groups:
-        first, *rest = [names[target] for target in group if target in names] or [""]
+        first, *rest = [name for name in group if name in state] or [""]
         for name in rest:
-            if not _equal(found, first, name):
+            one, other = read_value(state[first]), read_value(state[name])
+            if not torch.equal(one, other.to(one.dtype)):
                 raise CheckpointError(
                     f"loading {path}",
-                    f"{match.names[first]} and {match.names[name]} are one tensor in the model, "
-                    "and differ in the file",
+                    f"{first} and {name} are one tensor in the model, and differ in the file",
                     "untie them in the model before loading",
                 )
 
 
-def _equal(found: Found, first: str, name: str) -> bool:
-    if shape_of(found.state[first]) != shape_of(found.state[name]):
-        return False
-    one, other = found.value(first), found.value(name)
-    return torch.equal(one, other.to(one.dtype))
-
-
-def _differences(
-    found: Found, match: Match, own: Mapping[str, Any], groups: list[list[str]]
-) -> Differences:
-    taken = _with_ties(match.names.values(), groups)
-    return Differences(
-        # BatchNorm counts batches since torch 0.4.1 only; torch starts the count by itself.
-        missing=tuple(
-            name for name in own if name not in taken and not name.endswith("num_batches_tracked")
-        ),
-        unexpected=tuple(name for name in found.state if name not in match.names),
-        mismatched=tuple(
-            f"{target}: {text}"
-            for name, target in match.names.items()
-            if (text := conflict(found.state[name], own[target]))
-        ),
+def _casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    counts = Counter(
+        (str(value.dtype), str(own[name].dtype))
+        for name, value in values.items()
+        if isinstance(value, Tensor | ShardedEntry) and value.dtype != own[name].dtype
     )
-
-
-def _casts(found: Found, names: Mapping[str, str], own: Mapping[str, Any]) -> list[str]:
-    counts: dict[tuple[str, str], int] = {}
-    for name, target in names.items():
-        value = found.state[name]
-        if isinstance(value, Tensor | ShardedEntry) and value.dtype != own[target].dtype:
-            pair = (str(value.dtype), str(own[target].dtype))
-            counts[pair] = counts.get(pair, 0) + 1
     return [f"converted {n} tensors from {old} to {new}" for (old, new), n in counts.items()]

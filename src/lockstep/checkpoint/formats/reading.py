@@ -55,10 +55,6 @@ class Found:
     place: str
     """Where in the file, in words; empty for the top."""
 
-    def value(self, name: str) -> Any:
-        """A value of the state, read from the file if it has not been."""
-        return read_value(self.state[name])
-
 
 @dataclass(frozen=True)
 class Source:
