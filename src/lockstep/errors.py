@@ -180,14 +180,14 @@ class LockstepWarning(UserWarning):
     """Numbers that are right here and may be wrong elsewhere; `warn` gives it."""
 
 
-def warn(was_set: str, found: str, do: str, *, code: str) -> None:
-    """Warns of an entry of the catalogue, at the user's own line; on rank 0 alone.
+def warn(was_set: str, found: str, do: str, *, code: str | None = None) -> None:
+    """Warns at the user's own line; on rank 0 alone.
 
     Args:
         was_set: what the user asked for, in the user's own terms.
         found: what stands against it.
         do: what to change.
-        code: of the entry.
+        code: of the entry in the catalogue, where there is one.
     """
     if _rank:
         return

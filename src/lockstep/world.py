@@ -29,7 +29,7 @@ from lockstep.distributed.process_group import (
     main_process_first,
 )
 from lockstep.distributed.seeding import seed_everything, seed_rank
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, warn
 from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, print_closing, progress
@@ -329,6 +329,16 @@ class World:
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
         self._folders.append(str(folder))
+        saved = {id(value) for value in state.values()}
+        for scheduler in self._preparer.schedulers:
+            known = saved & {id(scheduler), id(scheduler.inner)}
+            if id(scheduler.prepared) in saved and not known:
+                warn(
+                    f"world.checkpoint({str(folder)!r}, ...) without a scheduler",
+                    f"the optimizer is saved, and the {type(scheduler.inner).__name__} that was "
+                    "prepared with it is not: a resumed run would begin its schedule anew",
+                    "name it too: world.checkpoint(..., scheduler=scheduler)",
+                )
         return Checkpoint(folder, self._run, policy, state, world=self)
 
     def state_dict(self) -> dict[str, Any]:

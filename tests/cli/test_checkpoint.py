@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from saved import checkpoint
 from torch import nn
 
+from lockstep.checkpoint.storage import sealed
 from lockstep.checkpoint.weights import save_weights
 from lockstep.cli.main import main
 
@@ -67,6 +68,18 @@ def test_inspect_a_run(tmp_path: Path) -> None:
     result = lockstep("inspect", run / "step-000000006")
     assert result.exit_code == 1
     assert "no complete checkpoint is there" in result.output
+
+
+def test_inspect_shows_the_metric_and_the_best(tmp_path: Path) -> None:
+    for step, metric in ((5, 0.25), (6, 0.5)):
+        path = checkpoint(tmp_path, step, model=net())
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest |= {"metric": metric, "best": "min"}
+        (path / "manifest.json").write_bytes(sealed(manifest))
+    text = lockstep("inspect", tmp_path).output
+    assert "step-000000005: complete, metric 0.25, the best\n" in text
+    assert "step-000000006: complete, metric 0.5\n" in text
+    assert "  metric       0.5\n" in text
 
 
 def test_inspect_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Sampler, random_split
 
 import lockstep
-from lockstep.errors import RanksDifferError, SettingError, UsageError
+from lockstep.errors import LockstepWarning, RanksDifferError, SettingError, UsageError
 
 
 @pytest.fixture
@@ -252,6 +253,32 @@ def test_breaking_out_of_the_epochs_counts_the_epoch_if_it_was_done(world):
     for _ in world.epochs(5):
         break
     assert world.epoch == 2
+
+
+def test_a_prepared_scheduler_that_a_checkpoint_leaves_out_is_told(world, tmp_path):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, scheduler = world.prepare(model, optimizer, scheduler)
+    world.checkpoint(tmp_path, model=model)
+    world.checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    with pytest.warns(LockstepWarning, match="the StepLR that was prepared with it is not"):
+        world.checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+
+def test_a_loop_over_a_range_saves_the_epoch_of_its_loader(world, tmp_path):
+    model, optimizer = ready(world)
+    loader = world.loader(tensors(20), 10)
+    checkpoint = world.checkpoint(
+        tmp_path, model=model, optimizer=optimizer, loader=loader, asynchronous=False
+    )
+    for _ in range(3):
+        for batch in loader:
+            world.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    manifest = json.loads((checkpoint.save() / "manifest.json").read_text())
+    assert (manifest["epoch"], manifest["step"]) == (3, 6)
 
 
 def test_a_scheduler_that_was_not_prepared_is_noticed_with_micro_batches(world):

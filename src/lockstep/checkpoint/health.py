@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.contents import Contents, open_contents
-from lockstep.checkpoint.encoding import decode, leaves
-from lockstep.checkpoint.formats.reading import shard_finder
+from lockstep.checkpoint.encoding import leaves
+from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.formats.safetensors import read_header
 from lockstep.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
         found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
         return Health(path, (found,), None, foreign=True)
     wrong = [_wrong_inside(path, name, held) for name, held in needed.items()]
-    wrong.append("" if any(wrong) else _wrong_shards(path, manifest))
+    wrong.append("" if any(wrong) else _wrong_shards(path, manifest, needed))
     inside = [problem for problem in wrong if problem]
     sizes = _wrong_sizes(path, manifest)
     if values and not sizes and not inside:
@@ -135,16 +135,13 @@ def _wrong_inside(path: Path, name: str, needed: set[str]) -> str:
     return f"{name} lacks {len(lost)} tensors of the state ({min(lost)})" if lost else ""
 
 
-def _wrong_shards(path: Path, manifest: Mapping[str, Any]) -> str:
-    listed = dict.fromkeys(_needed(manifest))
+def _wrong_shards(path: Path, manifest: Mapping[str, Any], files: Collection[str]) -> str:
     for name, tree in _trees(manifest).items():
+        sharded = [place for place in leaves(tree) if "$sharded" in place]
         try:
-            find = shard_finder(path, {**manifest, "files": listed}, name)
-            for leaf in leaves(tree):
-                if "$sharded" in leaf:
-                    decode(leaf, {}, find)
-        except (CheckpointError, ValueError, KeyError, TypeError) as error:
-            return f"the shards of {name} are not sound: {error}"
+            read_stored(path, {**manifest, "files": files}, name, sharded, lazy=True)
+        except CheckpointError as error:
+            return f"the shards of {name} are not sound: {error.found}"
     return ""
 
 
@@ -159,6 +156,13 @@ class Inspection:
     """Of saves that were interrupted, or are going on."""
     contents: Contents | None
     """Of the path, or of the latest complete checkpoint in it; None where there is none."""
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric, where the run has said which that is."""
+        sound = [h for h in self.checkpoints if h.manifest is not None and not h.problems]
+        by = (sound[-1].manifest or {}).get("best") if sound else None
+        return layout.best([h.path for h in sound], by) if by else None
 
     @property
     def sound(self) -> bool:

@@ -51,6 +51,7 @@ from lockstep.checkpoint.sharding import (
     shards_only,
     stored_entries,
 )
+from lockstep.data.loader import Loader
 from lockstep.distributed import seeding
 from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
@@ -162,7 +163,7 @@ class Checkpoint:
             part, trees = self._part(states, answers)
             if rank:
                 return (part, {}), None
-            manifest = self._manifest(states["world"], answers[0]["metric"], trees)
+            manifest = self._manifest(states, answers[0]["metric"], trees)
             temporary = begin_checkpoint(
                 self.folder, manifest["step"], self._passed_over, self._writer.lock
             )
@@ -403,21 +404,26 @@ class Checkpoint:
         return note + notes
 
     def _manifest(
-        self, world: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
+        self, states: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
     ) -> dict[str, Any]:
         from lockstep import __version__  # the package itself imports this module
 
+        # A loop that is not over `world.epochs` is known to the loaders alone.
+        loaders = [name for name, value in self._state.items() if isinstance(value, Loader)]
+        epoch = states["world"]["epoch"] or min((states[n]["epoch"] for n in loaders), default=0)
+
         return {
-            "step": int(world["step"]),
+            "step": int(states["world"]["step"]),
             # Tells apart two checkpoints of one name, on machines that share no file system.
             "id": secrets.token_hex(8),
             "lockstep": __version__,
             "torch": torch.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "epoch": int(world["epoch"]),
+            "epoch": int(epoch),
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
             "metric": metric if metric is not None and math.isfinite(metric) else None,
+            "best": self._policy.best,
             "modules": {name: trees[name] for name in self._modules()},
             "training": trees[layout.TRAINING],
         }

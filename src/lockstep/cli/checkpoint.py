@@ -289,7 +289,10 @@ def _tensor_rows(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
 
 def _show_health(found: Inspection) -> None:
     for health in found.checkpoints:
-        _say(f"{health.path}: {'; '.join(health.problems) or 'complete'}")
+        metric = (health.manifest or {}).get("metric")
+        more = f", metric {metric:g}" if isinstance(metric, float) else ""
+        more += ", the best" if health.path == found.best else ""
+        _say(f"{health.path}: {'; '.join(health.problems) or f'complete{more}'}")
     for path in found.leftovers:
         _say(f"{path}: a save that was stopped, or goes on")
     if found.contents is None:

@@ -60,6 +60,7 @@ class Preparer:
         self._replaced: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
         """What an optimizer holds in the place of such a one; None: it lives on other ranks."""
         self._optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
         self._autotune = Autotune(run, strategy, plan, self._modules, self._optimizers)
         self._end_advice = add_memory_advice_at_end(run.step)
 
@@ -382,6 +383,7 @@ class Preparer:
                 "the optimizer it drives is not prepared",
                 "give both to world.prepare(model, optimizer, scheduler)",
             )
+        self.schedulers.append(prepared)
         return prepared
 
     def _choose(self, name: str, value: str, reason: str) -> None:

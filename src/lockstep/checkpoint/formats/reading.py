@@ -216,10 +216,10 @@ def read_stored(
         CheckpointError: the manifest does not list a file, or it cannot be read.
     """
     entries = _entries(path, manifest, name, 0)
-    return decode(tree, entries if lazy else _mapped(entries), shard_finder(path, manifest, name))
+    return decode(tree, entries if lazy else _mapped(entries), _shard_finder(path, manifest, name))
 
 
-def shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
+def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
     """Finds the tensors of a module or of the training that are stored in shards.
 
     Raises:
