@@ -19,7 +19,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -164,31 +164,29 @@ def record(error: BaseException, folder: Path) -> None:
     """
     with contextlib.suppress(Exception):  # the exception itself must still be seen
         made = describe(error)
-        values = {**asdict(made), "monotonic": time.monotonic(), "rank": os.environ.get("RANK")}
-        write_whole(folder / _FILE, json.dumps(values))
+        write_whole(folder / _FILE, json.dumps(asdict(made)))
         elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
         if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
-            write_whole(Path(elastic), json.dumps(_for_elastic(made)))
+            extra = {"py_callstack": made.traceback, "timestamp": str(int(made.time))}
+            message = {"message": f"{made.type}: {made.message}", "extraInfo": extra}
+            write_whole(Path(elastic), json.dumps({"message": message}))
 
 
 def read_record(folder: Path) -> ErrorRecord | None:
     """What `record` wrote in a rank's folder; None: nothing."""
     try:
-        values = json.loads((folder / _FILE).read_text())
-        known = {field.name: values[field.name] for field in fields(ErrorRecord)}
-        return from_values(ErrorRecord, known)
-    except (OSError, ValueError, KeyError, TypeError):
+        return from_values(ErrorRecord, json.loads((folder / _FILE).read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def describe(error: BaseException) -> ErrorRecord:
     """An exception as values; its time is now."""
-    name, message = _type_name(error), _message(error)
     return ErrorRecord(
-        type=name,
-        message=message,
-        headline=_headline(error, name, message),
+        type=_type_name(error),
+        message=_message(error),
+        headline=_headline(error),
         line=_line(error),
         time=time.time(),
         exit_code=exit_code(error),
@@ -211,11 +209,6 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, LockstepError) else 1
 
 
-def _for_elastic(made: ErrorRecord) -> dict[str, object]:
-    extra = {"py_callstack": made.traceback, "timestamp": str(int(made.time))}
-    return {"message": {"message": f"{made.type}: {made.message}", "extraInfo": extra}}
-
-
 def _type_name(error: BaseException) -> str:
     module, name = type(error).__module__, type(error).__qualname__
     plain = module in ("builtins", "__main__") or module.startswith("lockstep.")
@@ -229,23 +222,22 @@ def _message(error: BaseException) -> str:
         return "(its message cannot be shown)"
 
 
-def _headline(error: BaseException, name: str, message: str) -> str:
+def _headline(error: BaseException) -> str:
+    message = _message(error)
     if isinstance(error, SystemExit):
-        # A message has been printed, so it may be long; its first line is enough.
-        code = (
-            error.code if isinstance(error.code, int | None) else f"{message.split(chr(10))[0]!r}"
-        )
+        code = "" if error.code is None else str(error.code)
+        if not isinstance(error.code, int | None):
+            # It has been printed, so it may be long; its first line is enough.
+            code = repr(message.split("\n")[0])
         handled = _handled(error)
-        after = ""
-        if handled is not None:
-            after = f" while handling {_headline(handled, _type_name(handled), _message(handled))}"
-        return f"sys.exit({'' if code is None else code}){after}"
+        after = "" if handled is None else f" while handling {_headline(handled)}"
+        return f"sys.exit({code}){after}"
     worker = _ELSEWHERE.match(message)
     remote = _end_of_traceback(message) if worker else None
     if worker and remote:
         return f"{remote} (in {(worker[1] or worker[2]).replace('-- P', 'p')})"
-    first = message.strip().splitlines()[0] if message.strip() else ""
-    return f"{name}: {first}" if first else name
+    first, _, _ = message.strip().partition("\n")
+    return f"{_type_name(error)}: {first}" if first else _type_name(error)
 
 
 def _handled(error: BaseException) -> BaseException | None:
@@ -276,21 +268,17 @@ def _line(error: BaseException) -> str | None:
 
 
 def _stack(trace: TracebackType | None) -> Stack:
-    frames = [
-        Frame(f.f_code.co_filename, number, f.f_code.co_name)
-        for f, number in traceback.walk_tb(trace)
-    ]
-    return tuple(reversed(frames))
+    return tuple(
+        Frame(frame.f_code.co_filename, number, frame.f_code.co_name)
+        for frame, number in reversed(list(traceback.walk_tb(trace)))
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen = {id(error)}
-    at = error
-    while len(seen) <= _CHAIN:
-        # Also one that `from None` hides: a lost connection may be behind it.
-        before = at.__cause__ or at.__context__
-        if before is None or id(before) in seen:
-            return
+    # Also one that `from None` hides: a lost connection may be behind it.
+    before = error.__cause__ or error.__context__
+    while before is not None and id(before) not in seen and len(seen) <= _CHAIN:
         seen.add(id(before))
         yield before
-        at = before
+        before = before.__cause__ or before.__context__

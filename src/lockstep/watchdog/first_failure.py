@@ -147,36 +147,27 @@ def _who_left(own: Sequence[ExitStatus], followers: Sequence[ExitStatus]) -> lis
 def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
     """An exit as a root; `alone`: it says that a peer was lost, but none was."""
     error = end.error
-    texts = [f"{error.type}: {error.message}", *error.chain] if error else [*end.last_lines]
-    failure = FirstFailure(
-        kind="exception",
+    raised = error is not None and error.type != "SystemExit"
+    kind: FailureKind = "exception" if raised else "exit" if end.code >= 0 else "signal"
+    headline = error.headline if error else _how(end)
+    details = _message_lines(error, end) if error is not None and raised else _last_lines(end)
+    code = end.code if end.code >= 0 else EXIT_LOST_RANK
+    if raised and end.code < 0:  # what a program that ends so, alone, ends with in a shell
+        code = error.exit_code if error and error.exit_code > 0 else 128 - end.code
+    if kind == "signal" and end.code == -signal.SIGKILL and end.oom:
+        kind, headline, details = "oom", _oom_headline(end), ()
+    return FirstFailure(
+        kind=kind,
         ranks=(end.rank,),
         host=end.host,
         time=end.failed_at,
-        headline=error.headline if error else _how(end),
-        exit_code=_exit_code(end),
+        headline=headline,
+        exit_code=code,
         step=end.step,
         line=error.line if error else end.crash_line,
-        details=_last_lines(end),
+        details=details,
+        advice=_advice(kind, end, alone),
     )
-    if error is not None and error.type != "SystemExit":
-        failure = replace(failure, details=_message_lines(error, end))
-    elif end.code >= 0:
-        failure = replace(failure, kind="exit", exit_code=end.code)
-    elif end.code == -signal.SIGKILL and end.oom:
-        failure = replace(
-            failure, kind="oom", headline=_oom_headline(end), exit_code=EXIT_LOST_RANK, details=()
-        )
-    else:
-        failure = replace(failure, kind="signal", exit_code=EXIT_LOST_RANK)
-    return replace(failure, advice=_advice(failure.kind, end, texts, alone))
-
-
-def _exit_code(end: ExitStatus) -> int:
-    """What a program that ends so, alone, ends with in a shell."""
-    if end.code >= 0:
-        return end.code
-    return end.error.exit_code if end.error and end.error.exit_code > 0 else 128 - end.code
 
 
 def _how(end: ExitStatus) -> str:
@@ -356,37 +347,34 @@ def render(first: FirstFailure) -> str:
 # What Gloo, NCCL, TCPStore and DDP say when a peer has gone or has not come. Those that name the
 # peer or the reason stand first: of several that match, the first is shown. A builtin OSError
 # (`[Errno 32] Broken pipe`) is about a pipe or socket of the script's own.
-_LOST_PEER = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
-        r"remote process exited or there was a network error",
-        r"Connection closed by (?:remote )?peer",
-        r"(?<!\] )[Cc]onnection reset by peer",
-        r"Connection was likely closed",
-        r"Timed out waiting \d+ms for (?:recv|send) operation",
-        r"Watchdog caught collective operation timeout",
-        r"Failed to check the .should dump. flag on TCPStore",
-        r"(?<!\] )Broken pipe",
-        r"recvValue failed",
-        r"Application timeout caused pair closure",
-        r"connectFullMesh failed",
-        r"wait timeout after \d+ms",
-        r"The client socket has timed out",
-        r"(?:failed to connect|Failed to recv|Failed to send), .*0 bytes",
-        r"[Ss]ocket [Tt]imeout",
-        r"watchdog got stuck",
-        r"Heartbeat monitor timed out",
-        r"NCCL communicator (?:was|has been) aborted",
-        r"Some NCCL operations have failed or timed out",
-        r"ncclRemoteError",
-        r"inconsistent 0 params",
-        r"\bChildFailedError\b",
-        r"rank 0 or its store went away during the join",
-        r"its store answered once and then went away",
-        r"ranks? [\d, -]+ did not come within [\d.]+ s",
-        r"rank 0 \(.*\) came, but stopped answering",
-    )
+_LOST_PEER = (
+    r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
+    r"remote process exited or there was a network error",
+    r"Connection closed by (?:remote )?peer",
+    r"(?<!\] )[Cc]onnection reset by peer",
+    r"Connection was likely closed",
+    r"Timed out waiting \d+ms for (?:recv|send) operation",
+    r"Watchdog caught collective operation timeout",
+    r"Failed to check the .should dump. flag on TCPStore",
+    r"(?<!\] )Broken pipe",
+    r"recvValue failed",
+    r"Application timeout caused pair closure",
+    r"connectFullMesh failed",
+    r"wait timeout after \d+ms",
+    r"The client socket has timed out",
+    r"(?:failed to connect|Failed to recv|Failed to send), .*0 bytes",
+    r"[Ss]ocket [Tt]imeout",
+    r"watchdog got stuck",
+    r"Heartbeat monitor timed out",
+    r"NCCL communicator (?:was|has been) aborted",
+    r"Some NCCL operations have failed or timed out",
+    r"ncclRemoteError",
+    r"inconsistent 0 params",
+    r"\bChildFailedError\b",
+    r"rank 0 or its store went away during the join",
+    r"its store answered once and then went away",
+    r"ranks? [\d, -]+ did not come within [\d.]+ s",
+    r"rank 0 \(.*\) came, but stopped answering",
 )
 
 
@@ -402,11 +390,8 @@ def lost_peer(texts: Iterable[str]) -> str | None:
         None where there are no such words.
     """
     joined = "\n".join(texts)
-    for pattern in _LOST_PEER:
-        found = pattern.search(joined)
-        if found:
-            return found[0]
-    return None
+    found = (re.search(pattern, joined) for pattern in _LOST_PEER)
+    return next((words[0] for words in found if words), None)
 
 
 _MEMORY = (
@@ -496,10 +481,10 @@ _NETWORK = (
 )
 
 
-def _advice(
-    kind: FailureKind, end: ExitStatus, texts: Sequence[str], alone: bool
-) -> tuple[str, ...]:
+def _advice(kind: FailureKind, end: ExitStatus, alone: bool) -> tuple[str, ...]:
     """What to do about a rank's failure; empty where the failure says it itself."""
+    error = end.error
+    texts = [f"{error.type}: {error.message}", *error.chain] if error else end.last_lines
     joined = "\n".join(texts)
     if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", joined):
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
