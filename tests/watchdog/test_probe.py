@@ -279,11 +279,16 @@ def test_installing_twice_watches_once(tmp_path: Path) -> None:
         assert [heartbeat and heartbeat.steps for heartbeat in heartbeats] == [0, 1]
 
 
+def stop_answering() -> None:
+    assert probe._installed is not None
+    probe._installed.stop_answering()
+
+
 @in_clean_process
 def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> None:
     with installed(tmp_path), group_of_one():
         ask(tmp_path, "1")
-        probe._stop_answering()  # at exit, before the interpreter's own end
+        stop_answering()  # at exit, before the interpreter's own end
         assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
         faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
         os.kill(os.getpid(), STACK_SIGNAL)
@@ -307,7 +312,7 @@ def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None
         probe.flight_record = slowly  # type: ignore[attr-defined]
         put(b"1\n")
         assert answering.wait(HANG_S)
-        ending = threading.Thread(target=probe._stop_answering, daemon=True)
+        ending = threading.Thread(target=stop_answering, daemon=True)
         ending.start()
         until(lambda: in_the_pipe(tmp_path / "ask"))
         put(b"2\n")

@@ -261,28 +261,32 @@ def _left(end: ExitStatus) -> FirstFailure:
 def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus]) -> FirstFailure:
     """The first of the roots, with what is to be said of the others."""
     first, *rest = _folded(roots)
-    also = [root for root in rest if _cannot_be_ordered(first, root)]
+    also, followed = [], []
     texts: dict[str, list[int]] = {}
-    for follower in sorted(followers, key=lambda end: end.rank):
+    for follower in followers:
         texts.setdefault(_lost_peer_text(follower) or "", []).append(follower.rank)
-    followed = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
-    followed += [
-        f"{_who(root)} ({root.headline}, {root.time - first.time:.1f} s later)"
-        for root in rest
-        if root not in also and root.kind != "interrupted"
-    ]
-    return replace(
-        first,
-        also=tuple(_in_one_line(root, first.host) for root in also),
-        consequences=tuple(followed),
-    )
+    for text, ranks in sorted(texts.items(), key=lambda item: min(item[1])):
+        followed.append(f"{name_ranks(ranks)} ({text})")
+    for root in rest:
+        if _cannot_be_ordered(first, root):
+            where = (
+                f" on host {root.host}" if root.ranks and root.host not in ("", first.host) else ""
+            )
+            at = f", {root.line}" if root.line else ""
+            also.append(f"{_who(root)}{where}: {root.headline}{at}")
+        elif root.kind != "interrupted":
+            later = f"{root.time - first.time:.1f} s later"
+            followed.append(f"{_who(root)} ({root.headline}, {later})")
+    return replace(first, also=tuple(also), consequences=tuple(followed))
 
 
 def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """In the order of time, with those that are alike in one."""
     groups: dict[object, list[FirstFailure]] = {}
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
-        groups.setdefault(_alike(root), []).append(root)
+        # Those that differ in numbers alone (a rank, an address, a size) are the same.
+        alike = root.kind, re.sub(r"\d+", "#", root.headline), root.line
+        groups.setdefault(alike, []).append(root)
     return [
         replace(
             group[0],
@@ -293,21 +297,10 @@ def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     ]
 
 
-def _alike(root: FirstFailure) -> tuple[str, str, str | None]:
-    """Failures that differ in numbers alone (a rank, an address, a size) are the same."""
-    return root.kind, re.sub(r"\d+", "#", root.headline), root.line
-
-
 def _cannot_be_ordered(first: FirstFailure, other: FirstFailure) -> bool:
     if "interrupted" in (first.kind, other.kind):
         return False
     return other.time - first.time <= (INSTANT_S if first.host == other.host else LATE_S)
-
-
-def _in_one_line(root: FirstFailure, host: str) -> str:
-    where = f" on host {root.host}" if root.ranks and root.host not in ("", host) else ""
-    at = f", {root.line}" if root.line else ""
-    return f"{_who(root)}{where}: {root.headline}{at}"
 
 
 def _who(root: FirstFailure) -> str:

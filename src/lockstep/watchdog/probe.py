@@ -112,6 +112,9 @@ class Probe:
         self._start_heartbeat()
         self._undo.callback(on_default_group(_kept_groups.append))
         self._start_answering()
+        os.register_at_fork(after_in_child=self.forget)
+        self._undo.callback(atexit.unregister, self.stop_answering)
+        atexit.register(self.stop_answering)
 
     def close(self) -> None:
         """Takes everything out again; the files stay."""
@@ -241,7 +244,6 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
 
 
 _installed: Probe | None = None
-_registered = False
 
 
 def install(folder: Path) -> None:
@@ -250,13 +252,9 @@ def install(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    global _installed, _registered
+    global _installed
     uninstall()
     _installed = Probe(folder)
-    if not _registered:
-        os.register_at_fork(after_in_child=_forget)
-        atexit.register(_stop_answering)
-        _registered = True
 
 
 def uninstall() -> None:
@@ -264,16 +262,4 @@ def uninstall() -> None:
     global _installed
     if _installed is not None:
         _installed.close()
-        _installed = None
-
-
-def _stop_answering() -> None:
-    if _installed is not None:
-        _installed.stop_answering()
-
-
-def _forget() -> None:
-    global _installed
-    if _installed is not None:
-        _installed.forget()
         _installed = None
