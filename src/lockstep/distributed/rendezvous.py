@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -52,7 +53,6 @@ from lockstep.errors import (
     RanksDifferError,
     SettingError,
     StaleInitFileError,
-    UsageError,
 )
 
 _FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
@@ -66,38 +66,28 @@ _TOGETHER_S = 3.0
 """Processes that were created within this time of each other were started together."""
 
 
+@dataclass(eq=False)
 class Joined:
-    """What the ranks share once they have come together.
+    """What the ranks share once they have come together."""
 
-    Attributes:
-        manifests: each rank's, in the order of ranks.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        manifests: Sequence[Mapping[str, str]],
-        *,
-        rank: int,
-        served_by_rank_0: bool,
-        file: Path | None,
-    ) -> None:
-        self._store: Store | None = store
-        self._rank = rank
-        self._served_by_rank_0 = served_by_rank_0
-        self._file = file
-        self.manifests = manifests
-        self.hosts = [manifest["host"] for manifest in manifests]
-        """Of each rank."""
-        self.here = [r for r, host in enumerate(self.hosts) if host == self.hosts[rank]]
-        """The ranks of this machine."""
+    store: Store
+    """For process groups and small messages, until `close`; whoever keeps it keeps port or file in
+    use."""
+    manifests: Sequence[Mapping[str, str]]
+    """Each rank's, in the order of ranks."""
+    rank: int
+    served_by_rank_0: bool
+    file: Path | None
 
     @property
-    def store(self) -> Store:
-        """For process groups and small messages; whoever keeps it keeps port or file in use."""
-        if self._store is None:
-            raise UsageError("the store of a run", "the run has been left", "ask before close()")
-        return self._store
+    def hosts(self) -> list[str]:
+        """Of each rank."""
+        return [manifest["host"] for manifest in self.manifests]
+
+    @property
+    def here(self) -> list[int]:
+        """The ranks of this machine."""
+        return [r for r, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
 
     def close(self, *, others_leave: bool = True) -> None:
         """Lets go of the store; to be called on every rank after the process group was closed.
@@ -109,21 +99,22 @@ class Joined:
             others_leave: whether the others can be counted on to do the same; rank 0 waits for
                 them, but not long.
         """
-        store, self._store = self._store, None
-        if store is None or not (self._served_by_rank_0 or self._file):
+        store = self.store
+        del self.store
+        if not (self.served_by_rank_0 or self.file):
             return
         left = False
         with suppress(RuntimeError):  # the other side has gone, which is what we are about to do
-            if self._rank != 0:
-                store.set(f"left/{self._rank}", "")
+            if self.rank != 0:
+                store.set(f"left/{self.rank}", "")
                 return
             others = [f"left/{rank}" for rank in range(1, len(self.manifests))]
             limit = time.monotonic() + _CLOSE_S
             left = others_leave and wait_until(partial(store.check, others), limit)
         del store
-        if left and self._file is not None:
+        if left and self.file is not None:
             # Of two stores that are let go at once, torch's counting may let neither be the last.
-            file = self._file
+            file = self.file
             if not wait_until(lambda: not file.exists(), time.monotonic() + _REMOVAL_S):
                 file.unlink(missing_ok=True)
 
@@ -176,8 +167,7 @@ def join(
     except (JoinError, RanksDifferError) as error:
         failed = error.with_traceback(None)
     else:
-        served = file is None and not of_launcher
-        return Joined(scoped, manifests, rank=topology.rank, served_by_rank_0=served, file=file)
+        return Joined(scoped, manifests, topology.rank, file is None and not of_launcher, file)
     del store, scoped  # lets go of port and file even while the error is being looked at
     raise failed
 
@@ -210,14 +200,14 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     except ValueError as error:
         raise _malformed(init_method, str(error)) from None
     if parts.scheme != "tcp":
-        raise _malformed(init_method, f"the scheme is {parts.scheme!r}")
-    if not host or not port:
-        raise _malformed(init_method, f"the {'port' if host else 'host'} is missing")
-    if parts.path.strip("/") or parts.query:
-        raise _malformed(
-            init_method, "something follows the port; rank and world_size are arguments of init"
-        )
-    return Endpoint(host, port, topology.one_node)
+        found = f"the scheme is {parts.scheme!r}"
+    elif not host or not port:
+        found = f"the {'port' if host else 'host'} is missing"
+    elif parts.path.strip("/") or parts.query:
+        found = "something follows the port; rank and world_size are arguments of init"
+    else:
+        return Endpoint(host, port, topology.one_node)
+    raise _malformed(init_method, found)
 
 
 def _malformed(init_method: str, found: str) -> SettingError:
@@ -393,14 +383,12 @@ def _check_fresh(path: Path, timeout: float) -> None:
 
 
 def _requests(content: bytes) -> list[JoinRequest]:
-    text = content.decode(errors="replace")
-    decoder = json.JSONDecoder()
+    _, *written = content.decode(errors="replace").split(REQUEST_MARK)
     found = []
-    position = text.find(REQUEST_MARK)
-    while position >= 0:
+    for text in written:
         with suppress(ValueError, TypeError):  # still being written, or of another version
-            found.append(JoinRequest(**decoder.raw_decode(text, position)[0]))
-        position = text.find(REQUEST_MARK, position + 1)
+            values, _ = json.JSONDecoder().raw_decode(REQUEST_MARK + text)
+            found.append(JoinRequest(**values))
     return found
 
 
