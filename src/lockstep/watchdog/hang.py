@@ -61,23 +61,22 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     activities = with_other_threads(activities, table)
     graph = build_wait_graph(activities, table)
     # Bytes on their way between two machines leave no trace in either.
-    still = later.one_host and all(
-        is_still(before[rank], a.state, seconds)
-        for rank, a in activities.items()
-        if a.kind is not Kind.EXITED
+    still = (
+        waited_s >= _PAIRS_S
+        and later.one_host
+        and all(
+            is_still(before[rank], activity.state, seconds)
+            for rank, activity in activities.items()
+            if activity.kind is not Kind.EXITED
+        )
     )
-    ages = {}
-    if later.one_host:
-        calls = {rank: activities[rank].call for rank in graph.waits_for}
-        ages = {r: max(0.0, later.time - c.time_s) for r, c in calls.items() if c is not None}
-    case = Case(
-        activities,
-        table,
-        graph,
-        ages,
-        max([waited_s, *ages.values()]),
-        still and waited_s >= _PAIRS_S,
-    )
+    ages: dict[int, float] = {}
+    for rank in graph.waits_for if later.one_host else ():
+        call = activities[rank].call
+        if call is not None:
+            ages[rank] = max(0.0, later.time - call.time_s)
+    waited_s = max([waited_s, *ages.values()])
+    case = Case(activities, table, graph, ages, waited_s, still)
     return next((v for verdict in VERDICTS if (v := verdict(case)) is not None), None)
 
 
@@ -126,11 +125,12 @@ class Case:
             advice = (_ADVICE[kind],) if kind in _ADVICE else ()
         calls = {} if mismatch is None else dict(mismatch.calls)
         rows = tuple(self._row(a, calls.get(rank)) for rank, a in self.activities.items())
-        ranks = tuple(sorted(ranks))
-        return Verdict(kind, fatal, ranks, headline, rows, mismatch, advice, self.waited_s)
+        at_fault = tuple(sorted(ranks))
+        return Verdict(kind, fatal, at_fault, headline, rows, mismatch, advice, self.waited_s)
 
     def _row(self, activity: Activity, mismatched: Call | None) -> Row:
         state = activity.state
+        does = _does(activity)
         if activity.rank in self.graph.waits_for:
             is_open = mismatched is not None and _is_open(mismatched, activity)
             call = mismatched if is_open else activity.call
@@ -139,8 +139,6 @@ class Case:
                 does += f" of {name}"
             if activity.wait is not None and activity.wait.where:
                 does += f", {activity.wait.where}"
-        else:
-            does = _does(activity)
         if state.steps:
             does += f" (step {state.steps})"
         return Row(activity.rank, state.host, does, activity.line, self.ages.get(activity.rank))
@@ -159,8 +157,8 @@ class Case:
 def _nothing_seen(case: Case) -> Verdict | None:
     """All of several ranks have been asked, and none has given an answer or a stack."""
     alive = case.alive
-    unseen = [a for a in alive.values() if a.kind is Kind.UNKNOWN and a.state.answered is False]
-    if case.waiting or not len(unseen) == len(alive) > 1:
+    unseen = all(a.kind is Kind.UNKNOWN and a.state.answered is False for a in alive.values())
+    if case.waiting or len(alive) < 2 or not unseen:
         return None
     headline = (
         f"nothing can be seen of {name_ranks(sorted(alive))}, and no step has been made for "
@@ -173,29 +171,29 @@ def _all_blocked(case: Case) -> Verdict | None:
     """All of several ranks blocked at once is worth a word; where one computes, none is."""
     alive = case.alive
     ended = case.activities.keys() - alive.keys()
-    still = [Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED]
+    kinds = {activity.kind for activity in alive.values()}
+    blocked = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended:
         # At a script's end a thread of torch's may want the lock that the interpreter waits with.
-        still.append(Kind.SILENT)
-    several = len(case.activities) > 1
-    if case.waiting or not several or any(a.kind not in still for a in alive.values()):
+        blocked.add(Kind.SILENT)
+    if case.waiting or len(case.activities) < 2 or not kinds <= blocked:
         return None
     seconds = f"{case.waited_s:.0f} s"
+    kind: VerdictKind = "blocked"
     if ended:
         it = "it" if len(alive) == 1 else "them"
-        return case.verdict(
-            "blocked",
-            alive,
+        headline = (
             f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
-            f"{verb('has', len(alive))} not, and nothing has been seen of {it} for {seconds}",
+            f"{verb('has', len(alive))} not, and nothing has been seen of {it} for {seconds}"
         )
-    if all(activity.kind is Kind.LOADING for activity in alive.values()):
-        return case.verdict("loading", alive, f"all ranks wait for data, for {seconds}")
-    headline = (
-        "no rank computes in its main thread, and none waits for another in a collective, for "
-        f"{seconds}"
-    )
-    return case.verdict("blocked", alive, headline)
+    elif kinds == {Kind.LOADING}:
+        kind, headline = "loading", f"all ranks wait for data, for {seconds}"
+    else:
+        headline = (
+            "no rank computes in its main thread, and none waits for another in a collective, for "
+            f"{seconds}"
+        )
+    return case.verdict(kind, alive, headline)
 
 
 def _gone(case: Case) -> Verdict | None:
