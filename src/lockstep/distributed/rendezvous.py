@@ -374,9 +374,10 @@ def _check_fresh(path: Path, timeout: float) -> None:
         reason = "from long before this process was started"
     else:
         return
+    duration, _, _ = str(timedelta(seconds=round(age))).partition(", ")  # `3 days` or `0:05:12`
     raise StaleInitFileError(
         f"init_method='file://{path}'",
-        f"the file is left over from an earlier run: last changed {_duration(age)} ago, owner "
+        f"the file is left over from an earlier run: last changed {duration} ago, owner "
         f"{_owner(path)}; {reason}",
         f"make sure that no run uses it, then remove it (rm {path}), or name another file",
     )
@@ -415,10 +416,3 @@ def _owner(path: Path) -> str:
         return path.owner()
     except (KeyError, OSError):
         return f"user {path.stat().st_uid}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

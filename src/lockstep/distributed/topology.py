@@ -254,8 +254,13 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
         return None
     rank, size = task
     _same_world_size(environ, size, "Slurm")
-    node_rank = _number(environ, _set_by_srun(environ, "SLURM_NODEID"))
-    counts = expand_tasks(environ[_set_by_srun(environ, "SLURM_STEP_TASKS_PER_NODE")])
+    for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):
+        if not environ.get(name):
+            raise SettingError(
+                "a run started by srun", f"{name} is not set", "start it with srun again"
+            )
+    node_rank = _number(environ, "SLURM_NODEID")
+    counts = expand_tasks(environ["SLURM_STEP_TASKS_PER_NODE"])
     if sum(counts) != size or not 0 <= node_rank < len(counts):
         raise SettingError(
             f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node_rank}",
@@ -264,12 +269,12 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "start the processes with srun, which sets all of them",
         )
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    job = environ[_set_by_srun(environ, "SLURM_JOB_ID")] + f".{environ.get('SLURM_STEP_ID', '0')}"
+    job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
     return _in_blocks(
         Topology(
             rank=rank,
             size=size,
-            local_rank=_number(environ, _set_by_srun(environ, "SLURM_LOCALID")),
+            local_rank=_number(environ, "SLURM_LOCALID"),
             local_size=counts[node_rank],
             node_rank=node_rank,
             master_addr=environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else None),
@@ -351,14 +356,6 @@ def _pair(environ: Environ, names: tuple[str, str]) -> tuple[int, int] | None:
         missing = names[1] if there[0] == names[0] else names[0]
         raise _half_set(there[0], environ[there[0]], missing)
     return (_number(environ, names[0]), _number(environ, names[1])) if there else None
-
-
-def _set_by_srun(environ: Environ, name: str) -> str:
-    if not environ.get(name):
-        raise SettingError(
-            "a run started by srun", f"{name} is not set", "start it with srun again"
-        )
-    return name
 
 
 def _optional(environ: Environ, name: str) -> int | None:
