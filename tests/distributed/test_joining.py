@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.manifest import agree
+from lockstep.distributed.manifest import Join
 from lockstep.distributed.network import Endpoint, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -36,7 +36,7 @@ class Rank:
 
     def join(self, store: Store) -> Decision:
         try:
-            return agree(store, self.topology, self.manifest, "a table", self.timeout)
+            return Join(store, self.topology, self.manifest, "a table", self.timeout).agree()
         except LockstepError as error:
             return error
 

@@ -167,24 +167,16 @@ class Collectives:
         mine = [x.item() if isinstance(x := leaves[p], Tensor) else x for p in places]
         rows = self._exchange(mine)[: self.data_parallel.size] if places else []
         numbers = {p: combine([row[i] for row in rows]) for i, p in enumerate(places)}
-        for place, number in numbers.items():
-            problem = problem_with_result(name, number, columns[place])
-            if problem is not None:
-                raise UsageError(*problem)
-        reduced = [
-            number_like(leaf, numbers[place], columns[place])
-            if place in numbers
-            else self._all_reduce(name, leaf)
-            for place, leaf in enumerate(leaves)
-        ]
+        operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
+        reduced = []
+        for place, leaf in enumerate(leaves):
+            if place in numbers:
+                check_result(name, numbers[place], columns[place])
+                reduced.append(number_like(leaf, numbers[place], columns[place]))
+            else:
+                own = leaf if self.contributes else identity_element(leaf, operation)
+                reduced.append(all_reduced(own, operation))
         return pytree.tree_unflatten(reduced, spec)
-
-    def _all_reduce(self, name: str, leaf: Tensor) -> Tensor:
-        operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(
-            name, dist.ReduceOp.SUM
-        )
-        own = leaf if self.contributes else identity_element(leaf, operation)
-        return all_reduced(own, operation)
 
     def _open(
         self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
@@ -200,14 +192,8 @@ class Collectives:
                 self.blocked,
                 "sum up inside the loop and call the collective once, after it",
             )
-        if self.alone:
-            if call.problem is not None:
-                raise UsageError(*call.problem)
-            return [call.leaves]
         self.check_turn(f"{call.name} {call.detail}".rstrip())
-        digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8)
-        if all(torch.equal(other, mine) for other in self._all_gather(mine)):
+        if self.alone or self._all_agree(call):
             if call.problem is not None:
                 raise UsageError(*call.problem)
             return [call.leaves] * self.topology.size
@@ -221,6 +207,11 @@ class Collectives:
         if alike and fits is not None and all(fits(c) for c in zip(*rows, strict=True)):
             return rows
         raise _differ(calls)
+
+    def _all_agree(self, call: Call) -> bool:
+        digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8)
+        return all(torch.equal(other, mine) for other in self._all_gather(mine))
 
     def check_turn(self, doing: str) -> None:
         """Raises UsageError inside of `main_process_first`, where other ranks are not."""
@@ -448,7 +439,7 @@ def divided(leaf: Any, count: int) -> Any:
     return leaf / count
 
 
-def number_like(leaf: Any, number: bool | int | float, column: Sequence[Leaf]) -> Any:
+def number_like(leaf: Any, number: Number, column: Sequence[Leaf]) -> Any:
     """A reduced number in the form that this rank brought it in.
 
     Args:
@@ -464,23 +455,18 @@ def number_like(leaf: Any, number: bool | int | float, column: Sequence[Leaf]) -
     return torch.tensor(number, dtype=dtype, device=leaf.device)
 
 
-def problem_with_result(
-    name: str, number: bool | int | float, column: Sequence[Leaf]
-) -> Problem | None:
-    """Why the reduced number does not fit what some rank brought, or None; alike on all ranks."""
-    if type(number) is not int:
-        return None
-    for leaf in column:
+def check_result(name: str, number: Number, column: Sequence[Leaf]) -> None:
+    """Raises UsageError where a number does not fit what some rank brought; alike on all ranks."""
+    for leaf in column if type(number) is int else ():
         if leaf.kind != "tensor" or leaf.is_real or leaf.dtype == "bool":
             continue
         limits = torch.iinfo(getattr(torch, leaf.dtype))
         if not limits.min <= number <= limits.max:
-            return (
+            raise UsageError(
                 f"world.{name} of 0-dimensional {leaf.dtype} tensors",
                 f"the result, {number}, does not fit into {leaf.dtype}",
                 "convert them to a wider dtype, or to plain numbers",
             )
-    return None
 
 
 def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

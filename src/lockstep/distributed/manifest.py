@@ -181,81 +181,67 @@ class JoinRequest:
         return f"process {self.pid} on {self.host}"
 
 
-def agree(
-    store: Store,
-    topology: Topology,
-    manifest: Mapping[str, str],
-    place: str,
-    timeout: float,
-    file: Path | None = None,
-) -> Sequence[Mapping[str, str]]:
-    """Asks to join; rank 0 decides, and its decision is the same on every rank.
-
-    Args:
-        store: where the ranks of this run, and of no other, meet.
-        topology: who this process is.
-        manifest: from `collect`.
-        place: where the store is, for messages.
-        timeout: how long ranks wait for each other, in seconds.
-        file: of the store, where it has one; removed where the ranks do not come together.
-
-    Returns:
-        The manifests, in the order of ranks.
-
-    Raises:
-        JoinError, RanksDifferError: the same on all ranks.
-    """
-    asked = f"a run of {topology.size} processes that meet at {place}"
-    try:
-        # A second rank 0 asks like any other, and the first one decides.
-        decides = topology.is_main and store.add("ranks 0", 1) == 1
-        own = _ask(store, topology, manifest)
-        join = _Join(store, own, asked, place, timeout, file)
-        return join.decide() if decides else join.await_decision()
-    except RuntimeError as error:  # what torch's stores raise
-        if isinstance(error, LockstepError):
-            raise
-        reason = str(error).partition("\n")[0]
-    # Here, as its context would keep the store alive.
-    raise MissingRankError(
-        asked,
-        f"rank 0 or its store went away during the join ({reason})",
-        "look at rank 0's error: it failed first",
-    )
-
-
 def read_request(store: Store, key: str) -> JoinRequest:
     """The request under a key that is there."""
     return JoinRequest(**json.loads(store.get(key)))
 
 
-def _ask(store: Store, topology: Topology, manifest: Mapping[str, str]) -> JoinRequest:
-    process = psutil.Process()
-    request = JoinRequest(
-        number=int(store.add("requests", 1)),
-        rank=topology.rank,
-        size=topology.size,
-        host=manifest["host"],
-        pid=process.pid,
-        started=process.create_time(),
-        manifest=dict(manifest),
-    )
-    store.set(f"request/{request.number}", json.dumps(vars(request)))
-    return request
-
-
 @dataclass
-class _Join:
-    """One rank's side, from its request to the decision; rank 0's to the last reader."""
+class Join:
+    """One rank's side of coming together, from its request to the decision."""
 
     store: Store
-    own: JoinRequest
-    asked: str
+    """Where the ranks of this run, and of no other, meet."""
+    topology: Topology
+    manifest: Mapping[str, str]
+    """From `collect`."""
     place: str
+    """Where the store is, for messages."""
     timeout: float
-    file: Path | None
+    """How long ranks wait for each other, in seconds."""
+    file: Path | None = None
+    """Of the store, where it has one; removed where the ranks do not come together."""
     requests: list[JoinRequest] = field(default_factory=list)
     """Those that rank 0 has read."""
+
+    def agree(self) -> Sequence[Mapping[str, str]]:
+        """Asks to join; rank 0 decides, and its decision is the same on every rank.
+
+        Returns:
+            The manifests, in the order of ranks.
+
+        Raises:
+            JoinError, RanksDifferError: the same on all ranks.
+        """
+        try:
+            # A second rank 0 asks like any other, and the first one decides.
+            decides = self.topology.is_main and self.store.add("ranks 0", 1) == 1
+            process = psutil.Process()
+            own = JoinRequest(
+                number=int(self.store.add("requests", 1)),
+                rank=self.topology.rank,
+                size=self.topology.size,
+                host=self.manifest["host"],
+                pid=process.pid,
+                started=process.create_time(),
+                manifest=dict(self.manifest),
+            )
+            self.store.set(f"request/{own.number}", json.dumps(vars(own)))
+            return self._decide(own) if decides else self._await_decision(own)
+        except RuntimeError as error:  # what torch's stores raise
+            if isinstance(error, LockstepError):
+                raise
+            reason = str(error).partition("\n")[0]
+        # Here, as its context would keep the store alive.
+        raise MissingRankError(
+            self._asked,
+            f"rank 0 or its store went away during the join ({reason})",
+            "look at rank 0's error: it failed first",
+        )
+
+    @property
+    def _asked(self) -> str:
+        return f"a run of {self.topology.size} processes that meet at {self.place}"
 
     @property
     def _another(self) -> str:
@@ -264,19 +250,19 @@ class _Join:
             return "a port of its own"
         return "a file of its own (if no other run uses this one, it is left over: remove it)"
 
-    def await_decision(self) -> Sequence[Mapping[str, str]]:
-        store, own = self.store, self.own
+    def _await_decision(self, own: JoinRequest) -> Sequence[Mapping[str, str]]:
+        store = self.store
         remove = f"; remove {self.file} before the next try" if self.file else ""
         if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
             raise MissingRankError(
-                self.asked,
+                self._asked,
                 f"rank 0 did not come within {self.timeout:g} s; {name_ranks([own.rank])} did",
                 f"look at the output of rank 0's process, or start it{remove}",
             )
         limit = time.monotonic() + self.timeout + GRACE_S
         if not wait_until(lambda: store.check(["decision"]), limit):
             raise MissingRankError(
-                self.asked,
+                self._asked,
                 f"rank 0 ({read_request(store, 'rank 0').process}) came, but stopped answering",
                 "look at rank 0's process: it was ended, stopped, or its machine is out of reach"
                 + remove,
@@ -291,15 +277,15 @@ class _Join:
         if own.number not in members:
             member = read_request(store, f"request/{members[own.rank % len(members)]}")
             raise DuplicateRankError(
-                self.asked,
+                self._asked,
                 f"a run has already begun there, with {member.process} as rank {member.rank}; "
                 f"this is {own.process} as rank {own.rank}",
                 f"start each rank once, and give a second run {self._another}",
             )
         return manifests
 
-    def decide(self) -> Sequence[Mapping[str, str]]:
-        self.store.set("rank 0", json.dumps(vars(self.own)))
+    def _decide(self, own: JoinRequest) -> Sequence[Mapping[str, str]]:
+        self.store.set("rank 0", json.dumps(vars(own)))
         wait_until(self._can_decide, time.monotonic() + self.timeout)
         members = {request.rank: request for request in reversed(self.requests)}
         in_order = [members[rank] for rank in sorted(members)]
@@ -310,7 +296,7 @@ class _Join:
         decision = {"members": numbers, "manifests": manifests, "error": written}
         self.store.set("decision", json.dumps(decision))
         if error is not None:
-            self._wait_for_readers(error)
+            self._wait_for_readers(own, error)
             if self.file is not None:
                 self.file.unlink(missing_ok=True)
             raise error
@@ -325,7 +311,7 @@ class _Join:
         return self._contradiction() is not None or not self._missing()
 
     def _missing(self) -> set[int]:
-        return set(range(self.own.size)) - {r.rank for r in self.requests}
+        return set(range(self.topology.size)) - {r.rank for r in self.requests}
 
     def _contradiction(self) -> Error | None:
         by_size: dict[int, list[int]] = {}
@@ -347,7 +333,7 @@ class _Join:
             first = by_rank.setdefault(request.rank, request)
             if first is not request:
                 return DuplicateRankError(
-                    self.asked,
+                    self._asked,
                     f"two processes claim rank {request.rank}: {first.process} and "
                     f"{request.process}",
                     "start each process with a rank of its own, and give a second run "
@@ -364,7 +350,7 @@ class _Join:
             by_host.setdefault(request.host, []).append(request.rank)
         came = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         return MissingRankError(
-            self.asked,
+            self._asked,
             f"{name_ranks(missing)} did not come within {self.timeout:g} s; came: {came}",
             f"look at the output of {name_ranks(missing)}, or start "
             f"{'it' if len(missing) == 1 else 'them'}; if there should be fewer processes, correct "
@@ -376,19 +362,19 @@ class _Join:
         if not lines:
             return None
         return RanksDifferError(
-            self.asked,
+            self._asked,
             "; ".join(lines),
             "start the same command, with the same code and versions, on every machine",
         )
 
-    def _wait_for_readers(self, error: Error) -> None:
+    def _wait_for_readers(self, own: JoinRequest, error: Error) -> None:
         """Until all that can be expected have read the decision, but not long."""
         missing = isinstance(error, MissingRankError)
 
         def all_have_read() -> bool:
             self._read_new_requests()
             expected = 0 if missing else max(request.size for request in self.requests)
-            keys = [f"read/{r.number}" for r in self.requests if r.number != self.own.number]
+            keys = [f"read/{r.number}" for r in self.requests if r.number != own.number]
             return len(self.requests) >= expected and (not keys or self.store.check(keys))
 
         wait_until(all_have_read, time.monotonic() + GRACE_S)

@@ -29,7 +29,13 @@ from urllib.parse import urlsplit
 import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from lockstep.distributed.manifest import ERROR_MARK, REQUEST_MARK, JoinRequest, agree, read_request
+from lockstep.distributed.manifest import (
+    ERROR_MARK,
+    REQUEST_MARK,
+    Join,
+    JoinRequest,
+    read_request,
+)
 from lockstep.distributed.network import (
     CUT,
     LOOPBACK,
@@ -163,7 +169,7 @@ def join(
             store = connect(where, timeout)
     scoped = _scope(store, attempt)
     try:
-        manifests = agree(scoped, topology, manifest, place, timeout, file)
+        manifests = Join(scoped, topology, manifest, place, timeout, file).agree()
     except (JoinError, RanksDifferError) as error:
         failed = error.with_traceback(None)
     else:
