@@ -294,14 +294,16 @@ def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeyp
     monkeypatch.setattr(fetch, "move", noted_move)
     monkeypatch.setattr(fetch, "pin", lambda batch: batch)  # needs a driver
     found = []
-    for batch in to_device(batches(), torch.device("cuda")):
+    for number, batch in to_device(enumerate(batches()), torch.device("cuda")):
+        assert number == len(found)
         streams.log.append("use")
         found.append(batch)
     assert streams.log == [
-        "read 0", "move on side", "wait side",
-        "read 1", "use", "move on main", "graph on main",
-        "read 2", "use", "move on main", "graph on main",
-        "read 3", "move on side", "use", "wait side", "use",
+        "read 0", "move on side",
+        "read 1", "wait side", "use",
+        "read 2", "move on main", "graph on main", "use",
+        "read 3", "move on main", "graph on main", "move on side", "use",
+        "wait side", "use",
     ]  # fmt: skip
     assert [found[0][0].device, found[1][0].device, found[3][0].device] == [META] * 3
     assert [found[1][1].device, found[2].device] == ["meta"] * 2
@@ -315,8 +317,8 @@ def test_without_cuda_nothing_is_read_ahead():
             read.append(number)
             yield {"x": ONES, "graph": Graph()}
 
-    moved = to_device(batches(), META)
-    first = next(moved)
+    moved = to_device(enumerate(batches()), META)
+    _, first = next(moved)
     assert read == [0]
     assert first["x"].device == META
     assert first["graph"].device == "meta"

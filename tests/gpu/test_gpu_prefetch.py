@@ -36,7 +36,7 @@ def arrive(device: str) -> list[Any]:
             yield batch
 
     found = []
-    for number, batch in enumerate(to_device(source(), torch.device(device))):
+    for number, batch in to_device(enumerate(source()), torch.device(device)):
         sent = nests()[number]
         assert batch["n"] == number
         assert [batch["rest"][1][1], batch["rest"][2]] == [f"text {number}", None]
@@ -80,7 +80,7 @@ def read_late() -> list[float]:
     """The sum of every batch, taken long after the host has dropped the batch."""
     busy, sums = Busy(), []
     batches = (torch.full((SIZE,), float(n)) for n in range(4 * BATCHES))
-    for batch in to_device(batches, torch.device("cuda", 0)):
+    for _, batch in to_device(enumerate(batches), torch.device("cuda", 0)):
         busy.for_a_while(20)
         sums.append(batch.double().sum())
         del batch  # its memory could be taken for the next copy, which waits for nobody
@@ -104,7 +104,8 @@ def copied_while_busy() -> tuple[bool, bool]:
 
     torch.cuda.Stream = stream  # type: ignore[assignment, misc]
     try:
-        batches = to_device((torch.ones(SIZE) for _ in range(8)), torch.device("cuda", 0))
+        source = ((n, torch.ones(SIZE)) for n in range(8))
+        batches = to_device(source, torch.device("cuda", 0))
         busy = Busy()
         # Memory that is there for the copies to come: to get some may mean to wait.
         kept = [next(batches) for _ in range(4)]

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_samp
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import without_worker_info
 
+T = TypeVar("T")
+Pairs = Generator[tuple[T, Any], None, None]
+"""Batches, each beside what it is."""
 Key = tuple[int, Indices]
 """Epoch and sample indices of one micro-batch."""
 
@@ -136,10 +139,12 @@ class _PassRng:
 
     def __init__(self, seed: int, epoch: int) -> None:
         value = mix_seed(seed, epoch, _PASS)
-        self._torch = torch.Generator().manual_seed(value).get_state()
         # numpy's generators can be exchanged, which is much quicker than to read and set a state.
-        self._numpy: np.random.BitGenerator = np.random.MT19937(value)
-        self._python = random.Random(value).getstate()
+        self._kept: tuple[Tensor, np.random.BitGenerator, Any] = (
+            torch.Generator().manual_seed(value).get_state(),
+            np.random.MT19937(value),
+            random.Random(value).getstate(),
+        )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -152,12 +157,12 @@ class _PassRng:
 
     def _exchange(self) -> None:
         """Puts what is kept here into the global streams, and keeps what was there."""
-        kept = self._torch, self._numpy, self._python
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-        self._numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        torch.set_rng_state(kept[0])
-        np.random.set_bit_generator(kept[1])  # type: ignore[attr-defined]
-        random.setstate(kept[2])
+        numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        outside = torch.get_rng_state(), numpys, random.getstate()
+        torch.set_rng_state(self._kept[0])
+        np.random.set_bit_generator(self._kept[1])  # type: ignore[attr-defined]
+        random.setstate(self._kept[2])
+        self._kept = outside
 
 
 class GlobalBatchKey(NamedTuple):
@@ -175,19 +180,21 @@ class GlobalBatchKey(NamedTuple):
 class RankBatch:
     """A rank's part of a global batch of an iterable."""
 
+    position: int
+    """Which global batch of the epoch."""
+    sizes: Indices
+    """The planned samples of each rank in each micro-batch, shape `(micro-batches, ranks)`."""
     counts: Indices
     """Samples of each rank that are known here: shape `(ranks,)`. Of an iterable that every rank
     reads as a whole these are all, else they are right for this rank alone."""
-    sizes: Indices
-    """The planned samples of each rank in each micro-batch, shape `(micro-batches, ranks)`."""
+    ended: bool
+    """The iterable gives this rank no more samples."""
+    digests: list[Any]
+    """Of the first samples, where they are to be compared."""
     indices: list[Indices] = field(default_factory=list)
     """Of this rank's samples, one array a micro-batch, shape `(n,)`."""
     batches: list[Any] = field(default_factory=list)
     """Collated; None where this rank has no sample of a micro-batch."""
-    digests: list[Any] = field(default_factory=list)
-    """Of the first samples, where they are to be compared."""
-    ended: bool = False
-    """The iterable gives this rank no more samples."""
 
 
 class IterableFetch(Dataset[Any]):
@@ -220,29 +227,36 @@ class IterableFetch(Dataset[Any]):
         self._reader = None
 
     def __getitem__(self, key: GlobalBatchKey) -> RankBatch:
-        rank = self._data_parallel.rank
-        found = self._planned(key)
-        if self._source.shard is None:
+        rank, ranks = self._data_parallel.rank, self._data_parallel.size
+        shard, begin = self._source.shard, key.position * self._source.batch_size
+        if shard is None:
             samples = self.read_whole(key.epoch, key.position)
-            found.ended = not samples
+            first, step, ended = begin, 1, not samples
             parts = split_batch(len(samples), key.shares, key.micro_batches)
-            found.sizes = parts[..., 1] - parts[..., 0]
-            found.counts = found.sizes.sum(axis=0)
-            first = key.position * self._source.batch_size
-            order = np.arange(first, first + len(samples), dtype=np.int64)
-            own = parts[:, rank]
+            sizes, own = parts[..., 1] - parts[..., 0], parts[:, rank]
         else:
-            wanted = int(found.counts[rank])
-            samples, order = self._read_shard(key, wanted)
+            sizes = self._planned_sizes(key)
+            wanted = int(sizes[:, rank].sum())
+            step = ranks
+            if shard is False:
+                # Its own samples, of which every full global batch takes as many; numbered so that
+                # no two ranks have a number in common.
+                samples = self._read(key.epoch, key.position * wanted, 1, wanted)
+                first = key.position * wanted * ranks + rank
+            else:
+                first = begin + (rank - begin) % ranks
+                samples = self._read(key.epoch, first, ranks, wanted)
             # A global batch that is smaller than the ranks are many may leave a rank out.
-            found.ended = not samples and (wanted > 0 or self._source.shard is False)
-            found.counts[rank] = len(samples)
-            ends = np.minimum(np.cumsum([0, *found.sizes[:, rank]]), len(samples))
+            ended = not samples and (wanted > 0 or shard is False)
+            ends = np.minimum(np.cumsum([0, *sizes[:, rank]]), len(samples))
             own = np.stack([ends[:-1], ends[1:]], axis=1)
-        if key.compare:
-            found.digests = batch_digests(samples)
-        for begin, end in own.tolist():
-            some, indices = samples[begin:end], order[begin:end]
+        counts = sizes.sum(axis=0)
+        if shard is not None:
+            counts[rank] = len(samples)
+        digests = batch_digests(samples) if key.compare else []
+        found = RankBatch(key.position, sizes, counts, ended, digests)
+        for start, end in own.tolist():
+            some, indices = samples[start:end], first + step * np.arange(start, end)
             found.indices.append(indices)
             found.batches.append(self.collate(key.epoch, some, indices) if some else None)
         return found
@@ -273,32 +287,16 @@ class IterableFetch(Dataset[Any]):
                 done.append(transform(sample))
             return self._source.collate(done)
 
-    def _planned(self, key: GlobalBatchKey) -> RankBatch:
-        """A full global batch, as far as the ranks have one."""
+    def _planned_sizes(self, key: GlobalBatchKey) -> Indices:
+        """Of a full global batch of an iterable that is split, shape `(micro-batches, ranks)`."""
         size, ranks = self._source.batch_size, self._data_parallel.size
-        if callable(self._source.shard):
-            cuts = -(-size * np.arange(key.micro_batches + 1) // key.micro_batches)
-            # Samples before a cut that belong to a rank: those whose number leaves it as remainder.
-            before = key.position * size + cuts[:, None] - np.arange(ranks)
-            sizes = np.diff(-(-before // ranks), axis=0)
-        else:
-            parts = split_batch(size, key.shares, key.micro_batches)
-            sizes = parts[..., 1] - parts[..., 0]
-        return RankBatch(sizes.sum(axis=0), sizes)
-
-    def _read_shard(self, key: GlobalBatchKey, count: int) -> tuple[list[Any], Indices]:
-        """This rank's samples of an iterable that is split, and their numbers in the whole."""
-        ranks, rank = self._data_parallel.size, self._data_parallel.rank
         if self._source.shard is False:
-            # Its own samples, of which every full global batch takes as many; numbered so that no
-            # two ranks have a number in common.
-            first = key.position * count
-            samples = self._read(key.epoch, first, 1, count)
-            return samples, (first + np.arange(len(samples))) * ranks + rank
-        begin = key.position * self._source.batch_size
-        first = begin + (rank - begin) % ranks
-        samples = self._read(key.epoch, first, ranks, count)
-        return samples, first + ranks * np.arange(len(samples))
+            parts = split_batch(size, key.shares, key.micro_batches)
+            return parts[..., 1] - parts[..., 0]
+        cuts = -(-size * np.arange(key.micro_batches + 1) // key.micro_batches)
+        # Samples before a cut that belong to a rank: those whose number leaves it as remainder.
+        before = key.position * size + cuts[:, None] - np.arange(ranks)
+        return np.diff(-(-before // ranks), axis=0)
 
     def _read(self, epoch: int, first: int, step: int, count: int) -> list[Any]:
         """`count` samples: `first`, `first + step`, ...; fewer at the end of the iterable."""
@@ -372,6 +370,10 @@ class Workers:
         self._busy = False
         """The persistent ones are in the middle of a pass: they can do but one at a time."""
 
+    def __iter__(self) -> Iterator[Any]:
+        """What persistent workers are to read in the present pass."""
+        return iter(self._keys)
+
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
         """`fetch[key]` for each key, in order."""
         if self._busy or not self._options.get("persistent_workers"):
@@ -380,7 +382,7 @@ class Workers:
         self._busy, self._keys = True, keys
         try:
             if self._persistent is None:
-                self._persistent = self._new(fetch, _CurrentKeys(self))
+                self._persistent = self._new(fetch, self)
             yield from self._persistent
         finally:
             self._busy = False
@@ -402,16 +404,6 @@ class Workers:
         )
 
 
-class _CurrentKeys:
-    """What persistent workers are to read in the present pass."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._workers._keys)
-
-
 def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
     """In a new worker process: the user's code finds its own dataset there, as ever."""
     info: Any = get_worker_info()
@@ -420,27 +412,25 @@ def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
         given(worker)
 
 
-def to_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on the device, in order; on CUDA each copy is started one batch early.
-
-    It is started from page-locked memory, without which a copy cannot overlap with anything.
-    """
-    if device.type != "cuda":
-        # Nothing to hide: no look-ahead, so nothing is read that is not used.
-        return (batch if device.type == "cpu" else move(batch, device) for batch in batches)
-    return _one_ahead(batches, device)
+def to_device(pairs: Iterable[tuple[T, Any]], device: torch.device) -> Pairs[T]:
+    """The batches on the device, in order, each beside what it is."""
+    if device.type == "cuda":
+        return _one_ahead(pairs, device)
+    # Nothing to hide: no look-ahead, so nothing is read that is not used.
+    return ((what, batch if device.type == "cpu" else move(batch, device)) for what, batch in pairs)
 
 
-def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _one_ahead(pairs: Iterable[tuple[T, Any]], device: torch.device) -> Pairs[T]:
     """Copies batch t + 1 while batch t is worked on.
 
-    Only batches of dense tensors: what graph batches, sparse tensors and the like hold inside
-    cannot be marked as used by a second stream, so they are copied on the present one when needed.
+    It is copied from page-locked memory, without which a copy cannot overlap with anything. Only
+    batches of dense tensors: what graph batches, sparse tensors and the like hold inside cannot be
+    marked as used by a second stream, so they are copied on the present one when needed.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start() -> tuple[Any, bool]:
-        batch = pin(next(batches))
+    def started(batch: Any) -> tuple[Any, bool]:
+        batch = pin(batch)
         if not all_dense(batch):
             return batch, False
         with torch.cuda.stream(stream):
@@ -452,19 +442,17 @@ def _one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
             tensor.record_stream(torch.cuda.current_stream(device))
         return tensor
 
-    try:
-        ahead, moved = start()
-    except StopIteration:
-        return
-    while True:
-        if moved:
-            torch.cuda.current_stream(device).wait_stream(stream)
-            ready = map_tensors(ahead, used_here)
-        else:
-            ready = move(ahead, device)
-        try:
-            ahead, moved = start()
-        except StopIteration:
+    def arrived(batch: Any, moved: bool) -> Any:
+        if not moved:
+            return move(batch, device)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        return map_tensors(batch, used_here)
+
+    ahead: tuple[T, Any, bool] | None = None
+    for what, batch in pairs:
+        ready = None if ahead is None else (ahead[0], arrived(*ahead[1:]))
+        ahead = (what, *started(batch))
+        if ready is not None:
             yield ready
-            return
-        yield ready
+    if ahead is not None:
+        yield ahead[0], arrived(*ahead[1:])

@@ -16,57 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lockstep.data.batch_plan import Indices
 from lockstep.data.consistency import check_global_batch, check_length
-from lockstep.data.fetch import GlobalBatchKey, IterableFetch, Key, RankBatch
+from lockstep.data.fetch import GlobalBatchKey, IterableFetch, Key, RankBatch, to_device
 from lockstep.data.loader import SOME_SKIP, Loader
-from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, weighted
+from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
 from lockstep.data.source import IterableSource, Source
-from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, LengthUnknownError, SettingError
 from lockstep.settings import Choice
-from lockstep.step import MicroBatch
 
 _COMPARED_EVERY = 100
 """Global batches between two looks at whether the ranks read the same stream."""
-
-
-class _Counted:
-    """A global batch, and how many samples of it each rank has.
-
-    Args:
-        position: which of the epoch.
-        own: what this rank has of it.
-    """
-
-    def __init__(self, position: int, own: RankBatch) -> None:
-        self.position = position
-        self.own = own
-        self._rows: list[Tensor] = []
-        self._work: dist.Work | None = None
-
-    @property
-    def counts(self) -> Indices:
-        """Samples by rank, shape `(ranks,)`."""
-        self.wait()
-        if not self._rows:
-            return self.own.counts
-        return torch.cat(self._rows).numpy()[: len(self.own.counts)]
-
-    def ask(self, collectives: Collectives) -> None:
-        """Begins to ask the other ranks."""
-        mine = torch.tensor([int(self.own.counts[collectives.data_parallel.rank])])
-        self._rows = [torch.empty_like(mine) for _ in range(collectives.topology.size)]
-        self._work = dist.all_gather(self._rows, mine, async_op=True)
-
-    def wait(self) -> None:
-        """Until the others have answered."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
 
 
 class IterableLoader(Loader):
@@ -161,7 +122,7 @@ class IterableLoader(Loader):
             rest = self._rest(epoch, position, training)
             if self.weight is not None and training:
                 rest = weighted(rest, self.weight, self._collectives, epoch)
-            yield from self._on_device(rest)
+            yield from to_device(rest, self._collectives.device)
         finally:
             self._iterable.close()
 
@@ -174,8 +135,8 @@ class IterableLoader(Loader):
     def _rest(self, epoch: int, position: int, training: bool) -> Iterator[WithBatch]:
         everywhere = training or self._evaluates_together
         outer = self._collectives.blocked
-        for counted in self._counted(epoch, position, training):
-            for planned, batch in self._micro_batches(epoch, counted):
+        for own in self._counted(epoch, position, training):
+            for planned, batch in self._micro_batches(epoch, own):
                 if not everywhere:
                     if not planned.micro_batch.local:
                         continue
@@ -183,52 +144,39 @@ class IterableLoader(Loader):
                     self._collectives.blocked = outer if known else SOME_SKIP
                 yield planned, batch
 
-    def _micro_batches(
-        self, epoch: int, counted: _Counted
-    ) -> Iterator[tuple[PlannedMicroBatch, Any]]:
+    def _micro_batches(self, epoch: int, own: RankBatch) -> Iterator[WithBatch]:
         """This rank's micro-batches of a global batch, each with its batch."""
-        own, counts = counted.own, counted.counts
         before = np.cumsum(own.sizes, axis=0) - own.sizes
-        sizes = np.clip(counts - before, 0, own.sizes)
-        count, index = int(counts.sum()), self._collectives.data_parallel.rank
-        some = np.flatnonzero(sizes.sum(axis=1)).tolist()
-        plain = len(some) == 1 and bool((counts == counts[0]).all())
-        for j in some:
-            local = int(sizes[j, index])
-            micro = MicroBatch(
-                count=count,
-                local=local,
-                first=j == some[0],
-                last=j == some[-1],
-                num_micro_batches=len(some),
-                scale=1.0 if plain else local * len(counts) / count,
-                plain=plain,
-            )
-            if local:
-                self._keep_example(own.batches[j], local)
-            batch = own.batches[j] if local else self._empty(epoch)
+        sizes = np.clip(own.counts - before, 0, own.sizes)
+        some = np.flatnonzero(sizes.sum(axis=1))
+        rank, count = self._collectives.data_parallel.rank, int(own.counts.sum())
+        for j, micro in zip(some, micro_batches(sizes[some], rank, count), strict=True):
+            batch = own.batches[j]
+            if micro.local:
+                self._keep_example(batch, micro.local)
+            else:
+                batch = self._empty(epoch)
             on_all_ranks = bool(sizes[j].all())
-            yield PlannedMicroBatch(counted.position, micro, own.indices[j], on_all_ranks), batch
+            yield PlannedMicroBatch(own.position, micro, own.indices[j], on_all_ranks), batch
 
-    def _counted(self, epoch: int, begin: int, training: bool) -> Iterator[_Counted]:
-        """The global batches, to the end, and how many samples each rank has of them."""
+    def _counted(self, epoch: int, begin: int, training: bool) -> Iterator[RankBatch]:
+        """What this rank has of the global batches, to the end, with the counts of all ranks."""
         source, alone = self.source, self._collectives.alone
         whole = source.shard is None
         asks = not (whole or alone) and (training or self._evaluates_together or source.drop_last)
         compares = training and not alone
         total = begin * self.batch_size
-        ahead: deque[_Counted] = deque()
-        for counted in self._global_batches(epoch, begin, compares=compares, endless=asks):
-            if compares and _is_compared(counted.position, begin):
-                first = counted.position * self.batch_size
-                digests = counted.own.digests
-                check_global_batch(self._collectives, source, epoch, first, digests)
-            if asks:
-                counted.ask(self._collectives)
-            ahead.append(counted)
+        ahead: deque[tuple[RankBatch, Any]] = deque()
+        for own in self._global_batches(epoch, begin, compares=compares, endless=asks):
+            if compares and _is_compared(own.position, begin):
+                first = own.position * self.batch_size
+                check_global_batch(self._collectives, source, epoch, first, own.digests)
+            ahead.append((own, self._ask(own) if asks else None))
             if asks and len(ahead) < 2:
                 continue
-            known = ahead.popleft()
+            known, work = ahead.popleft()
+            if work is not None:
+                work.wait()
             count = int(known.counts.sum())
             total += count
             if not count or (source.drop_last and count < self.batch_size):
@@ -236,18 +184,27 @@ class IterableLoader(Loader):
             yield known
             if count < self.batch_size and source.shard is not False:
                 break
-        for left in ahead:  # the others have asked too
-            left.wait()
+        for _, work in ahead:  # the others have asked too
+            if work is not None:
+                work.wait()
         if compares and whole:
             check_length(self._collectives, epoch, total)
 
+    def _ask(self, own: RankBatch) -> Any:
+        """Begins to ask the other ranks for their counts, which are there when it is done."""
+        rank, size = self._collectives.data_parallel.rank, self._collectives.topology.size
+        mine = torch.tensor([int(own.counts[rank])])
+        rows = torch.empty(size, 1, dtype=mine.dtype)
+        own.counts = rows.view(-1).numpy()[: len(own.counts)]
+        return dist.all_gather(list(rows), mine, async_op=True)
+
     def _global_batches(
         self, epoch: int, begin: int, *, compares: bool, endless: bool
-    ) -> Iterator[_Counted]:
+    ) -> Iterator[RankBatch]:
         """What this rank has of the global batches; with `endless` also where that is nothing."""
-        shares, micro_batches = self._plan.shares, self._plan.num_micro_batches
+        shares, needed = self._plan.shares, self._plan.num_micro_batches
         keys = (
-            GlobalBatchKey(epoch, t, shares, micro_batches, compares and _is_compared(t, begin))
+            GlobalBatchKey(epoch, t, shares, needed, compares and _is_compared(t, begin))
             for t in itertools.count(begin)
         )
         read = (
@@ -255,10 +212,9 @@ class IterableLoader(Loader):
             if self.source.options["num_workers"]
             else map(self._iterable.__getitem__, keys)
         )
-        for position, own in enumerate(read, begin):
-            if own.ended and not endless:
-                return
-            yield _Counted(position, own)
+        if endless:
+            return iter(read)
+        return itertools.takewhile(lambda own: not own.ended, read)
 
     def _first(self, epoch: int, count: int) -> Any:
         with preserve_rng_state():

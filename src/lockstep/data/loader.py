@@ -6,7 +6,6 @@ the same on all ranks and mean the same on any number of them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from itertools import islice
@@ -245,7 +244,7 @@ class Loader:
         if not self._evaluates_together:
             some_skip = not all(planned.on_all_ranks for planned in wanted)
             wanted = [planned for planned in wanted if planned.micro_batch.local]
-        pairs = self._on_device(self._with_batches(epoch, wanted))
+        pairs = to_device(self._with_batches(epoch, wanted), self._collectives.device)
         return self._run(epoch, start, pairs, training, some_skip=some_skip)
 
     def _size(self) -> str:
@@ -322,23 +321,11 @@ class Loader:
                         pairs = iter(read)
                     whole = weighted(pairs, self.weight, self._collectives, epoch, weight_before)
                     pairs = islice(whole, len(segment.micro_batches))
-                yield from self._on_device(pairs)
+                yield from to_device(pairs, self._collectives.device)
 
     def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
         """The micro-batches, each with its batch on the CPU."""
         return zip(wanted, self._read([(epoch, each.indices) for each in wanted]), strict=True)
-
-    def _on_device(self, pairs: Iterator[WithBatch]) -> Generator[WithBatch, None, None]:
-        """Moves batches to the device while keeping what they are beside them."""
-        waiting: deque[PlannedMicroBatch] = deque()
-
-        def batches() -> Iterator[Any]:
-            for planned, batch in pairs:
-                waiting.append(planned)
-                yield batch
-
-        for batch in to_device(batches(), self._collectives.device):
-            yield waiting.popleft(), batch
 
     def _read(self, keys: list[Key]) -> Iterator[Any]:
         """The collated batches on the CPU; an empty part is made from any other batch."""
