@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep import strategies
 from lockstep.cli.main import main
+from lockstep.cli.run import STRATEGIES, torchrun_options
 from lockstep.launcher import script
-from lockstep.launcher.plan import LaunchSpec, torchrun_flags
+from lockstep.launcher.plan import LaunchSpec
 
 
 def run(*arguments: str) -> Result:
@@ -44,7 +46,7 @@ def test_our_flags_and_torchruns_in_any_order(
             arguments=("--seed", "4", "--", "-x"),
             nproc="2",
             settings={"join_timeout": 5.0, "shares": "1:2", "seed": 3},
-            torchrun=("--max-restarts", "1", "--standalone", "--rdzv_conf", "a=1"),
+            torchrun=("--max-restarts", "1", "--standalone", "--rdzv-conf", "a=1"),
         )
     ]
 
@@ -52,6 +54,29 @@ def test_our_flags_and_torchruns_in_any_order(
 def test_module(asked: list[LaunchSpec]) -> None:
     run("-m", "pkg.mod", "--help")
     assert asked == [LaunchSpec(script="pkg.mod", arguments=("--help",), module=True)]
+
+
+def test_every_strategy_can_be_asked_for() -> None:
+    assert list(STRATEGIES) == [name.lower() for name in strategies._CLASSES]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "hinted"),
+    [
+        (("--nproc", "2"), 2, True),
+        (("--nproc=2",), 2, True),
+        (("--nproc", "2"), 1, False),
+        (("--epochs", "2"), 2, False),
+    ],
+)
+def test_an_option_after_the_script_that_the_script_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, hinted: bool
+) -> None:
+    monkeypatch.setattr(script, "run_script", lambda spec, say: code)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    result = run("t.py", *arguments)
+    assert result.exit_code == code
+    assert ("stands after t.py" in result.output) is hinted
 
 
 @pytest.fixture
@@ -68,8 +93,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ((), "Missing argument 'SCRIPT'"),
         (("--max-restart", "1", "t.py"), "did you mean --max-restarts?"),
+        (("--max-restart=1", "t.py"), "did you mean --max-restarts?"),
         (("--stratgy", "ddp", "t.py"), "did you mean --strategy?"),
+        (("--epochs", "3", "t.py"), "neither Lockstep nor torchrun"),
+        (("--epochs", "3", "t.py"), "after the script"),
+        (("--nproc",), "requires an argument"),
+        (("--standalone=1", "t.py"), "does not take a value"),
         (("--seed", "x", "t.py"), "Invalid value for '--seed'"),
+        (("--strategy", "dpp", "t.py"), "'dpp' is not one of 'single', 'dp', 'ddp'"),
         (("--nproc", "0", "t.py"), "--nproc 0"),
         (("--nproc", "gpus", "t.py"), "--nproc gpus"),
         (("--nnodes", "x", "t.py"), "not a number of machines"),
@@ -138,12 +169,44 @@ def test_dry_run_starts_nothing(
     assert result.output.endswith(command.replace("t.py", name) + "\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "torchrun", "script", "arguments"),
+    [
+        ("train.py --nproc 9", (), "train.py", ("--nproc", "9")),
+        ("--nproc 2 train.py -m", (), "train.py", ("-m",)),
+        ("-m pkg.mod x", (), "pkg.mod", ("x",)),
+        ("-r3 t.py", ("--redirects", "3"), "t.py", ()),
+        ("--max-restarts -1 t.py", ("--max-restarts", "-1"), "t.py", ()),
+        (
+            "--standalone --max-restarts=1 t.py -- a",
+            ("--standalone", "--max-restarts", "1"),
+            "t.py",
+            ("--", "a"),
+        ),
+        ("-- --odd-name.py a", (), "--odd-name.py", ("a",)),
+    ],
+)
+def test_flags_stand_before_the_script(
+    asked: list[LaunchSpec],
+    line: str,
+    torchrun: tuple[str, ...],
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    run(*line.split())
+    (spec,) = asked
+    assert (spec.torchrun, spec.script, spec.arguments) == (torchrun, script, arguments)
+
+
 def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
-    flags = torchrun_flags()
+    options = torchrun_options()
+    flags = {name: option for option in options for name in option.opts}
     assert {"--nnodes", "--node_rank", "--rdzv-endpoint", "--no-python", "-t"} <= set(flags)
     own = {"-m", "--module", "--nproc-per-node", "--nproc_per_node"}
-    for name, takes_value in flags.items():
-        run(name, *(["value"] if takes_value else []), "t.py")
+    for name, option in flags.items():
+        value = () if option.is_flag else ("value",)
+        run(name, *value, "t.py")
         if name not in own:
-            assert asked[-1].torchrun == ((name, "value") if takes_value else (name,))
+            assert asked[-1].torchrun[1:] == value
+            assert asked[-1].torchrun[0] in option.opts
     assert len(asked) == len(flags)

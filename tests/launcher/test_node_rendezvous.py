@@ -311,7 +311,7 @@ def test_an_open_run_is_said_to_be_open(port: int) -> None:
 def test_an_error_within_is_the_reason_told(error: BaseException | None, reason: str) -> None:
     own = Node(number=0, rank=0, host="h", pid=1, run_id="r", nodes="2:2")
     nodes = Peers(own)
-    rendezvous: Rendezvous = StaticRendezvous(config(), nodes, None, print)
+    rendezvous: Rendezvous = StaticRendezvous(config(), nodes, None, print, None)
     with contextlib.suppress(KeyboardInterrupt, SettingError), rendezvous:
         if error:
             raise error

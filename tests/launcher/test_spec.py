@@ -10,12 +10,10 @@ from lockstep.launcher.plan import (
     LaunchSpec,
     choose_nproc,
     plan,
-    split_arguments,
     threads_per_process,
 )
 
 MACHINE = Machine(cores=8, gpus=0, loopback="lo")
-FLAGS = {"--nproc": True, "--max-restarts": True, "-r": True, "--standalone": False, "-m": False}
 
 
 @pytest.mark.parametrize(
@@ -66,46 +64,6 @@ def test_only_given_settings_reach_the_environment() -> None:
         "LOCKSTEP_BACKEND": "gloo",
         "LOCKSTEP_DEVICE": "cpu",
     }
-
-
-@pytest.mark.parametrize(
-    ("line", "flags", "rest"),
-    [
-        ("train.py --nproc 9", [], ["train.py", "--nproc", "9"]),
-        ("--nproc 2 train.py -m", [("--nproc", ["--nproc", "2"])], ["train.py", "-m"]),
-        ("--nproc=2 t.py", [("--nproc", ["--nproc=2"])], ["t.py"]),
-        ("-m pkg.mod x", [("-m", ["-m"])], ["pkg.mod", "x"]),
-        ("-r3 t.py", [("-r", ["-r3"])], ["t.py"]),
-        (
-            "--standalone --max-restarts 1 t.py -- a",
-            [("--standalone", ["--standalone"]), ("--max-restarts", ["--max-restarts", "1"])],
-            ["t.py", "--", "a"],
-        ),
-        ("-- --odd-name.py a", [], ["--odd-name.py", "a"]),
-        ("--standalone", [("--standalone", ["--standalone"])], []),
-    ],
-)
-def test_flags_stand_before_the_script(
-    line: str, flags: list[tuple[str, list[str]]], rest: list[str]
-) -> None:
-    assert split_arguments(line.split(), FLAGS) == (flags, rest)
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("--max-restart 3 t.py", "did you mean --max-restarts?"),
-        ("--max-restart=3 t.py", "did you mean --max-restarts?"),
-        ("--epochs 3 t.py", "neither Lockstep nor torchrun"),
-        ("--epochs 3 t.py", "after the script"),
-        ("--nproc", "no value follows"),
-        ("--standalone=1 t.py", "takes no value"),
-    ],
-)
-def test_flags_that_cannot_be_read(line: str, text: str) -> None:
-    with pytest.raises(SettingError, match="do:") as caught:
-        split_arguments(line.split(), FLAGS)
-    assert text in str(caught.value)
 
 
 def test_plan_on_one_machine() -> None:

@@ -7,32 +7,65 @@ import signal
 import click
 
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import HangRules, LaunchSpec, split_arguments
+from lockstep.launcher.plan import HangRules, LaunchSpec
 
-_TORCHRUN = "lockstep.torchrun"
+_TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
+"""In a command's context: torchrun's flags as given, and as click is to know them."""
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "hsdp", "pipeline")
+"""As in `lockstep.strategies`, which imports torch."""
 
 
 class RunCommand(click.Command):
-    """Takes torchrun's flags among its own: both stand before the script, in any order."""
+    """Takes torchrun's flags among its own: all stand before the script, in any order."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """As click's, with torchrun's flags where one of them is asked for."""
+        return [*super().get_params(ctx), *ctx.meta.get(_FLAGS, ())]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Lays torchrun's flags aside and leaves the others to click."""
-        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
-        own = {
-            name: not option.is_flag
-            for option in options
-            for name in (*option.opts, *option.secondary_opts)
-        }
+        """As click's; torchrun's flags are laid aside."""
+        ctx.allow_interspersed_args = False
+        ctx.meta[_TORCHRUN] = []
         try:
-            flags, rest = split_arguments(args, own)
-        except SettingError:
+            return super().parse_args(ctx, [*args])
+        except click.NoSuchOption:
             # Asking torchrun's parser imports torch, so only where a flag is not ours.
-            from lockstep.launcher.plan import torchrun_flags
+            known = {name for param in self.params for name in param.opts}
+            ctx.meta[_FLAGS] = [o for o in torchrun_options() if known.isdisjoint(o.opts)]
+        try:
+            return super().parse_args(ctx, [*args])
+        except click.NoSuchOption as error:
+            near = f"did you mean {error.possibilities[0]}? Or " if error.possibilities else ""
+            raise SettingError(
+                error.option_name,
+                "neither Lockstep nor torchrun has this flag",
+                f"{near}put it after the script, if it is the script's own",
+            ) from None
 
-            flags, rest = split_arguments(args, {**torchrun_flags(), **own})
-        ctx.meta[_TORCHRUN] = tuple(w for name, words in flags if name not in own for w in words)
-        ours = [word for name, words in flags if name in own for word in words]
-        return super().parse_args(ctx, [*ours, "--", *rest])
+
+def torchrun_options() -> list[click.Option]:
+    """Every flag of torchrun, read from its own parser."""
+    from torch.distributed.run import get_args_parser
+
+    return [
+        click.Option(
+            [f"torchrun_{action.dest}", *action.option_strings],
+            is_flag=True if action.nargs == 0 else None,  # False: its value may be left out
+            expose_value=False,
+            callback=_lay_aside,
+            hidden=True,
+        )
+        for action in get_args_parser()._actions
+        if action.option_strings and action.dest != "help"
+    ]
+
+
+def _lay_aside(ctx: click.Context, option: click.Parameter, value: str | bool | None) -> None:
+    name = max(option.opts, key=len)
+    if value is True:
+        ctx.meta[_TORCHRUN].append(name)
+    elif value not in (None, False):
+        ctx.meta[_TORCHRUN] += [name, value]
 
 
 def samples_or_auto(
@@ -85,7 +118,12 @@ def samples_or_auto(
     type=click.Choice(["local_rank", "local-rank", "none"]),
     help="Give the script its local rank as this argument.  [default: where its source asks]",
 )
-@click.option("--strategy", metavar="NAME", help="How the model is distributed, such as ddp.")
+@click.option(
+    "--strategy",
+    type=click.Choice(STRATEGIES),
+    metavar="NAME",
+    help="How the model is distributed, such as ddp.",
+)
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
 @click.option(
     "--shares", metavar="A:B:...|auto", help="How a global batch is divided over the ranks."
@@ -133,7 +171,7 @@ def command(
         nproc=nproc,
         module=module,
         settings={name: value for name, value in settings.items() if value is not None},
-        torchrun=ctx.meta[_TORCHRUN],
+        torchrun=tuple(ctx.meta[_TORCHRUN]),
         warm=warm,
         hang=HangRules(on_hang, hang_after),
         local_rank_argument=local_rank_argument,
@@ -144,6 +182,14 @@ def command(
         click.echo(plan_run(spec).describe())
     else:
         code = run_script(spec, lambda line: click.echo(f"lockstep: {line}", err=True))
+        names = {name for option in ctx.command.params for name in option.opts}
+        misplaced = [word for word in args if word.partition("=")[0] in names]
+        if code == 2 and misplaced:  # as argparse and click end for an argument they do not know
+            click.echo(
+                f"lockstep: {misplaced[0]} stands after {script}, so that the script was given it; "
+                "the options of lockstep run stand before the script",
+                err=True,
+            )
         # All has been ended and said; Ctrl-C once more must not turn our code into another.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ctx.exit(code)

@@ -8,11 +8,11 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_IFF_LOOPBACK = 0x8
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
 """By the version of control groups."""
 _KERNEL_LOG_LINES = 100_000
@@ -105,17 +105,8 @@ def _quota_of(folder: Path) -> float | None:
 
 
 def loopback_name() -> str | None:
-    """The loopback interface's name (`lo` on Linux, `lo0` on macOS), asked from the system."""
-    for _, name in socket.if_nameindex():
-        try:
-            flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
-        except (OSError, ValueError):
-            if name in ("lo", "lo0"):
-                return name
-        else:
-            if flags & _IFF_LOOPBACK:
-                return name
-    return None
+    """The loopback interface's name, `lo` on Linux and `lo0` on macOS; None: there is none."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def _visible_gpus() -> int:
@@ -179,26 +170,22 @@ def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
     The log has the numbers of the machine itself, which differ from a container's.
     """
     pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
-    try:
-        descriptor = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
     text: list[str] = []
-    try:
+    with suppress(OSError), open(root / "dev/kmsg", "rb", buffering=0, opener=_not_waiting) as log:
         while len(text) < _KERNEL_LOG_LINES:
             try:
-                record = os.read(descriptor, 8192)  # one message a time
+                record = log.read(8192)  # one message a time
             except BrokenPipeError:  # it was overwritten meanwhile; the next one can be read
                 continue
-            if not record:
+            if not record:  # that was the last one
                 break
             text.append(record.decode(errors="replace"))
-    except OSError:  # BlockingIOError: that was the last one
-        pass
-    finally:
-        os.close(descriptor)
     found = pattern.findall("\n".join(text))
     return str(found[-1]).strip() if found else None
+
+
+def _not_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:

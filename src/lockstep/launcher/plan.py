@@ -7,7 +7,6 @@ with a traceback, or notices when the run is under way, is refused here before a
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import shlex
 import signal
@@ -154,58 +153,6 @@ def threads_per_process(cores: int, nproc: int) -> int:
     return max(1, cores // nproc)
 
 
-def split_arguments(
-    argv: Sequence[str], takes_value: Mapping[str, bool]
-) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Cuts a command line into the flags before the script, and the script with its arguments.
-
-    Args:
-        argv: what follows `lockstep run`.
-        takes_value: every flag that may stand before the script, and whether a value follows it.
-
-    Returns:
-        Each flag's name with its words as they stood (`["--nproc", "2"]` or `["--nproc=2"]`);
-        the script and its arguments.
-
-    Raises:
-        SettingError: an unknown flag, with the nearest known one; a flag without its value.
-    """
-    flags: list[tuple[str, list[str]]] = []
-    rest = list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        flag = rest.pop(0)
-        if flag == "--":
-            break
-        name, joined = _known_name(flag, takes_value)
-        if joined or not takes_value[name]:
-            flags.append((name, [flag]))
-        elif rest:
-            flags.append((name, [flag, rest.pop(0)]))
-        else:
-            raise SettingError(flag, "no value follows it", f"write {flag} VALUE")
-    return flags, rest
-
-
-def _known_name(flag: str, takes_value: Mapping[str, bool]) -> tuple[str, bool]:
-    """The flag's name, and whether its value is joined to it (`--nnodes=2`, `-r3`)."""
-    name, equals, _ = flag.partition("=")
-    if flag in takes_value:
-        return flag, False
-    if equals and takes_value.get(name):
-        return name, True
-    if equals and name in takes_value:
-        raise SettingError(flag, f"{name} takes no value", f"write {name} alone")
-    if not flag.startswith("--") and takes_value.get(flag[:2]):
-        return flag[:2], True
-    near = difflib.get_close_matches(name, takes_value, n=1)
-    raise SettingError(
-        name,
-        "neither Lockstep nor torchrun has this flag",
-        (f"did you mean {near[0]}? Or " if near else "")
-        + "put it after the script, if it is the script's own",
-    )
-
-
 def plan(
     spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], nproc: int, *, one_node: bool
 ) -> Plan:
@@ -255,18 +202,6 @@ def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
 
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def torchrun_flags() -> dict[str, bool]:
-    """Every flag of torchrun, read from its own parser, and whether a value follows it."""
-    from torch.distributed.run import get_args_parser
-
-    return {
-        name: action.nargs != 0
-        for action in get_args_parser()._actions
-        for name in action.option_strings
-        if name not in ("-h", "--help")
-    }
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

@@ -96,7 +96,7 @@ class Rendezvous(RendezvousHandler):
         nodes: Peers,
         store: TCPStore | None,
         say: Say,
-        interface: str | None = None,
+        interface: str | None,
     ) -> None:
         self._parameters, self._peers, self._say = parameters, nodes, say
         self._store: Any = store
@@ -104,12 +104,17 @@ class Rendezvous(RendezvousHandler):
         self.opened = ExitStack()
         """Closed with the rendezvous."""
         self._closed = False
+        self._torchs = self._handler()
+        """Of those that torch makes; None: there is none, or nothing is heard from it any more."""
         self.attempt: int | None = None
         """How many times the ranks were started before, counted by all nodes alike; None: unknown.
 
         For TORCHELASTIC_RESTART_COUNT, by which the ranks of one start find each other: the agents'
         own counts differ once a node has restarted because of another one.
         """
+
+    def _handler(self) -> RendezvousHandler | None:
+        return None
 
     def lost_nodes(self) -> list[Node]:
         """The nodes of the current start that have gone before the end; never waits."""
@@ -178,11 +183,11 @@ class Rendezvous(RendezvousHandler):
         return str(self._parameters.backend)
 
     def is_closed(self) -> bool:
-        """False: nobody closes it while this node takes part."""
+        """False; torch elastic's agent does not ask."""
         return False
 
     def set_closed(self) -> None:
-        """Does nothing, as torch's own for static rendezvous."""
+        """Does nothing; torch elastic's agent does not call it."""
 
     def shutdown(self) -> bool:
         """Does nothing: `close` tells the others."""
@@ -240,9 +245,9 @@ def open_rendezvous(
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
             "several machines are not told"
         )
-        return TorchsRendezvous(parameters, Peers(own))
+        return TorchsRendezvous(parameters, Peers(own), None, say, None)
     if size > 1:
-        return _on_several(parameters, own, say, environ)
+        return _OneOfSeveral(parameters, own, say, environ).open()
     # The port of a c10d endpoint is where other nodes find the store; that of a static one becomes
     # the ranks' MASTER_PORT.
     endpoint = _endpoint(parameters) if static else Endpoint(LOOPBACK, 0)
@@ -253,131 +258,148 @@ def open_rendezvous(
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
-def _on_several(
-    parameters: RendezvousParameters, own: Node, say: Say, environ: Mapping[str, str]
-) -> Rendezvous:
-    endpoint, token = _endpoint(parameters), auth.find_token(environ)
-    timeout = _join_timeout(parameters)
+class _OneOfSeveral:
+    """A node on its way to the others: it serves the run, or connects to the node that does."""
 
-    def connect(patience: float) -> Rendezvous:
-        return _connect(parameters, own, endpoint, token, say, patience)
+    def __init__(
+        self, parameters: RendezvousParameters, own: Node, say: Say, environ: Mapping[str, str]
+    ) -> None:
+        self._parameters, self._own, self._say = parameters, own, say
+        self._endpoint, self._token = _endpoint(parameters), auth.find_token(environ)
+        self._timeout = _join_timeout(parameters)
 
-    serves, sure = _serves(parameters, endpoint)
-    if not serves:
-        return connect(timeout)
-    if sure and not any(map(network.is_here, network.resolve(endpoint.host))):
-        # A forwarder's address, or that of a machine on which another node 0 is.
-        with suppress(MasterUnreachableError):
-            return connect(_FIRST_COMER_S)
-    address = network.serving_address(endpoint, parameters.local_addr)
-    try:
-        listener = network.listening_socket(address, endpoint.port)
-    except OSError as error:
-        taken = network.cannot_listen(error, endpoint)
-        if not isinstance(taken, PortTakenError):
-            raise taken from None
-        # A launcher that has the port already says what is wrong, if anything is.
+    def open(self) -> Rendezvous:
+        """See `open_rendezvous`."""
+        endpoint = self._endpoint
+        serves, sure = self._serves()
+        if not serves:
+            return self._connect(self._timeout)
+        if sure and not any(map(network.is_here, network.resolve(endpoint.host))):
+            # A forwarder's address, or that of a machine on which another node 0 is.
+            with suppress(MasterUnreachableError):
+                return self._connect(_FIRST_COMER_S)
+        address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
-            return connect(_FIRST_COMER_S if sure else timeout)
-        except (MasterUnreachableError, TokenDiffersError):
-            raise taken from None
-    return _serve(parameters, own, endpoint, token, say, listener)
+            listener = network.listening_socket(address, endpoint.port)
+        except OSError as error:
+            taken = network.cannot_listen(error, endpoint)
+            if not isinstance(taken, PortTakenError):
+                raise taken from None
+            # A launcher that has the port already says what is wrong, if anything is.
+            try:
+                return self._connect(_FIRST_COMER_S if sure else self._timeout)
+            except (MasterUnreachableError, TokenDiffersError):
+                raise taken from None
+        return self._serve(listener)
 
-
-def _serves(parameters: RendezvousParameters, endpoint: Endpoint) -> tuple[bool, bool]:
-    """Whether this node serves, and whether that is what the user said or our guess."""
-    if parameters.backend == "static":
-        return int(parameters.get("rank")) == 0, True
-    try:
-        said = parameters.get_as_bool("is_host")
-    except ValueError:
-        raise SettingError(
-            f"--rdzv-conf is_host={parameters.get('is_host')}",
-            "neither yes nor no",
-            "write 1 or 0",
-        ) from None
-    if said is not None:
-        return said, True
-    here = endpoint.host in ("localhost", socket.gethostname())
-    return here or any(map(network.is_here, network.resolve(endpoint.host))), False
-
-
-def _serve(
-    parameters: RendezvousParameters,
-    own: Node,
-    endpoint: Endpoint,
-    token: auth.Token,
-    say: Say,
-    listener: socket.socket,
-) -> Rendezvous:
-    address = str(listener.getsockname()[0])
-    store = network.serve_store(LOOPBACK, 0, _store_timeout(parameters))
-    inside = _client_store(store.port, parameters, endpoint)
-    nodes = Peers(own)
-
-    def forget(key: str) -> None:
-        forget_ranks(inside)
-        inside.set(key, "")
-
-    with ExitStack() as stack:
-        thread = auth.NetworkThread()
-        stack.callback(thread.close)
-        server = peers.Server(nodes, say, forget)
-        nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
-        proxy = auth.AuthProxy(token, store.port, server.attend, say)
-        thread.wait(proxy.listen(listener))
-        stack.callback(lambda: thread.wait(proxy.close()))
-        stack.callback(lambda: thread.wait(server.close()))
-        if token.open:
-            where = Endpoint(address, endpoint.port)
-            say(f"{auth.VARIABLE}=none: whoever reaches {where} may join this run")
-        return _made(parameters, nodes, store, say, address, stack)
-
-
-def _connect(
-    parameters: RendezvousParameters,
-    own: Node,
-    endpoint: Endpoint,
-    token: auth.Token,
-    say: Say,
-    patience: float,
-) -> Rendezvous:
-    with ExitStack() as stack:
-        thread = auth.NetworkThread()
-        stack.callback(thread.close)
-        address, streams = _authenticate(thread, endpoint, token, say, patience)
-        connection = peers.Connection(*streams)
-        stack.callback(lambda: thread.wait(connection.close()))
+    def _serves(self) -> tuple[bool, bool]:
+        """Whether this node serves, and whether that is what the user said or our guess."""
+        if self._parameters.backend == "static":
+            return self._own.rank == 0, True
         try:
-            nodes = thread.wait(peers.introduce(connection, own))
-        except (OSError, EOFError, ValueError):
-            raise network.unreachable(_SERVER, endpoint, network.CUT, address=address) from None
-        forwarder = auth.Forwarder(address, endpoint.port, token)
-        listener = network.listening_socket(LOOPBACK, 0)
-        thread.wait(forwarder.listen(listener))
-        stack.callback(lambda: thread.wait(forwarder.close()))
-        nodes.send = lambda changes: thread.soon(lambda: connection.send({"changes": changes}))
-        thread.start(peers.listen(connection, nodes, forwarder.cut))
-        store = _client_store(listener.getsockname()[1], parameters, endpoint)
-        own_address = str(streams[1].get_extra_info("sockname")[0])
-        return _made(parameters, nodes, store, say, own_address, stack)
+            said = self._parameters.get_as_bool("is_host")
+        except ValueError:
+            given = self._parameters.get("is_host")
+            raise SettingError(
+                f"--rdzv-conf is_host={given}", "neither yes nor no", "write 1 or 0"
+            ) from None
+        if said is not None:
+            return said, True
+        host = self._endpoint.host
+        here = host in ("localhost", socket.gethostname())
+        return here or any(map(network.is_here, network.resolve(host))), False
 
+    def _serve(self, listener: socket.socket) -> Rendezvous:
+        address = str(listener.getsockname()[0])
+        store = network.serve_store(LOOPBACK, 0, _store_timeout(self._parameters))
+        inside = self._client_store(store.port)
+        nodes = Peers(self._own)
 
-def _made(
-    parameters: RendezvousParameters,
-    nodes: Peers,
-    store: TCPStore,
-    say: Say,
-    address: str,
-    stack: ExitStack,
-) -> Rendezvous:
-    """The rendezvous of one of several nodes; it takes over what is on the stack."""
-    kind = StaticRendezvous if parameters.backend == "static" else DynamicRendezvous
-    asked = network.resolve(parameters.local_addr) if parameters.local_addr else []
-    interface = network.interface_of(next(filter(network.is_here, asked), address))
-    made = kind(parameters, nodes, store, say, interface)
-    made.opened = stack.pop_all()
-    return made
+        def forget(key: str) -> None:
+            forget_ranks(inside)
+            inside.set(key, "")
+
+        with ExitStack() as stack:
+            thread = auth.NetworkThread()
+            stack.callback(thread.close)
+            server = peers.Server(nodes, self._say, forget)
+            nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
+            proxy = auth.AuthProxy(self._token, store.port, server.attend, self._say)
+            thread.wait(proxy.listen(listener))
+            stack.callback(lambda: thread.wait(proxy.close()))
+            stack.callback(lambda: thread.wait(server.close()))
+            if self._token.open:
+                where = Endpoint(address, self._endpoint.port)
+                self._say(f"{auth.VARIABLE}=none: whoever reaches {where} may join this run")
+            return self._made(nodes, store, address, stack)
+
+    def _connect(self, patience: float) -> Rendezvous:
+        endpoint = self._endpoint
+        with ExitStack() as stack:
+            thread = auth.NetworkThread()
+            stack.callback(thread.close)
+            address, streams = self._authenticate(thread, patience)
+            connection = peers.Connection(*streams)
+            stack.callback(lambda: thread.wait(connection.close()))
+            try:
+                nodes = thread.wait(peers.introduce(connection, self._own))
+            except (OSError, EOFError, ValueError):
+                raise network.unreachable(_SERVER, endpoint, network.CUT, address=address) from None
+            forwarder = auth.Forwarder(address, endpoint.port, self._token)
+            listener = network.listening_socket(LOOPBACK, 0)
+            thread.wait(forwarder.listen(listener))
+            stack.callback(lambda: thread.wait(forwarder.close()))
+            nodes.send = lambda changes: thread.soon(lambda: connection.send({"changes": changes}))
+            thread.start(peers.listen(connection, nodes, forwarder.cut))
+            store = self._client_store(listener.getsockname()[1])
+            return self._made(nodes, store, str(streams[1].get_extra_info("sockname")[0]), stack)
+
+    def _made(self, nodes: Peers, store: TCPStore, address: str, stack: ExitStack) -> Rendezvous:
+        """The rendezvous, which takes over what is on the stack."""
+        kind = StaticRendezvous if self._parameters.backend == "static" else DynamicRendezvous
+        local = self._parameters.local_addr
+        asked = network.resolve(local) if local else []
+        interface = network.interface_of(next(filter(network.is_here, asked), address))
+        made = kind(self._parameters, nodes, store, self._say, interface)
+        made.opened = stack.pop_all()
+        return made
+
+    def _client_store(self, port: int) -> TCPStore:
+        timeout = _store_timeout(self._parameters)
+        try:
+            return TCPStore(
+                LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        except RuntimeError:
+            raise network.unreachable(_SERVER, self._endpoint, network.CUT) from None
+
+    def _authenticate(self, thread: auth.NetworkThread, timeout: float) -> tuple[str, auth.Streams]:
+        """Tries to get through the auth proxy at all of its addresses, until the timeout."""
+        endpoint, token = self._endpoint, self._token
+        began = time.monotonic()
+        announce = peers.announcer(self._say)
+        while True:
+            address, reason = "", network.UNRESOLVED
+            for address in endpoint.addresses():
+                try:
+                    connecting = auth.authenticate(address, endpoint.port, token, auth.PEER)
+                    return address, thread.wait(connecting)
+                except auth.ConnectionFailed as error:
+                    reason = str(error)
+            waited = time.monotonic() - began
+            if reason == auth.TOKEN_DIFFERS:
+                raise TokenDiffersError(
+                    f"the run at {endpoint}, with the token of {token.source}",
+                    "the token differs: the node that serves has another one",
+                    f"set {auth.VARIABLE} to the same text on all machines (`openssl rand -hex 16` "
+                    "makes one), or copy the token file of one machine to the others",
+                )
+            wrong_service = reason == auth.NOT_A_LAUNCHER
+            if waited > timeout or (wrong_service and waited > _WRONG_SERVICE_S):
+                tried = 0.0 if wrong_service else timeout
+                raise network.unreachable(_SERVER, endpoint, reason, address=address, tried=tried)
+            announce(f"{_SERVER} at {endpoint}: {reason}")
+            time.sleep(_RETRY_S)
 
 
 # What the flags say
@@ -425,47 +447,6 @@ def _endpoint(parameters: RendezvousParameters) -> Endpoint:
             "give the address of one of the machines and a free port there, the same on all",
         )
     return Endpoint(host, port, one_node=network.means_loopback(host))
-
-
-# The ways to the node that serves
-
-
-def _client_store(port: int, parameters: RendezvousParameters, endpoint: Endpoint) -> TCPStore:
-    timeout = _store_timeout(parameters)
-    try:
-        return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError:
-        raise network.unreachable(_SERVER, endpoint, network.CUT) from None
-
-
-def _authenticate(
-    thread: auth.NetworkThread, endpoint: Endpoint, token: auth.Token, say: Say, timeout: float
-) -> tuple[str, auth.Streams]:
-    """Tries to get through the auth proxy at every address of the endpoint, until the timeout."""
-    began = time.monotonic()
-    announce = peers.announcer(say)
-    while True:
-        address, reason = "", network.UNRESOLVED
-        for address in endpoint.addresses():
-            try:
-                connecting = auth.authenticate(address, endpoint.port, token, auth.PEER)
-                return address, thread.wait(connecting)
-            except auth.ConnectionFailed as error:
-                reason = str(error)
-        waited = time.monotonic() - began
-        if reason == auth.TOKEN_DIFFERS:
-            raise TokenDiffersError(
-                f"the run at {endpoint}, with the token of {token.source}",
-                "the token differs: the node that serves has another one",
-                f"set {auth.VARIABLE} to the same text on all machines (`openssl rand -hex 16` "
-                "makes one), or copy the token file of one machine to the others",
-            )
-        wrong_service = reason == auth.NOT_A_LAUNCHER
-        if waited > timeout or (wrong_service and waited > _WRONG_SERVICE_S):
-            tried = 0.0 if wrong_service else timeout
-            raise network.unreachable(_SERVER, endpoint, reason, address=address, tried=tried)
-        announce(f"{_SERVER} at {endpoint}: {reason}")
-        time.sleep(_RETRY_S)
 
 
 class StaticRendezvous(Rendezvous):
@@ -532,18 +513,6 @@ class TorchsRendezvous(Rendezvous):
 
     can_publish = False
 
-    def __init__(
-        self,
-        parameters: RendezvousParameters,
-        nodes: Peers,
-        store: TCPStore | None = None,
-        say: Say = print,
-        interface: str | None = None,
-    ) -> None:
-        super().__init__(parameters, nodes, store, say, interface)
-        self._torchs: RendezvousHandler | None = self._handler()
-        """None: nothing is to be heard from it any more."""
-
     def _handler(self) -> RendezvousHandler:
         return get_rendezvous_handler(self._parameters)
 
@@ -569,15 +538,6 @@ class TorchsRendezvous(Rendezvous):
         except RendezvousConnectionError:
             self.let_go()
             return 0
-
-    def is_closed(self) -> bool:
-        """Whether a node has ended the run."""
-        return self._torchs is None or self._server_gone() or bool(self._torchs.is_closed())
-
-    def set_closed(self) -> None:
-        """Ends the run for all nodes."""
-        if self._torchs is not None and not self._server_gone():
-            self._torchs.set_closed()  # type: ignore[no-untyped-call]
 
     def shutdown(self) -> bool:
         """Ends the run for all nodes, and torch's heartbeats."""

@@ -351,7 +351,11 @@ def reset_after_fork() -> None:
     random = sys.modules.get("numpy.random")  # numpy itself imports it at its first use
     if random is not None:
         random.seed()
-    _honour_threads()
+    # torch has read the zygote's number of threads.
+    torch = sys.modules.get("torch")
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
+        torch.set_num_threads(int(asked))
 
 
 def open_streams() -> None:
@@ -375,11 +379,3 @@ def open_streams() -> None:
         setattr(sys, f"__{name}__", stream)
     stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
     sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
-
-
-def _honour_threads() -> None:
-    """Takes the number of threads from the rank's variables: torch read the zygote's."""
-    torch = sys.modules.get("torch")
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
-        torch.set_num_threads(int(asked))
