@@ -285,16 +285,7 @@ class World:
         from lockstep.training.memory import measure  # not all scripts ask
 
         self._check_open("memory")
-        return measure(
-            self._run,
-            self.strategy,
-            self._preparer.precision,
-            self.backward,
-            model=model,
-            optimizer=optimizer,
-            loader=loader,
-            loss=loss,
-        )
+        return measure(self._preparer, model, optimizer, loader, loss)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,33 +88,25 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    ctx.exit(_verify(script, args, as_json, options))
-
-
-def _verify(
-    script: str, args: tuple[str, ...], as_json: str | None, options: dict[str, Any]
-) -> int:
     from lockstep.verify.causes import judge
     from lockstep.verify.record import by_command, record
 
     alone, *others = _ways(script, args, options)
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
-    try:
-        reference = record(alone, folder / "reference", by_command)
+    verdicts = []
+    prefix = "lockstep-verify-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        reference = record(alone, Path(folder) / "reference", by_command)
         _check_reference(reference, options)
-        verdicts = []
         for number, way in enumerate(others):
-            verdict = judge(reference, record(way, folder / str(number), by_command))
+            verdict = judge(reference, record(way, Path(folder) / str(number), by_command))
             verdicts.append(verdict)
             show(verdict.lines(), as_json)
             off = verdict.other.notes
             if number == 0 and off:
                 show([f"  switched off for the comparison: {', '.join(off)}"], as_json)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
     write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
-    return _CODES[worst.word]
+    ctx.exit(_CODES[worst.word])
 
 
 def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:

@@ -280,20 +280,15 @@ class LAMB(_Layerwise):
 
 def _check(group: dict[str, Any], name: str) -> None:
     """Raises SettingError where an option of a group is out of range."""
-    given: dict[str, Sequence[Any]] = {key: [group[key]] for key in _RANGES if key in group}
-    if group["max_ratio"] is None:
-        del given["max_ratio"]
-    if "betas" in group:
-        given["beta"] = betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise SettingError(f"{name}(betas={betas!r})", "Adam has two of them", "give a pair")
-    for key, values in given.items():
+    betas = group.get("betas", (0.0, 0.0))
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise SettingError(f"{name}(betas={betas!r})", "Adam has two of them", "give a pair")
+    given = [(key, group[key]) for key in _RANGES if key in group]
+    given = [option for option in given if option != ("max_ratio", None)]  # no limit
+    for key, value in [*given, *(("beta", beta) for beta in betas)]:
         fits, wanted = _RANGES[key]
-        for value in values:
-            if not _is_number(value) or not math.isfinite(value) or not fits(value):
-                raise SettingError(
-                    f"{name}({key}={value!r})", "it is out of range", f"give {wanted}"
-                )
+        if not _is_number(value) or not math.isfinite(value) or not fits(value):
+            raise SettingError(f"{name}({key}={value!r})", "it is out of range", f"give {wanted}")
     if not any(group["adapt"] is value for value in (None, True, False)):
         raise SettingError(
             f"{name}(adapt={group['adapt']!r})",

@@ -477,8 +477,6 @@ class ProfilingRun:
         """All is put back; collectives are refused, and BatchNorm has statistics of its own."""
         collectives = self._run.collectives
         parts = {id(part): part for module in self._modules for part in module.modules()}.values()
-        # Attributes too: what is set to activations, to be looked at, would keep the largest.
-        held = [vars(part) for part in parts if may_set(part)] + [part._buffers for part in parts]
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
         alone = [
             part
@@ -486,6 +484,9 @@ class ProfilingRun:
             if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
             and "forward" not in vars(part)  # of replicas: the devices of this rank stay together
         ]
+        # Attributes too: what is set to activations, to be looked at, would keep the largest.
+        held = [vars(part) for part in parts if may_set(part) or part in alone]
+        held += [part._buffers for part in parts]
         blocked = collectives.blocked
         with restored([(d, dict(d)) for d in held], buffers, self._gpus), torch.enable_grad():
             try:
@@ -495,8 +496,6 @@ class ProfilingRun:
                 yield
             finally:
                 collectives.blocked = blocked
-                for layer in alone:
-                    vars(layer).pop("forward", None)
 
 
 def _stand_in(output: Tensor) -> Tensor:

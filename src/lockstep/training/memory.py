@@ -30,13 +30,12 @@ from torch.optim import Optimizer
 
 from lockstep.data.loader import Loader
 from lockstep.data.pytree import tensors
-from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import TorchDispatchMode, pytree
 from lockstep.errors import UsageError
-from lockstep.optim.precision import Precision
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.autotune import gpus_of, local, now, restored
 from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.prepare import Preparer
 
 _TIMED = 5
 """Global batches whose median time is the time of a step."""
@@ -143,11 +142,7 @@ class Memory:
 
 
 def measure(
-    run: Run,
-    strategy: str,
-    precision: Precision,
-    backward: Callable[[Tensor], None],
-    *,
+    preparer: Preparer,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     loader: Loader | None = None,
@@ -161,11 +156,8 @@ def measure(
     call it.
 
     Args:
-        run: the present one.
-        strategy: its name.
-        precision: of its passes.
-        backward: as `world.backward`.
-        model: prepared.
+        preparer: the run's.
+        model: prepared by it.
         optimizer: likewise; None leaves its state out.
         loader: likewise; together with `loss`.
         loss: of the model and a batch, the mean over its samples, as for `world.backward`.
@@ -178,6 +170,7 @@ def measure(
     """
     from torch.distributed.fsdp import FSDPModule  # takes long, and not all scripts ask
 
+    run = preparer.run
     units = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.reshard()  # an evaluation may have left it whole
@@ -193,7 +186,7 @@ def measure(
     }
     whole: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
-        steps = TrainingSteps(run, precision, backward, model, optimizer, loader, loss)
+        steps = TrainingSteps(preparer, model, optimizer, loader, loss)
         columns |= steps.measure()
         whole |= {"samples": steps.samples, "step_s": steps.seconds}
     elif optimizer is not None:
@@ -211,7 +204,7 @@ def measure(
     every = run.collectives.exchange([asdict(row) for row in own])
     rows = tuple(DeviceMemory(**row) for of_rank in every for row in of_rank)
     stages = run.collectives.data_parallel.size < run.topology.size
-    return Memory(strategy=strategy, devices=rows, stages=stages)
+    return Memory(strategy=preparer.strategy.name, devices=rows, stages=stages)
 
 
 def _replicas(
@@ -319,9 +312,7 @@ class TrainingSteps:
     """Training steps to be measured: collective, all ranks take them.
 
     Args:
-        run: the present one.
-        precision: of its passes.
-        backward: as `World.backward`.
+        preparer: the run's.
         model: prepared.
         optimizer: prepared.
         loader: prepared.
@@ -333,9 +324,7 @@ class TrainingSteps:
 
     def __init__(
         self,
-        run: Run,
-        precision: Precision,
-        backward: Callable[[Tensor], None],
+        preparer: Preparer,
         model: nn.Module,
         optimizer: Optimizer | None,
         loader: Loader | None,
@@ -360,13 +349,16 @@ class TrainingSteps:
                 "it is empty" if loader.steps == 0 else "a loop over it is running",
                 "call it before the loop, with data for one global batch at least",
             )
-        self._run, self._precision, self._backward = run, precision, backward
+        self._preparer, self._run = preparer, preparer.run
         self._model, self._optimizer, self._loader, self._loss = model, optimizer, loader, loss
-        self._gpus = gpus_of(run, [model])
+        self._gpus = gpus_of(preparer.run, [model])
         self.samples = 0
         """Of this rank's first micro-batch, at which the activations were counted."""
         self.seconds = 0.0
         """Of a step."""
+        self._sizes: dict[str, dict[torch.device, int]] = {}
+        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        """Where they are after a backward pass; what outlives the clearing is a bucket."""
 
     def measure(self) -> dict[str, dict[torch.device, int]]:
         """Takes some steps and puts everything back.
@@ -377,13 +369,11 @@ class TrainingSteps:
             Bytes by device: `copies`, `activations`, `loss`, `state`, `peak`; see `DeviceMemory`.
         """
         with self._put_back(), closing(self._endless()) as batches:
-            kept = _Kept(self._model)
-            self._step(batches, kept=kept)
-            state = bytes_by_device(storages(state_of(self._optimizer.inner)))
-            peak = self._peak(batches, kept)
-            self.samples = kept.samples
+            self._step(batches, look=True)
+            self._sizes["state"] = bytes_by_device(storages(state_of(self._optimizer.inner)))
+            self._sizes["peak"] = self._peak(batches)
             self.seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
-        return {**kept.sizes, "state": state, "peak": peak}
+        return self._sizes
 
     def _endless(self) -> Generator[Any]:
         while True:
@@ -393,9 +383,13 @@ class TrainingSteps:
         self,
         batches: Iterator[Any],
         watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        kept: _Kept | None = None,
+        *,
+        look: bool = False,
     ) -> float:
-        """One training step, under `watch()`; the seconds it took without the loader."""
+        """One training step, under `watch()`; the seconds it took without the loader.
+
+        With `look` it is seen what the forward pass of its first micro-batch keeps.
+        """
         seconds, last = 0.0, False
         while not last:
             batch = next(batches)
@@ -403,20 +397,61 @@ class TrainingSteps:
             last = present.last
             begin = now(self._gpus)
             with watch():
-                with kept.forward(present.local) if kept and present.first else nullcontext():
+                with self._look(present.local) if look and present.first else nullcontext():
                     loss = self._loss(self._model, batch)
-                self._backward(loss)
-                if kept:
-                    kept.note_gradients()
+                self._preparer.backward(loss)
+                if look:
+                    gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+                    self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
                 self._optimizer.step()
                 self._optimizer.zero_grad()
             seconds += now(self._gpus) - begin
         return seconds
 
-    def _peak(self, batches: Iterator[Any], kept: _Kept) -> dict[torch.device, int]:
+    @contextmanager
+    def _look(self, samples: int) -> Iterator[None]:
+        """Around the forward pass and the loss, which must be alive at the end of it."""
+        own = storages([*self._model.parameters(), *self._model.buffers()])
+        calls: list[SavedTensors] = []
+        outside = SavedTensors()
+        used: set[torch.UntypedStorage] = set()
+
+        def watch(arguments: Any) -> AbstractContextManager[Any]:
+            calls.append(SavedTensors(arguments))
+            return calls[-1].watch()
+
+        with outside.watch(), _around_calls(self._model, watch), self._parameters_in_use(used):
+            yield
+        self.samples = samples
+        copies = used - own
+        counted = own | copies
+        activations: Counter[torch.device] = Counter()
+        for call in calls:
+            activations.update(call.count(counted))
+        self._sizes = {
+            "copies": bytes_by_device(copies),
+            "activations": activations,
+            "loss": outside.count(counted),
+        }
+
+    @contextmanager
+    def _parameters_in_use(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
+        """Adds the parameters that each layer computes with, where they are not its own."""
+        spread = any(hasattr(p, "to_local") for p in self._model.parameters())
+
+        def look(module: nn.Module, args: Any) -> None:
+            used.update(storages(module.parameters(recurse=False)))
+
+        copied = isinstance(self._model, DataParallel)
+        with ExitStack() as hooks:
+            for module in self._model.modules() if spread or copied else ():
+                hooks.enter_context(module.register_forward_pre_hook(look))
+            yield
+
+    def _peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
         """The most memory that tensors take at one time in a step, by device."""
         if self._run.device.type == "cuda":
-            devices = {self._run.device, *kept.sizes["activations"], *kept.sizes["loss"]}
+            devices = {self._run.device, *self._sizes["activations"], *self._sizes["loss"]}
             for device in devices:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -425,7 +460,7 @@ class TrainingSteps:
         live = LiveTensors()
         live.hold(storages([*self._model.parameters(), *self._model.buffers()]))
         live.hold(storages(state_of(self._optimizer.inner)))
-        live.hold(held for gradient in kept.gradients for held in [gradient()] if held is not None)
+        live.hold(held for gradient in self._gradients for held in [gradient()] if held is not None)
         here = threading.get_ident()
 
         def in_other_threads(args: Any) -> AbstractContextManager[Any]:
@@ -438,8 +473,8 @@ class TrainingSteps:
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Restores model, optimizer, loader, scaler, counters and random streams on leaving."""
-        loader, inner, scaler = self._loader, self._optimizer.inner, self._precision.scaler
-        self._precision.settle()
+        loader, inner, precision = self._loader, self._optimizer.inner, self._preparer.precision
+        precision.settle()
         # Those of a pipeline's other stages have no data.
         held = [*self._model.parameters(), *self._model.buffers()]
         values = [tensor for tensor in held if not tensor.is_meta]
@@ -448,7 +483,7 @@ class TrainingSteps:
         values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
         old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
-        scaler_before = None if scaler is None else scaler.state_dict()
+        scaler_before = {} if precision.scaler is None else precision.scaler.state_dict()
         position, trained = loader.state_dict(), loader.trained
         with restored(old, values, self._gpus), self._run.step.preserved():
             try:
@@ -457,9 +492,9 @@ class TrainingSteps:
                 loader.load_state_dict(position)
                 loader.trained = trained
                 self._optimizer.zero_grad()
-                self._precision.settle()
-                if scaler is not None and scaler_before is not None:
-                    scaler.load_state_dict(scaler_before)
+                precision.settle()
+                if precision.scaler is not None:
+                    precision.scaler.load_state_dict(scaler_before)
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -474,63 +509,6 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, without single numbers, which may be on the CPU."""
     found = pytree.tree_leaves(list(optimizer.state.values()))
     return [value for value in found if isinstance(value, Tensor) and value.dim()]
-
-
-class _Kept:
-    """Looks at a micro-batch: what its forward pass leaves behind for the backward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.samples = 0
-        self.sizes: dict[str, dict[torch.device, int]] = {}
-        """Bytes by device of `copies`, `activations` and `loss`."""
-        self.gradients: list[weakref.ref[torch.UntypedStorage]] = []
-        """Their storages: those that outlive the clearing are buckets."""
-        self._own = storages([*model.parameters(), *model.buffers()])
-
-    @contextmanager
-    def forward(self, samples: int) -> Iterator[None]:
-        """Around the forward pass and the loss, which must be alive at the end of it."""
-        calls: list[SavedTensors] = []
-        outside = SavedTensors()
-        used: set[torch.UntypedStorage] = set()
-
-        def watch(arguments: Any) -> AbstractContextManager[Any]:
-            calls.append(SavedTensors(arguments))
-            return calls[-1].watch()
-
-        with outside.watch(), _around_calls(self.model, watch), self._parameters_in_use(used):
-            yield
-        self.samples = samples
-        copies = used - self._own
-        counted = self._own | copies
-        activations: Counter[torch.device] = Counter()
-        for call in calls:
-            activations.update(call.count(counted))
-        self.sizes = {
-            "copies": bytes_by_device(copies),
-            "activations": activations,
-            "loss": outside.count(counted),
-        }
-
-    def note_gradients(self) -> None:
-        """Where they are, after a backward pass."""
-        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-        self.gradients = [weakref.ref(s) for s in storages(gradients)]
-
-    @contextmanager
-    def _parameters_in_use(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
-        """Adds the parameters that each layer computes with, where they are not its own."""
-        spread = any(hasattr(p, "to_local") for p in self.model.parameters())
-
-        def look(module: nn.Module, args: Any) -> None:
-            used.update(storages(module.parameters(recurse=False)))
-
-        copied = isinstance(self.model, DataParallel)
-        with ExitStack() as hooks:
-            for module in self.model.modules() if spread or copied else ():
-                hooks.enter_context(module.register_forward_pre_hook(look))
-            yield
 
 
 def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:

@@ -9,6 +9,7 @@ What must be brought to `world.prepare` and `world.loader`, and by all ranks ali
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -45,12 +46,12 @@ class Preparer:
     """Prepares the objects of one run and remembers which belong together."""
 
     def __init__(self, run: Run, strategy: Strategy, plan: Plan) -> None:
+        self.run = run
+        self.strategy = strategy
         self.choices: list[Choice] = []
         self.loaders: list[Loader] = run.loaders
         self.precision = Precision(run.settings.precision, run.device)
         self.guards = Guards(run, self.precision)
-        self._run = run
-        self._strategy = strategy
         self._plan = plan
         self._modules: list[nn.Module] = []
         self._wrapped: dict[int, Wrapped] = {}
@@ -79,7 +80,7 @@ class Preparer:
             if isinstance(thing, DataLoader):
                 prepared[id(thing)] = self._make_loader(make_source(thing))
         loaders = [thing for thing in prepared.values() if isinstance(thing, Loader)]
-        self._run.examples[:] = [loader.example for loader in loaders]
+        self.run.examples[:] = [loader.example for loader in loaders]
         self._agree("world.prepare", list(prepared.values()))
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self._module),
@@ -107,7 +108,7 @@ class Preparer:
     def _make_loader(
         self, source: Source, shares: Any = None, micro_batch_size: Any = None, **options: Any
     ) -> Loader:
-        plan, settings = self._plan, self._run.settings
+        plan, settings = self._plan, self.run.settings
         request = self._autotune.request(shares, micro_batch_size)
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
@@ -117,8 +118,8 @@ class Preparer:
             shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             micro_batch_size=plan.micro_batch_size(micro_batch_size),
             seed=settings.seed,
-            collectives=self._run.collectives,
-            step=self._run.step,
+            collectives=self.run.collectives,
+            step=self.run.step,
             evaluates_together=plan.evaluates_together,
             min_micro_batches=plan.num_micro_batches,
             **options,
@@ -129,7 +130,7 @@ class Preparer:
     def _agree(self, what: str, things: list[Any]) -> None:
         """Raises RanksDifferError on all ranks unless all have brought the same, in this order."""
         mine = [describe(thing) for thing in things]
-        brought: list[list[str]] = self._run.collectives.exchange(mine)
+        brought: list[list[str]] = self.run.collectives.exchange(mine)
         if any(other != mine for other in brought):
             raise RanksDifferError(
                 what,
@@ -139,7 +140,7 @@ class Preparer:
             )
         for loader in things:
             if isinstance(loader, Loader):
-                check_samples(loader.source, loader.seed, self._run.collectives)
+                check_samples(loader.source, loader.seed, self.run.collectives)
 
     def release(self) -> None:
         """Lets go of the process group."""
@@ -155,7 +156,7 @@ class Preparer:
         Raises:
             UsageError: a loss that cannot be trained on; under fp16, no optimizer was prepared.
         """
-        step = self._run.step
+        step = self.run.step
         self.guards.before_backward(loss)
         self._check_accumulation()
         if self.precision.scaler is not None and self._modules and not self._optimizers:
@@ -165,7 +166,7 @@ class Preparer:
             )
         weighted = step.weighted(loss)
         try:
-            self._strategy.backward(self._modules, weighted, self.precision, **options)
+            self.strategy.backward(self._modules, weighted, self.precision, **options)
         except Exception as error:
             add_memory_advice(error, step.current.local, step.devices)
             raise
@@ -186,7 +187,7 @@ class Preparer:
         self.precision.unscale(
             o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))
         )
-        norm = self._strategy.total_norm(parameters, norm_type)
+        norm = self.strategy.total_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -197,7 +198,7 @@ class Preparer:
             UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
                 for another optimizer would mix with them.
         """
-        running = self._run.step.running
+        running = self.run.step.running
         present = running.micro_batch
         if present.first and present.last:
             return
@@ -247,7 +248,7 @@ class Preparer:
             check_model(thing)
 
     def _module(self, module: nn.Module) -> nn.Module:
-        run = self._run
+        run = self.run
         if run.collectives.data_parallel.size > 1:
             self._convert(module)
         handles = self.precision.attach(module)
@@ -257,7 +258,7 @@ class Preparer:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
         shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]
-        wrapped = self._strategy.wrap(module, run)
+        wrapped = self.strategy.wrap(module, run)
         if shared and not run.collectives.alone:
             raise UsageError(
                 "world.prepare of two modules with the same parameters",
@@ -283,18 +284,18 @@ class Preparer:
     def _convert(self, module: nn.Module) -> None:
         if not any(isinstance(m, BatchNorm) for m in module.modules()):
             return
-        if not self._run.settings.sync_batchnorm:
+        if not self.run.settings.sync_batchnorm:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
             return
-        names = sync_batchnorm.convert(module, self._run.groups.get(self._plan.statistics_group))
+        names = sync_batchnorm.convert(module, self.run.groups.get(self._plan.statistics_group))
         self.choices += names.choices(each="rank", of="the global batch, as on one device")
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)
         counts = [len(group["params"]) for group in optimizer.param_groups]
         places = self._replace_parameters(optimizer)
-        reason = choose_foreach(optimizer, self._run.device)
+        reason = choose_foreach(optimizer, self.run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
@@ -309,7 +310,7 @@ class Preparer:
             self.guards.after_step()
 
         prepared = PreparedOptimizer(
-            optimizer, self._run.step, self.precision, before, after, self._whole_loss
+            optimizer, self.run.step, self.precision, before, after, self._whole_loss
         )
         if any(new is None for new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
@@ -318,30 +319,22 @@ class Preparer:
 
     def _whole_loss(self, loss: Any) -> Any:
         """What a closure returned, as that of the global batch: optimizers decide by it."""
-        collectives, scale = self._run.collectives, self._run.step.current.scale
+        collectives, scale = self.run.collectives, self.run.step.current.scale
         if collectives.alone or not isinstance(loss, Tensor | float):
             return loss
         return collectives.mean(loss * scale if scale else 0.0)
 
     def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        found: list[nn.Module] = []
-        strange = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = self._owners.get(parameter)
-                if owner is None:
-                    strange += 1
-                elif not any(owner is module for module in found):
-                    found.append(owner)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strange = sum(p not in self._owners for p in parameters)
         if strange:
-            total = sum(len(group["params"]) for group in optimizer.param_groups)
             raise UsageError(
                 f"world.prepare of {type(optimizer).__name__}",
-                f"{strange} of its {total} parameters belong to no prepared module",
+                f"{strange} of its {len(parameters)} parameters belong to no prepared module",
                 "build the optimizer from model.parameters() of the very model you prepare, and "
                 "give both to world.prepare(model, optimizer)",
             )
-        return found
+        return list(dict.fromkeys(self._owners[p] for p in parameters))
 
     def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
         """Gives the optimizer what the strategy has put in the place of its parameters.
@@ -350,29 +343,24 @@ class Preparer:
             For each group where, among all its parameters, those stand that are on this rank.
         """
         places: list[list[int]] = []
-        number = 0
+        numbers = itertools.count()
         for group in optimizer.param_groups:
-            now = []
-            places.append([])
-            for parameter in group["params"]:
-                new = self._replaced.get(parameter, parameter)
-                if new is not parameter and optimizer.state.get(parameter):
-                    raise UsageError(
-                        f"world.prepare of {type(optimizer).__name__} after it has stepped",
-                        f"strategy {self._strategy.name!r} spreads the parameters over the ranks, "
-                        "and the state of the optimizer belongs to whole ones",
-                        "prepare the model first, then an optimizer of its new parameters; "
-                        "world.checkpoint takes up a training",
-                    )
-                if new is not None:
-                    now.append(new)
-                    places[-1].append(number)
-                number += 1
-            group["params"][:] = now  # LBFGS holds this very list
+            replaced = [(p, self._replaced.get(p, p), next(numbers)) for p in group["params"]]
+            if any(new is not old and optimizer.state.get(old) for old, new, _ in replaced):
+                raise UsageError(
+                    f"world.prepare of {type(optimizer).__name__} after it has stepped",
+                    f"strategy {self.strategy.name!r} spreads the parameters over the ranks, and "
+                    "the state of the optimizer belongs to whole ones",
+                    "prepare the model first, then an optimizer of its new parameters; "
+                    "world.checkpoint takes up a training",
+                )
+            here = [(new, number) for _, new, number in replaced if new is not None]
+            places.append([number for _, number in here])
+            group["params"][:] = [new for new, _ in here]  # LBFGS holds this very list
         return places
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        prepared = PreparedScheduler(scheduler, self._run.step, self._run.collectives)
+        prepared = PreparedScheduler(scheduler, self.run.step, self.run.collectives)
         for optimizer in self._optimizers:
             if scheduler.optimizer in (optimizer, optimizer.inner):
                 prepared.prepared = optimizer

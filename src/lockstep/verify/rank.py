@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,33 +105,31 @@ def _watch_ddp(recorder: Recorder) -> None:
 
 
 def _watch_functions(recorder: Recorder) -> None:
-    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
-        # The tensor that goes in comes first, but for the gathers, which put what comes out there.
-        place = 1 if name in _GATHERS else 0
-        setattr(dist, name, _told(recorder, name, getattr(dist, name), place))
-    schedule = LRScheduler.step
-
-    def scheduled(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        recorder.called("schedule", None)
-        schedule(self, *args, **kwargs)
-
-    LRScheduler.step = scheduled  # type: ignore[method-assign]
-    utils: Any = torch.nn.utils
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        told = _told(recorder, "clip", getattr(utils, name), 0)
-        setattr(utils, name, told)
-        setattr(utils.clip_grad, name, told)
-
-
-def _told(recorder: Recorder, name: str, function: Any, place: int) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        # Clipping by Lockstep is asked for by the script, its exchanges are not.
-        if name == "clip" or not sys._getframe(1).f_globals["__name__"].startswith("lockstep."):
+    def exchanged(name: str, place: int, *args: Any, **kwargs: Any) -> None:
+        # What Lockstep exchanges itself is not of the script's making.
+        if not sys._getframe(2).f_globals["__name__"].startswith("lockstep."):
             tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
             recorder.called(name, args[place] if len(args) > place else tensor)
+
+    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
+        # The tensor that goes in comes first, but for the gathers, which put what comes out there.
+        _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)))
+    _tell(LRScheduler, "step", lambda *_, **__: recorder.called("schedule", None))
+    utils: Any = torch.nn.utils
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _tell(utils.clip_grad, name, lambda *_, **__: recorder.called("clip", None))
+        setattr(utils, name, getattr(utils.clip_grad, name))
+
+
+def _tell(owner: Any, name: str, tell: Callable[..., None]) -> None:
+    """Calls `tell` before a function, with the same arguments."""
+    function = getattr(owner, name)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        tell(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return called
+    setattr(owner, name, told)
 
 
 Queues = dict[int, deque[list[int]]]

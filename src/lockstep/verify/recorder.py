@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -122,11 +123,10 @@ class Recorder(Callback):
         """The random streams, when the last batch was handed out."""
         self._rows: list[float] = []
         """Of what models were called with, where no loader hands out batches."""
-        self._optimizers: dict[int, Optimizer] = {}
-        self._taken: dict[int, int] = {}
-        """Steps of each optimizer, by its id."""
-        self._loaders: dict[int, Any] = {}
-        self._passes: dict[int, int] = {}
+        self._taken: dict[Optimizer, int] = {}
+        """Steps of each optimizer, in the order of their first ones."""
+        self._passes: dict[Any, int] = {}
+        """Of each loader, likewise; counted for those of torch."""
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
         self._weighted = False
@@ -165,13 +165,12 @@ class Recorder(Callback):
             batch: as it was handed out.
             stream: a digest of the random numbers drawn to read it; empty: none were.
         """
-        epoch = self._passes.get(id(loader), 1) - 1
+        epoch = self._passes.get(loader, 1) - 1
         self._take(loader, look_at(batch, epoch=epoch, ids=ids, stream=stream))
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
-        self._number(loader)
-        self._passes[id(loader)] = self._passes.get(id(loader), 0) + 1
+        self._passes[loader] = self._passes.get(loader, 0) + 1
 
     def lost(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
@@ -226,15 +225,15 @@ class Recorder(Callback):
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step."""
-        self._optimizers.setdefault(id(optimizer), optimizer)
-        if next(iter(self._optimizers)) == id(optimizer):
+        self._taken.setdefault(optimizer, 0)
+        if next(iter(self._taken)) is optimizer:
             self._end_if_enough()
         update, held = self._update, _held(optimizer)
         named = list(self.models.parameters())
         if self._streams is not None:
             update.draw_line = self._patches.draw_line
             update.drew = bool(update.draw_line) or self._streams != random_streams()
-        if not self._taken:
+        if not any(self._taken.values()):
             update.before = _arrays(named)
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
@@ -248,15 +247,15 @@ class Recorder(Callback):
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         update, held = self._update, _held(optimizer)
-        update.optimizer = list(self._optimizers).index(id(optimizer))
-        update.step = self._taken.get(id(optimizer), 0)
+        update.optimizer = list(self._taken).index(optimizer)
+        update.step = self._taken[optimizer]
         local = update.local if len(update.local) <= _MOST_PIECES else []
         update.local = [_arrays(part.items()) for part in local]
         named = self.models.parameters()
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
         self._writer.write(update)
-        self._taken[id(optimizer)] = update.step + 1
+        self._taken[optimizer] += 1
         self._update, self._rows = RankUpdate(counts=update.counts), []
         if self._streams is not None:
             self._streams = random_streams()
@@ -268,34 +267,26 @@ class Recorder(Callback):
         self._hook_parameters()
 
     def _end_if_enough(self) -> None:
-        first = next(iter(self._optimizers), None)
-        if first is not None and self._taken.get(first, 0) >= self._steps:
+        if next(iter(self._taken.values()), 0) >= self._steps:
             raise Finished(0)
 
     def _take(self, loader: Any, taken: Taken) -> None:
         self._end_if_enough()
         self._weighted = False
-        taken.loader = self._number(loader)
+        self._passes.setdefault(loader, 0)
+        taken.loader = list(self._passes).index(loader)
         self._update.taken.append(taken)
         self._patches.watch_draws()
         self._streams = random_streams()
 
-    def _number(self, loader: Any) -> int:
-        self._loaders.setdefault(id(loader), loader)
-        return list(self._loaders).index(id(loader))
-
     def _hook_parameters(self) -> None:
         """Sees every gradient before anything else does with it what it does."""
         for name, parameter in self.models.parameters():
-            if not parameter.requires_grad or not parameter.is_leaf:
-                continue
-            if self._hooked.get(id(parameter)) is parameter:
-                continue
-            if hasattr(parameter, "full_tensor"):
-                continue  # a shard: what this rank left is not its own alone
-            hooks: Any = parameter
-            hooks.register_hook(lambda gradient, name=name: self._left(name, gradient))
-            self._hooked[id(parameter)] = parameter
+            # Of a shard what this rank left is not its own alone.
+            own = parameter.is_leaf and not hasattr(parameter, "full_tensor")
+            if own and parameter.requires_grad and id(parameter) not in self._hooked:
+                parameter.register_hook(partial(self._left, name))  # type: ignore[no-untyped-call]
+                self._hooked[id(parameter)] = parameter
 
     def _left(self, name: str, gradient: Tensor) -> None:
         local = self._update.local
