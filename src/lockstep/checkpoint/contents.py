@@ -29,7 +29,14 @@ from lockstep.checkpoint.formats.safetensors import (
     write_weights,
 )
 from lockstep.checkpoint.modules import match_names
-from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, ShardedEntry, in_memory, view_of
+from lockstep.checkpoint.sharding import (
+    HeldTensor,
+    LazyTensor,
+    ShardedEntry,
+    dtype_name,
+    in_memory,
+    view_of,
+)
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -121,18 +128,13 @@ def tied_to(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
 def totals(tensors: Iterable[LazyTensor]) -> dict[str, Any]:
     """How much it is in all; a tensor with several names counts once."""
     own = {id(tensor): tensor for tensor in tensors}.values()
-    kinds = Counter(map(dtype_name, own))
+    kinds = Counter(dtype_name(tensor.dtype) for tensor in own)
     return {
         "tensors": len(own),
         "values": sum(tensor.count for tensor in own),
         "bytes": sum(tensor.nbytes for tensor in own),
         "dtypes": dict(kinds.most_common()),
     }
-
-
-def dtype_name(tensor: LazyTensor) -> str:
-    """Such as `float32`."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _size(value: object) -> int:

@@ -27,6 +27,8 @@ from lockstep.checkpoint.sharding import (
     LazyTensor,
     Shape,
     ShardedEntry,
+    as_shape,
+    dtype_name,
     is_sharded,
     replica,
     view_of,
@@ -68,7 +70,7 @@ STORABLE = frozenset(DTYPES.values())
 _NEWER = ("U16", "U32", "U64", "C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _AS_BYTES = {DTYPES[code] for code in _NEWER}
 """Those that not every release of safetensors reads: they are stored as bytes."""
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
+BY_NAME = {dtype_name(dtype): dtype for dtype in STORABLE}
 """What a tree calls them."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """All of them, as values of their own."""
@@ -206,7 +208,7 @@ class _Encoder:
             array = self._array(value, path)
             return {"$array": array} if kind is np.ndarray else {"$scalar": array}
         if kind is torch.dtype:
-            return {"$dtype": str(value).removeprefix("torch.")}
+            return {"$dtype": dtype_name(value)}
         if kind is torch.device:
             return {"$device": str(value)}
         if kind in {dict, OrderedDict, Counter, list, tuple, torch.Size}:
@@ -261,8 +263,8 @@ class _Encoder:
             if local.numel() and not replica(value):
                 self._store(name, self._to_host(local))
                 self.boxes[name] = box
-            dtype = str(value.dtype).removeprefix("torch.")
-            tree = {"$sharded": name, "dtype": dtype, "shape": list(value.shape)}
+            shape = list(value.shape)
+            tree = {"$sharded": name, "dtype": dtype_name(value.dtype), "shape": shape}
         if view is not None:
             self._trees[view] = tree
         return tree
@@ -280,8 +282,7 @@ class _Encoder:
         name = self._free_name(path)
         if self._store(name, tensor):
             return {"$tensor": name}
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+        return {"$tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
 
     def _free_name(self, path: tuple[object, ...]) -> str:
         name = plain = ".".join(map(str, path)) or "value"
@@ -356,7 +357,7 @@ class _Decoder:
         if self._shards is None:
             raise ValueError("a tensor in shards where none is expected")
         if name not in self._made:
-            dtype, shape = BY_NAME[tree["dtype"]], tuple(_sizes(tree["shape"]))
+            dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
             self._made[name] = self._shards(name, dtype, shape)
         return self._made[name]
 
@@ -371,11 +372,11 @@ class _Decoder:
         found = self._tensors[name]
         if "dtype" not in tree:
             return found
-        dtype, shape = BY_NAME[tree["dtype"]], _sizes(tree["shape"])
+        dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
         if name not in self._made:
             # Copied, since bytes in a mapped file may begin at any address.
             self._made[name] = (
-                found.viewed(dtype, tuple(shape))
+                found.viewed(dtype, shape)
                 if isinstance(found, LazyTensor)
                 else found.clone().view(dtype).reshape(shape)
             )
@@ -391,12 +392,6 @@ class _Decoder:
         return state
 
 
-def _sizes(value: Any) -> list[int]:
-    if type(value) is not list or not all(type(item) is int and item >= 0 for item in value):
-        raise ValueError(f"a shape of {str(value)[:80]}")
-    return value
-
-
 _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$float": lambda _, tree: float(tree["$float"]),
     "$tensor": lambda decoder, tree: decoder.stored(tree),
@@ -405,7 +400,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$scalar": lambda decoder, tree: decoder.array(tree["$scalar"])[()],
     "$dtype": lambda _, tree: _DTYPES[tree["$dtype"]],
     "$device": lambda _, tree: torch.device(tree["$device"]),
-    "$size": lambda _, tree: torch.Size(_sizes(tree["$size"])),
+    "$size": lambda _, tree: torch.Size(as_shape(tree["$size"])),
     "$tuple": lambda decoder, tree: tuple(decoder.value(tree["$tuple"])),
     "$dict": lambda decoder, tree: dict(decoder.pairs(tree["$dict"])),
     "$counter": lambda decoder, tree: Counter(dict(decoder.pairs(tree["$counter"]))),

@@ -56,7 +56,7 @@ from lockstep.distributed import seeding
 from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 
-RESERVED = frozenset({"training", "world", "random"})
+RESERVED = frozenset({"training", "manifest", "world", "random"})
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
 _STOPPED = 128 + 15
@@ -353,13 +353,13 @@ class Checkpoint:
         manifest = _seen(path, identity)
         modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING, manifest["training"])
-        _check_facts(path, manifest, training)
-        _check_names(path, set(self._state), {*modules, *training} - RESERVED)
-        for name, own in self._state.items():
-            _check_entry(path, name, own, modules.get(name))
-            if isinstance(own, LRScheduler):
-                _check_length(path, name, own, training[name])
-        return {"manifest": manifest, **training, **modules}
+        saved = {
+            "manifest": manifest,
+            **(training if isinstance(training, dict) else {}),
+            **modules,
+        }
+        _check_fits(path, self._state, saved)
+        return saved
 
     def _apply_all(self, path: Path, loaded: Mapping[str, Any]) -> str:
         """Takes up what `_read_all` gave; returns what was done, in words."""
@@ -557,40 +557,36 @@ def _seen(path: Path, identity: str | None) -> dict[str, Any]:
     )
 
 
-def _check_facts(path: Path, manifest: Mapping[str, Any], training: Any) -> None:
+def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Whether what was saved is the state of a run, and of one that has what this one has."""
+    doing, manifest = f"resuming from {path}", saved["manifest"]
     numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
-    if not numbers or not isinstance(training, dict) or not {"world", "random"} <= training.keys():
+    if not numbers or not {"world", "random"} <= saved.keys():
         raise CheckpointError(
-            f"resuming from {path}",
+            doing,
             "its manifest lacks the step, or the state of the run",
             "use an earlier checkpoint of the same folder",
         )
-
-
-def _check_names(path: Path, own: set[str], saved: set[str]) -> None:
-    missing, extra = own - saved, saved - own
-    if missing or extra:
+    there = saved.keys() - RESERVED
+    if own.keys() != there:
         raise CheckpointError(
-            f"resuming from {path} with {', '.join(sorted(own))}",
-            f"not in the checkpoint: {', '.join(sorted(missing)) or 'nothing'}; "
-            f"in the checkpoint alone: {', '.join(sorted(extra)) or 'nothing'}",
+            f"{doing} with {', '.join(sorted(own))}",
+            f"not in the checkpoint: {', '.join(sorted(own.keys() - there)) or 'nothing'}; "
+            f"in the checkpoint alone: {', '.join(sorted(there - own.keys())) or 'nothing'}",
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",
         )
-
-
-def _check_entry(path: Path, name: str, own: Any, saved: Mapping[str, Any] | None) -> None:
-    """Whether a state of a module (None: of something else) fits what the name stands for."""
-    found = ""
-    if isinstance(own, nn.Module) != (saved is not None):
-        was = "was a module" if saved is not None else "was not a module"
-        found = f"{name} {was} when it was saved, and is a {type(own).__name__} now"
-    elif saved is not None and (differ := differences(saved, plain_state_dict(own))):
-        found = f"{name} does not fit: {differ}"
-    if found:
-        raise CheckpointError(
-            f"resuming from {path}", found, f"build {name} as it was in the run that saved it"
-        )
+    for name, value in own.items():
+        found, was_module = "", name in manifest["modules"]
+        if isinstance(value, nn.Module) != was_module:
+            was = "was a module" if was_module else "was not a module"
+            found = f"{name} {was} when it was saved, and is a {type(value).__name__} now"
+        elif was_module and (differ := differences(saved[name], plain_state_dict(value))):
+            found = f"{name} does not fit: {differ}"
+        if found:
+            raise CheckpointError(doing, found, f"build {name} as it was in the run that saved it")
+        if isinstance(value, LRScheduler):
+            _check_length(path, name, value, saved[name])
 
 
 def _check_length(path: Path, name: str, own: LRScheduler, saved: Any) -> None:

@@ -40,6 +40,24 @@ Shape = tuple[int, ...]
 _MAX_COMPARED = 5_000_000  # pairs of shards
 
 
+def as_shape(value: Any) -> Shape:
+    """Numbers that stand in a file as the extents or the offsets of a tensor.
+
+    Raises:
+        ValueError: no tensor has such.
+    """
+    sound = isinstance(value, list | tuple) and len(value) <= 64
+    # Larger extents than these only take time to multiply.
+    if not sound or not all(type(item) is int and 0 <= item < 2**62 for item in value):
+        raise ValueError(f"a shape or a place of {str(value)[:80]}")
+    return tuple(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class LazyTensor:
     """A tensor of which dtype and shape are known, and values are read only where asked for."""
 

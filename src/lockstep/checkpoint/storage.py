@@ -160,14 +160,10 @@ def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     versions wrote none.
     """
     expected = manifest.get("checksums")
-    if not isinstance(expected, dict):
-        return []
+    known = expected.items() if isinstance(expected, dict) else ()
     return [
         name
-        for name, value in expected.items()
-        if isinstance(value, str)
-        and value.startswith(_KIND)
-        and name in manifest["files"]
-        and (path / name).is_file()
-        and of_file(path / name) != value
+        for name, value in known
+        if str(value).startswith(_KIND) and name in manifest["files"] and (path / name).is_file()
+        if of_file(path / name) != value
     ]

@@ -272,14 +272,14 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
 
 def _tensor_rows(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
-    from lockstep.checkpoint.contents import dtype_name, tied_to
+    from lockstep.checkpoint.contents import tied_to
 
     ties = tied_to(tensors)
     return [
         {
             "name": name,
             "shape": list(tensor.shape),
-            "dtype": dtype_name(tensor),
+            "dtype": _dtype(tensor),
             "bytes": tensor.nbytes,
             "tied_to": ties.get(name),
         }
@@ -302,7 +302,7 @@ def _show_health(found: Inspection) -> None:
 
 
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
-    from lockstep.checkpoint.contents import dtype_name, tied_to, totals
+    from lockstep.checkpoint.contents import tied_to, totals
 
     _say(f"{contents.path}: {contents.kind}")
     for key, value in contents.facts.items():
@@ -318,7 +318,7 @@ def _show_contents(contents: Contents, sort: str, limit: int) -> None:
     ties = tied_to(contents.tensors)
     _say()
     rows = [
-        (name, _shape(t), dtype_name(t), f"is {ties[name]}" if name in ties else _size(t.nbytes))
+        (name, _shape(t), _dtype(t), f"is {ties[name]}" if name in ties else _size(t.nbytes))
         for name, t in kept
     ]
     _table(("name", "shape", "dtype", "size"), rows, right=(3,))
@@ -365,9 +365,11 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 
 
 def _kind(stored: LazyTensor) -> str:
-    from lockstep.checkpoint.contents import dtype_name
+    return f"{_dtype(stored)} {_shape(stored)}"
 
-    return f"{dtype_name(stored)} {_shape(stored)}"
+
+def _dtype(stored: LazyTensor) -> str:
+    return str(stored.dtype).removeprefix("torch.")
 
 
 def _shape(stored: LazyTensor) -> str:

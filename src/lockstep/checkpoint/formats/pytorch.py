@@ -38,7 +38,14 @@ from torch import Tensor, nn
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import STORABLE
 from lockstep.checkpoint.formats.safetensors import check_plain, misplaced, short
-from lockstep.checkpoint.sharding import LazyTensor, Shape, Shard, ShardedEntry, sharded_entry
+from lockstep.checkpoint.sharding import (
+    LazyTensor,
+    Shape,
+    Shard,
+    ShardedEntry,
+    as_shape,
+    sharded_entry,
+)
 from lockstep.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -50,16 +57,17 @@ _MAX_OBJECT = 100_000_000  # bytes
 _MAX_OVERHEAD = 2**16  # bytes of an archive besides the values
 _AT = "torch.distributed.checkpoint."
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata."
-_METADATA = f"{_AT}metadata.Metadata"
-_TENSOR = f"{_AT}metadata.TensorStorageMetadata"
-_OBJECT = f"{_AT}metadata.BytesStorageMetadata"
-_CHUNK = f"{_AT}metadata.ChunkStorageMetadata"
-_INDEX = f"{_AT}metadata.MetadataIndex"
-_PLACE = f"{_AT}filesystem._StorageInfo"
-_SIZE = "torch.Size"
-_PROPERTIES = frozenset({f"{_AT}metadata.TensorProperties", f"{_OLDER}TensorProperties"})
-_IGNORED = frozenset(
+DTYPES = {str(dtype): dtype for dtype in STORABLE}
+"""What a pickle calls them."""
+_KINDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+NAMES = frozenset(
     {
+        *DTYPES,
+        *(f"{_AT}metadata.{kind}" for kind in (*_KINDS, "MetadataIndex", "TensorProperties")),
+        f"{_AT}filesystem._StorageInfo",
+        f"{_OLDER}TensorProperties",
+        "torch.Size",
+        # These are read and not used.
         f"{_AT}metadata.StorageMeta",
         f"{_AT}metadata._MEM_FORMAT_ENCODING",
         f"{_OLDER}MEM_FORMAT_ENCODING",
@@ -68,11 +76,6 @@ _IGNORED = frozenset(
           for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
     }
 )  # fmt: skip
-DTYPES = {str(dtype): dtype for dtype in STORABLE}
-"""What a pickle calls them."""
-NAMES = frozenset(
-    {_METADATA, _TENSOR, _OBJECT, _CHUNK, _INDEX, _PLACE, _SIZE, *_PROPERTIES, *_IGNORED, *DTYPES}
-)
 """All that the metadata of such a folder may name."""
 
 
@@ -261,7 +264,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full not in NAMES:
             raise ValueError(f"it names {full[:120]}, which is not expected there")
-        return DTYPES.get(full) or type(name, (_Record,), {"name": full})
+        return DTYPES.get(full) or type(name, (_Record,), {"name": name})
 
 
 def _unpickled(content: bytes) -> Any:
@@ -409,7 +412,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     try:
         if len(content) > _MAX_METADATA:
             raise ValueError(f"it has more than {_MAX_METADATA} bytes")
-        metadata = _state(_unpickled(content), _METADATA)
+        metadata = _state(_unpickled(content), "Metadata")
         ends = dict(_entries(folder, metadata))
         return _nested(ends, metadata.get("planner_data"))
     except Exception as error:  # whatever a damaged pickle leads to
@@ -438,10 +441,10 @@ def _entries(
     archives = _archives(folder, metadata["storage_data"])
     last: dict[_Archive, Tensor] = {}
     for name, entry in metadata["state_dict_metadata"].items():
-        if entry.name == _OBJECT:
+        if entry.name == "BytesStorageMetadata":
             yield name, Objects(name, archives[name, None])
         else:
-            yield name, _tensor(name, _state(entry, _TENSOR), archives, last)
+            yield name, _tensor(name, _state(entry, "TensorStorageMetadata"), archives, last)
 
 
 def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], _Archive]:
@@ -449,7 +452,7 @@ def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape
     sizes: dict[str, int] = {}
     archives = {}
     for key, value in storage.items():
-        index, place = _state(key, _INDEX), _state(value, _PLACE)
+        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         name, offset, length = (place[part] for part in ("relative_path", "offset", "length"))
         if place.get("transform_descriptors"):
             raise ValueError(
@@ -489,7 +492,7 @@ def _tensor(
     dtype = _dtype(name, state["properties"])
     shards = []
     for chunk in state["chunks"]:
-        of_chunk = _state(chunk, _CHUNK)
+        of_chunk = _state(chunk, "ChunkStorageMetadata")
         offsets, sizes = _shape(of_chunk["offsets"]), _shape(of_chunk["sizes"])
         if 0 in sizes:
             continue
@@ -507,7 +510,7 @@ def _tensor(
 
 
 def _dtype(name: str, properties: Any) -> torch.dtype:
-    if not isinstance(properties, _Record) or properties.name not in _PROPERTIES:
+    if not isinstance(properties, _Record) or properties.name != "TensorProperties":
         raise ValueError(f"{name} has no properties")
     state = properties.state
     dtype = state.get("dtype") if isinstance(state, dict) else state[0]
@@ -539,18 +542,14 @@ def _nested(ends: Mapping[str, Any], paths: Any) -> dict[str, Any]:
 def _state(record: Any, name: str) -> dict[str, Any]:
     """What was to be put into an object of this name."""
     if not isinstance(record, _Record) or record.name != name or type(record.state) is not dict:
-        raise ValueError(f"something else where {name.rpartition('.')[2]} is needed")
+        raise ValueError(f"something else where {name} is needed")
     return record.state
 
 
 def _shape(size: Any) -> Shape:
-    if not isinstance(size, _Record) or size.name != _SIZE or len(size.args) != 1:
+    if not isinstance(size, _Record) or size.name != "Size" or len(size.args) != 1:
         raise ValueError("something else where a size is needed")
-    sizes = size.args[0]
-    if type(sizes) is not tuple or len(sizes) > 64:
-        raise ValueError("a size that is none")
-    if not all(type(item) is int and item >= 0 for item in sizes):
-        raise ValueError("a size that is none")
-    if math.prod(max(item, 1) for item in sizes) >= 2**62:
+    shape = as_shape(size.args[0])
+    if math.prod(max(item, 1) for item in shape) >= 2**62:
         raise ValueError("a size that no tensor has")
-    return sizes
+    return shape

@@ -26,7 +26,6 @@ from lockstep.checkpoint.formats.pytorch import (
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
     Entry,
-    are_sizes,
     check_plain,
     index_of,
     of_torch,
@@ -36,7 +35,14 @@ from lockstep.checkpoint.formats.safetensors import (
     weight_map,
 )
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import LazyTensor, Shape, Shard, ShardedEntry, sharded_entry
+from lockstep.checkpoint.sharding import (
+    LazyTensor,
+    Shape,
+    Shard,
+    ShardedEntry,
+    as_shape,
+    sharded_entry,
+)
 from lockstep.errors import CheckpointError, SettingError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
@@ -232,11 +238,9 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
     def find(tensor: str, dtype: torch.dtype, shape: Shape) -> ShardedEntry:
         shards = []
         for rank, offsets, sizes in listed.get(tensor, ()):
-            if not are_sizes(offsets) or not are_sizes(sizes):
-                raise ValueError(f"{tensor} has a shard that is nowhere")
             # Others than those that safetensors knows are stored as bytes.
-            values = headers(rank)[tensor].viewed(dtype, tuple(sizes))
-            shards.append(Shard(tuple(offsets), values))
+            values = headers(rank)[tensor].viewed(dtype, as_shape(sizes))
+            shards.append(Shard(as_shape(offsets), values))
         return sharded_entry(tensor, dtype, shape, shards)
 
     return find

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import DTYPES, separate
-from lockstep.checkpoint.sharding import LazyTensor
+from lockstep.checkpoint.sharding import LazyTensor, as_shape
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.settings import in_bytes
 
@@ -123,13 +123,16 @@ def _entry(path: Path, name: str, says: Any, begin: int) -> Entry:
     dtype, shape, places = says["dtype"], says["shape"], says["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{short(name)} has the dtype {short(dtype)}, which is not known here")
-    if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
-        raise ValueError(f"{short(name)} has the shape {short(shape)} at {short(places)}")
-    entry = Entry(path, DTYPES[dtype], tuple(shape), begin + places[0])
-    if places[1] - places[0] != entry.nbytes:
+    try:
+        first, last = as_shape(places)
+        entry = Entry(path, DTYPES[dtype], as_shape(shape), begin + first)
+    except ValueError:
+        found = f"{short(name)} has the shape {short(shape)} at {short(places)}"
+        raise ValueError(found) from None
+    if last - first != entry.nbytes:
         raise ValueError(
             f"{short(name)} of shape {short(shape)} takes {entry.nbytes} bytes and has "
-            f"{places[1] - places[0]}"
+            f"{last - first}"
         )
     return entry
 
@@ -145,16 +148,6 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
         raise ValueError(f"its tensors end at byte {end}, the file at {size}: it was cut short")
     if end < size:
         raise ValueError(f"its tensors end at byte {end}, the file goes on to {size}")
-
-
-def are_sizes(value: Any) -> bool:
-    """Whether it is a list of numbers that may be the extents or offsets of a tensor."""
-    # No tensor has an extent beyond this; larger ones only take time to multiply.
-    return (
-        isinstance(value, list)
-        and len(value) <= 64
-        and all(type(item) is int and 0 <= item < 2**62 for item in value)
-    )
 
 
 def short(value: object, length: int = 80) -> str:
