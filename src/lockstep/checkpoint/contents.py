@@ -148,8 +148,8 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
             f"claims {value.nbytes} bytes and has {value.untyped_storage().nbytes()} in the file"
         )
     if problem:
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             f"{name} {problem}",
             "save plain tensors, as the state_dict of a model on the CPU has them",
         )

@@ -19,29 +19,14 @@ left alone.
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from errno import (
-    EACCES,
-    EDQUOT,
-    EEXIST,
-    EFBIG,
-    EIO,
-    ENODEV,
-    ENOENT,
-    ENOSPC,
-    ENOTCONN,
-    ENOTDIR,
-    ENXIO,
-    EPERM,
-    EROFS,
-    ESTALE,
-    ETIMEDOUT,
-)
+from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Literal
@@ -299,6 +284,20 @@ def hide(path: Path) -> Path:
     return hidden
 
 
+def unreadable(
+    path: Path, found: str, do: str = "copy or download the file again, or use another one"
+) -> CheckpointError:
+    """The error of a file or folder whose weights cannot be read."""
+    return CheckpointError(f"reading weights from {path}", found, do)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A file to read weights from."""
+    with plain_errors("reading weights from", path), path.open("rb") as file:
+        yield file
+
+
 @contextmanager
 def plain_errors(doing: str, path: Path) -> Iterator[None]:
     """Turns what the file system and safetensors raise into a `CheckpointError` with its cause."""
@@ -314,39 +313,39 @@ def plain_errors(doing: str, path: Path) -> Iterator[None]:
 
 _CAUSES = (
     (
-        {ENOSPC},
+        {errno.ENOSPC},
         "no space is left for it",
         "free some space or choose another folder; the last complete checkpoint is untouched",
     ),
     (
-        {EDQUOT, EFBIG},
+        {errno.EDQUOT, errno.EFBIG},
         "your quota, or a limit on the size of a file, is used up",
         "remove what you do not need, ask for more, or choose another folder; the last complete "
         "checkpoint is untouched",
     ),
     (
-        {EROFS},
+        {errno.EROFS},
         "the file system is read-only",
         "choose another folder; where it could be written before, look at the machine's log: a "
         "disk that fails is made read-only",
     ),
     (
-        {EACCES, EPERM},
+        {errno.EACCES, errno.EPERM},
         "permission is denied",
         "choose a folder that you may read and write, or change its permissions",
     ),
     (
-        {ENOTDIR, EEXIST},
+        {errno.ENOTDIR, errno.EEXIST},
         "a file is where a folder should be",
         "choose another folder, or move the file away",
     ),
     (
-        {ENOENT},
+        {errno.ENOENT},
         "it is not there, or went away meanwhile",
         "check the path, and whether its file system is still mounted",
     ),
     (
-        {ESTALE, EIO, ENOTCONN, ETIMEDOUT, ENODEV, ENXIO},
+        {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO},
         "the disk or the network file system does not answer as it should",
         "look at the mount and the machine's log; a checkpoint that was complete before is "
         "untouched there",

@@ -109,7 +109,7 @@ def read_torch(path: Path, trust: bool) -> Any:
         CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
     """
     check_plain(path)
-    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+    with layout.opened(path) as file:
         archive = file.read(4) == b"PK\x03\x04"  # of the newer format
         if archive:
             check_archive(path, file)
@@ -197,15 +197,15 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             f"torch.load cannot read it, it is no archive of torch.save: {short(error, 300)}",
             "check that the file is whole, and that it was written by torch.save",
         ) from error
     packed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]
     if packed or sum(m.file_size for m in members) > size:
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             f"it is an archive with packed contents ({short(', '.join(packed[:3]))}), as "
             "torch.save never writes it; a TorchScript file may be one",
             "save the state_dict of the model with torch.save or lockstep.save_weights",
@@ -222,8 +222,8 @@ def _not_trusted(path: Path, error: Exception) -> CheckpointError:
     if not asked and "nsupported" not in str(error):
         return _unreadable(path, error)
     names = short(", ".join(asked[:5]), 300) or "names of code"
-    return CheckpointError(
-        f"reading weights from {path}",
+    return layout.unreadable(
+        path,
         f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
         "code its author put there",
         "pass trust=True if you trust where it comes from, then keep what lockstep.save_weights "
@@ -233,8 +233,8 @@ def _not_trusted(path: Path, error: Exception) -> CheckpointError:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = next((line for line in str(error).splitlines() if line.strip()), "")
-    return CheckpointError(
-        f"reading weights from {path}",
+    return layout.unreadable(
+        path,
         f"torch.load cannot read it: {type(error).__name__}: {short(reason, 300)}",
         "check that the file is whole, that it was written by torch.save, and that the classes of "
         "a pickled model can be imported",
@@ -329,7 +329,7 @@ class _Archive:
         Raises:
             CheckpointError: it cannot be read, or holds anything else.
         """
-        with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
+        with layout.opened(self.file) as file:
             part: Any = FilePart(file, self.offset, self.length)
             members = check_archive(self.file, part)
             try:
@@ -382,10 +382,8 @@ class Objects:
             CheckpointError: it cannot be read, or is more than numbers, text and tensors.
         """
         if self.archive.length > _MAX_OBJECT:
-            raise CheckpointError(
-                f"reading weights from {self.archive.file}",
-                f"{short(self.name)} has {self.archive.length} bytes",
-                "copy the folder again, or use another one",
+            raise layout.unreadable(
+                self.archive.file, f"{short(self.name)} has {self.archive.length} bytes"
             )
         return self.archive.load()[0]
 
@@ -407,7 +405,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
             shards that overlap, leave gaps, or are not in the files.
     """
     path = folder / METADATA
-    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+    with layout.opened(path) as file:
         content = file.read(_MAX_METADATA + 1)
     try:
         if len(content) > _MAX_METADATA:
@@ -418,8 +416,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     except Exception as error:  # whatever a damaged pickle leads to
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         why = short(f"{kind}{error}", 300)
-        raise CheckpointError(
-            f"reading weights from {folder}",
+        raise layout.unreadable(
+            folder,
             f"its {METADATA} is refused: {why}",
             "use a folder that torch.distributed.checkpoint.save has written; nothing of this one "
             "was run",

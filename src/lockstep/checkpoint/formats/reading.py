@@ -43,7 +43,7 @@ from lockstep.checkpoint.sharding import (
     as_shape,
     sharded_entry,
 )
-from lockstep.errors import CheckpointError, SettingError
+from lockstep.errors import SettingError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
 
@@ -161,8 +161,8 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if path.suffix == ".json":
         return path, "index"
     if layout.holds_shards(path):
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             "it holds the shards of one rank",
             f"give the checkpoint that it is in: {path.parent}",
         )
@@ -181,8 +181,8 @@ def _states_in(path: Path, content: Any) -> list[Found]:
         if isinstance(content, Mapping):
             keys = [short(repr(key)) for key in content if isinstance(key, str)]
             held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             f"no weights: it holds a {held}",
             f"save the model's state_dict(), at the top or under one of {', '.join(_NESTED_UNDER)}",
         )
@@ -197,10 +197,8 @@ def read_module(path: Path, name: str, manifest: Mapping[str, Any], *, lazy: boo
     """
     state = read_stored(path, manifest, name, manifest["modules"][name], lazy=lazy)
     if not isinstance(state, dict):
-        raise CheckpointError(
-            f"reading the checkpoint {path}",
-            f"the state of {short(name)!r} is a {type(state).__name__} in its manifest",
-            "use another checkpoint",
+        raise layout.unreadable(
+            path, f"the state of {short(name)!r} is a {type(state).__name__} in its manifest"
         )
     return state
 
@@ -249,10 +247,8 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
 def _entries(path: Path, manifest: Mapping[str, Any], name: str, rank: int) -> dict[str, Entry]:
     file = layout.tensor_file(name, rank)
     if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
-        raise CheckpointError(
-            f"reading the checkpoint {path}",
-            f"its manifest has {short(name)!r}, and does not list {short(file)}",
-            "use another checkpoint",
+        raise layout.unreadable(
+            path, f"its manifest has {short(name)!r}, and does not list {short(file)}"
         )
     return read_header(path / file)
 
@@ -283,8 +279,8 @@ def _in_folder(folder: Path) -> tuple[Path, Kind]:
         return indexes[0], "index"
     if len(files) == 1 and not indexes and not folder.name.startswith(("step-", ".step-")):
         return files[0], "safetensors" if files[0].suffix == ".safetensors" else "torch"
-    raise CheckpointError(
-        f"reading weights from {folder}",
+    raise layout.unreadable(
+        folder,
         "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
         "file or index, and not one of torch's distributed checkpoint",
         "give a weights file, a checkpoint's folder, or the folder that holds checkpoints",
@@ -302,8 +298,8 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         found = Found(state, "")
     else:
         if name is None and len(modules) != 1 and "model" not in modules:
-            raise CheckpointError(
-                f"reading weights from {path}",
+            raise layout.unreadable(
+                path,
                 f"it holds {len(modules)} modules: {short(', '.join(modules), 300) or 'none'}",
                 f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
             )

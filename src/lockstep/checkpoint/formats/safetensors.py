@@ -69,11 +69,11 @@ class Entry(LazyTensor):
         memory = np.empty((end - begin) * self.dtype.itemsize, np.uint8)
         if not len(memory):
             return torch.empty(0, dtype=self.dtype)
-        with layout.plain_errors("reading weights from", self.file), self.file.open("rb") as file:
+        with layout.opened(self.file) as file:
             file.seek(self.offset + begin * self.dtype.itemsize)
             got = file.readinto(memory.data)
         if got != len(memory):
-            raise _broken(self.file, "it became shorter while it was read")
+            raise layout.unreadable(self.file, "it became shorter while it was read")
         return torch.frombuffer(memory, dtype=self.dtype)
 
 
@@ -86,7 +86,7 @@ def check_plain(path: Path) -> None:
     with layout.plain_errors("reading weights from", path):
         mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise _broken(path, "it is no file, but a folder, a pipe or a device")
+        raise layout.unreadable(path, "it is no file, but a folder, a pipe or a device")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -97,12 +97,14 @@ def read_header(path: Path) -> dict[str, Entry]:
             no JSON, a dtype is unknown, or shapes, places and the file's size contradict.
     """
     check_plain(path)
-    with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+    with layout.opened(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise _broken(path, f"its header is to have {length} bytes, the whole file has {size}")
+            raise layout.unreadable(
+                path, f"its header is to have {length} bytes, the whole file has {size}"
+            )
         text = file.read(length)
     try:
         content = json.loads(text.decode(), object_pairs_hook=layout.without_duplicates)
@@ -113,7 +115,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         _check_places(entries, 8 + length, size)
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is damaged: {error}") from error
+        raise layout.unreadable(path, f"its header is damaged: {error}") from error
     return entries
 
 
@@ -154,12 +156,6 @@ def short(value: object, length: int = 80) -> str:
     """A text of a file's in a message: what would move the cursor, or fill the screen, is not."""
     text = "".join(c if c.isprintable() else "?" for c in str(value)[: length + 1])
     return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def _broken(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"reading weights from {path}", found, "copy or download the file again, or use another one"
-    )
 
 
 class Written(NamedTuple):
@@ -274,10 +270,8 @@ def misplaced(path: Path, name: str, file: str) -> CheckpointError:
 
 
 def _unlike(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"reading weights from {path}",
-        found,
-        "the files do not belong together: copy or download all of them again",
+    return layout.unreadable(
+        path, found, "the files do not belong together: copy or download all of them again"
     )
 
 
@@ -417,7 +411,7 @@ def weight_map(path: Path) -> dict[str, str]:
         CheckpointError: it cannot be read, is no index, or names files that are not beside it.
     """
     try:
-        with layout.plain_errors("reading weights from", path), path.open("rb") as file:
+        with layout.opened(path) as file:
             text = file.read(_MAX_INDEX + 1)
         if len(text) > _MAX_INDEX:
             raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
@@ -425,21 +419,21 @@ def weight_map(path: Path) -> dict[str, str]:
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is no object, or empty")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             f"it is no index of weights: {type(error).__name__}: {short(error, 300)}",
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
     for file in places.values():
         if not (layout.is_plain(file) and file.endswith((".safetensors", *TORCH_ENDINGS))):
-            raise CheckpointError(
-                f"reading weights from {path}",
+            raise layout.unreadable(
+                path,
                 f"it names the file {short(file)!r}, which is not one beside it",
                 "use no index from a source that you do not trust; its files are plain names",
             )
     if not of_torch(places) and any(file.endswith(TORCH_ENDINGS) for file in places.values()):
-        raise CheckpointError(
-            f"reading weights from {path}",
+        raise layout.unreadable(
+            path,
             "it names safetensors files and files of torch.save",
             "make one form of them with lockstep checkpoint convert",
         )
