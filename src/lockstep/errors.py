@@ -35,6 +35,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Frames of these are not the user's: this package, the standard library, installed packages and
 # commands, and what was compiled from strings.
@@ -211,6 +215,14 @@ def reference(code: str) -> str:
 def some(names: Sequence[str], most: int = 8) -> str:
     """The first of many names: "a, b, ..."."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """By the first of each pair all that came with it, in their order."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

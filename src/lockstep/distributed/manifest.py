@@ -41,6 +41,7 @@ from lockstep.errors import (
     MissingRankError,
     RanksDifferError,
     WorldSizeError,
+    grouped,
     name_ranks,
 )
 
@@ -91,9 +92,7 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
     """
     lines = []
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
-        holders: dict[str | None, list[int]] = {}
-        for rank, manifest in enumerate(manifests):
-            holders.setdefault(manifest.get(name), []).append(rank)
+        holders = grouped((manifest.get(name), rank) for rank, manifest in enumerate(manifests))
         if name in NEVER_COMPARED or len(holders) == 1:
             continue
         shown = [
@@ -109,18 +108,14 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
 def shared_arguments(argv: Sequence[str]) -> list[str]:
     """The script's name and its arguments without those that say which rank or node this is."""
-    kept: list[str] = []
-    skip = False
-    for position, argument in enumerate(argv):
+    kept = [Path(script).name for script in argv[:1]]  # machines may keep it in other folders
+    rest = iter(argv[1:])
+    for argument in rest:
         flag, equals, _ = argument.partition("=")
-        if skip:
-            skip = False
-        elif position == 0:
-            kept.append(Path(argument).name)  # machines may keep the script in other folders
-        elif flag in _PLACE_FLAGS:
-            skip = not equals
-        else:
+        if flag not in _PLACE_FLAGS:
             kept.append(argument)
+        elif not equals:
+            next(rest, None)  # its value
     return kept
 
 
@@ -314,10 +309,8 @@ class Join:
         return set(range(self.topology.size)) - {r.rank for r in self.requests}
 
     def _contradiction(self) -> Error | None:
-        by_size: dict[int, list[int]] = {}
+        by_size = grouped((request.size, request.rank) for request in self.requests)
         by_rank: dict[int, JoinRequest] = {}
-        for request in self.requests:
-            by_size.setdefault(request.size, []).append(request.rank)
         if len(by_size) > 1:
             return WorldSizeError(
                 f"processes that meet at {self.place}",
@@ -345,9 +338,7 @@ class Join:
         missing = self._missing()
         if not missing:
             return None
-        by_host: dict[str, list[int]] = {}
-        for request in self.requests:
-            by_host.setdefault(request.host, []).append(request.rank)
+        by_host = grouped((request.host, request.rank) for request in self.requests)
         came = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         return MissingRankError(
             self._asked,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, name_ranks
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, grouped, name_ranks
 from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption, LostNode
 from lockstep.watchdog.messages import Verdict, details
 
@@ -262,9 +262,7 @@ def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus])
     """The first of the roots, with what is to be said of the others."""
     first, *rest = _folded(roots)
     also, followed = [], []
-    texts: dict[str, list[int]] = {}
-    for follower in followers:
-        texts.setdefault(_lost_peer_text(follower) or "", []).append(follower.rank)
+    texts = grouped((_lost_peer_text(end) or "", end.rank) for end in followers)
     for text, ranks in sorted(texts.items(), key=lambda item: min(item[1])):
         followed.append(f"{name_ranks(ranks)} ({text})")
     for root in rest:
@@ -282,11 +280,11 @@ def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus])
 
 def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """In the order of time, with those that are alike in one."""
-    groups: dict[object, list[FirstFailure]] = {}
-    for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
-        # Those that differ in numbers alone (a rank, an address, a size) are the same.
-        alike = root.kind, re.sub(r"\d+", "#", root.headline), root.line
-        groups.setdefault(alike, []).append(root)
+    # Those that differ in numbers alone (a rank, an address, a size) are the same.
+    groups = grouped(
+        ((root.kind, re.sub(r"\d+", "#", root.headline), root.line), root)
+        for root in sorted(roots, key=lambda root: (root.time, root.ranks))
+    )
     return [
         replace(
             group[0],

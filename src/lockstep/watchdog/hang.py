@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.errors import name_ranks
+from lockstep.errors import grouped, name_ranks
 from lockstep.watchdog.messages import Row, Verdict, VerdictKind, describe, verb
 from lockstep.watchdog.snapshot import Call, Snapshot
 from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, is_leaving, own_line
@@ -289,9 +289,7 @@ def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Ite
         return lone
     if mismatch is None:
         return waiting
-    sides: dict[object, list[int]] = {}
-    for rank, call in mismatch.calls:
-        sides.setdefault(None if call is None else signature(call), []).append(rank)
+    sides = grouped((call and signature(call), rank) for rank, call in mismatch.calls)
     most = max(sides.values(), key=len)
     if sum(len(side) == len(most) for side in sides.values()) > 1:
         return [rank for rank, _ in mismatch.calls]
@@ -522,9 +520,7 @@ def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
     length = window[-1].start_s - window[0].start_s if window else 0.0
     if length < _SHORTEST_S:
         return None
-    waits: dict[int, list[float]] = {}
-    for late in window:
-        waits.setdefault(late.rank, []).append(late.wait_s)
+    waits = grouped((late.rank, late.wait_s) for late in window)
     *others, rank = sorted(waits, key=lambda r: sum(waits[r]))
     longest = sorted(waits[rank], reverse=True)
     regular = len(longest) >= _AT_LEAST and longest[_AT_LEAST - 1] > _ALIKE * longest[2]

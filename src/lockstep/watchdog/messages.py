@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from lockstep.errors import name_ranks, source_line
+from lockstep.errors import grouped, name_ranks, source_line
 from lockstep.watchdog.snapshot import Call, RankState
 from lockstep.watchdog.stacks import Frame, own_line
 from lockstep.watchdog.wait_graph import Mismatch
@@ -71,7 +71,8 @@ def render(verdict: Verdict) -> str:
 def details(verdict: Verdict) -> list[str]:
     """The lines between a verdict's headline and its advice."""
     lines = []
-    for ranks, row in _folded(verdict.rows):
+    for rows in grouped(((r.host, r.does, r.line), r) for r in verdict.rows).values():
+        row, ranks = rows[0], [row.rank for row in rows]
         since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
         lines.append(f"  {name_ranks(ranks)} on {row.host}: {verb(row.does, len(ranks))}{since}")
         if row.line is not None:
@@ -106,20 +107,9 @@ def describe(call: Call) -> str:
     return f"{call.op} of {shown}{more} {unit}"
 
 
-def _folded(rows: Iterable[Row]) -> list[tuple[list[int], Row]]:
-    found: dict[tuple[str, str, Frame | None], tuple[list[int], Row]] = {}
-    for row in rows:
-        found.setdefault((row.host, row.does, row.line), ([], row))[0].append(row.rank)
-    return list(found.values())
-
-
 def _mismatch_lines(mismatch: Mismatch) -> list[str]:
     lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
-    groups: dict[tuple[str, Frame | None], list[int]] = {}
-    for rank, call in mismatch.calls:
-        what = "has not come to it" if call is None else describe(call)
-        line = None if call is None else own_line(call.frames)
-        groups.setdefault((what, line), []).append(rank)
+    groups = grouped((_told(call), rank) for rank, call in mismatch.calls)
     for (what, line), ranks in groups.items():
         lines.append(f"    {name_ranks(ranks)}: {what}")
         if line is not None:
@@ -130,6 +120,10 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
             "lines)"
         )
     return lines
+
+
+def _told(call: Call | None) -> tuple[str, Frame | None]:
+    return ("has not come to it", None) if call is None else (describe(call), own_line(call.frames))
 
 
 def _source(line: Frame, indent: int) -> str:

@@ -273,11 +273,12 @@ class Supervisor:
         if verdict.fatal and self._rules.on_hang == "stop":
             self.judged_at = time.time()
             self.verdict = self._in_full(verdict, before, later)
-        elif verdict.fatal and self._is_due(verdict, verdict.waited_s):
-            # Something outside may free the run, which may hang again.
-            self._report(render(self._in_full(verdict, before, later)))
-        elif not verdict.fatal and verdict.waited_s >= self._rules.after + _PATIENCE_S:
-            self._report_if_due(verdict, verdict.waited_s)
+            return
+        patient = verdict.fatal or verdict.waited_s >= self._rules.after + _PATIENCE_S
+        if patient and self._is_due(verdict, verdict.waited_s):
+            # Also of a deadlock: something outside may free the run, which may hang again.
+            told = self._in_full(verdict, before, later) if verdict.fatal else verdict
+            self._report(render(told))
 
     def _in_full(self, verdict: Verdict, before: Snapshot, later: Snapshot) -> Verdict:
         """The verdict with the lines of earlier calls; what it was made from goes to files."""
@@ -292,18 +293,14 @@ class Supervisor:
             self._report(f"hang.txt and hang.json cannot be written: {error.strerror}")
         return verdict
 
-    def _report_if_due(self, verdict: Verdict, lasted: float) -> None:
-        if self._is_due(verdict, lasted):
-            self._report(render(verdict))
-
     def _is_due(self, verdict: Verdict, lasted: float) -> bool:
         """Whether to report what does not stop the run: seldom, as a rank may work alone often."""
         key = (verdict.kind, verdict.ranks, tuple(row.line for row in verdict.rows))
         reported = self._reported.get(key, 0.0)
-        due = lasted >= _REPORTED_AGAIN * reported
-        if due:
-            self._reported[key] = max(lasted, reported)
-        return due
+        if lasted < _REPORTED_AGAIN * reported:
+            return False
+        self._reported[key] = max(lasted, reported)
+        return True
 
     def _check_for_stragglers(self, now: float) -> None:
         self._straggler_pause = min(2.0 * self._straggler_pause, _LONGEST_STRAGGLER_PAUSE_S)
@@ -315,8 +312,8 @@ class Supervisor:
             # Any rank can be late for a while: only a second snapshot soon after makes it a
             # straggler.
             self._next_straggler = now + _SECOND_STRAGGLER_S
-        elif verdict is not None:
-            self._report_if_due(verdict, 1.0)
+        elif verdict is not None and self._is_due(verdict, 1.0):
+            self._report(render(verdict))
         self._slow = ranks
 
 
