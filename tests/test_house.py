@@ -42,7 +42,7 @@ SEEN_FROM_BESIDE = {
     "distributed.torch_compat",
 }
 MAY_USE_BESIDE = {"verify", "cli", ""}
-# Gloo takes its interface from the environment alone; set around one call, then restored.
+# Gloo takes its interface from the environment alone; set while a run goes on, then restored.
 MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = {"cli", "report"}
 MIN_ROOM = 60

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lockstep.distributed.network import choose_interface, gloo_interface, nccl_matches
+from lockstep.distributed.network import choose_interface, nccl_matches, use_gloo_interface
 from lockstep.errors import SettingError
 
 LAN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"], "docker0": ["172.17.0.1"]}
@@ -72,12 +72,14 @@ def test_nccl_patterns(pattern: str, name: str, matches: bool) -> None:
     assert nccl_matches(pattern, name) is matches
 
 
-def test_the_variable_is_set_for_the_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_is_set_until_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with gloo_interface("eth0"):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    for name in ("eth0", "eth1"):
+        use_gloo_interface(name)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == name
+    use_gloo_interface(None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the-users")
-    with gloo_interface("eth0"):
+    for given in ("eth0", None):
+        use_gloo_interface(given)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "the-users"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "the-users"

@@ -6,8 +6,8 @@ most runs need no psutil.
 Which network interface the ranks talk over, and why: Gloo takes the address that the host name
 resolves to. Many systems map the host name to 127.0.1.1 in /etc/hosts; on several machines the
 ranks then tell each other a loopback address and cannot connect. Gloo can be told otherwise through
-GLOO_SOCKET_IFNAME alone, which is why this one file sets an environment variable, for the moment in
-which a process group is made.
+GLOO_SOCKET_IFNAME alone, which is why this one file sets an environment variable, from the first
+process group of a run to its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -319,6 +318,8 @@ def wait_until(attempt: Callable[[], T], deadline: float) -> T:
 # The interface that the ranks talk over
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_gloo_is_ours = False
+"""Whether the variable is set by us in this process."""
 
 
 def choose_interface(
@@ -369,18 +370,17 @@ def choose_interface(
     )
 
 
-@contextmanager
-def gloo_interface(name: str | None) -> Iterator[None]:
-    """Makes process groups created inside the block talk over this interface (None: no change)."""
-    before = os.environ.get(_GLOO)
-    if name is None or before:
-        yield
-        return
-    os.environ[_GLOO] = name
-    try:
-        yield
-    finally:
+def use_gloo_interface(name: str | None) -> None:
+    """Makes the process groups of this process talk over an interface; None: as before.
+
+    Gloo itself would take the address of the host name. What the user has set stays.
+    """
+    global _gloo_is_ours
+    if _gloo_is_ours:
         del os.environ[_GLOO]
+    _gloo_is_ours = name is not None and not os.environ.get(_GLOO)
+    if name is not None and _gloo_is_ours:
+        os.environ[_GLOO] = name
 
 
 def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:

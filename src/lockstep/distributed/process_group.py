@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -31,10 +31,10 @@ from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import (
     address_reaching,
     choose_interface,
-    gloo_interface,
     hostname_address,
     local_addresses,
     means_loopback,
+    use_gloo_interface,
     wait_until,
 )
 from lockstep.distributed.topology import Topology, detect, port
@@ -134,6 +134,7 @@ def join_run(
             topology = _with_neighbours(topology, joined)
         run, choices = _open(topology, settings, environ, joined)
     except BaseException:
+        close_group()
         if joined is not None:
             joined.close(others_leave=False)
         set_rank(None)
@@ -432,38 +433,24 @@ def open_group(
             )
         return "MPI's own", "the backend is mpi"
     store.set_timeout(timeout or default_pg_timeout)  # the join's is too short for what follows
-    interface, reason = find_interface(os.environ, topology)
-    with gloo_interface(interface):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=topology.rank,
-            world_size=topology.size,
-            timeout=timeout,
-            # NCCL then connects now, not in the first collective, and knows the device.
-            device_id=device if "nccl" in backend else None,
-        )
-    return interface or "by host name", reason
-
-
-def find_interface(environ: Mapping[str, str], topology: Topology) -> tuple[str | None, str]:
-    """`network.choose_interface` for this machine."""
-    return choose_interface(
-        environ,
+    interface, reason = choose_interface(
+        os.environ,
         local_addresses(),
         topology.one_node,
         address_reaching(topology.master_addr),
         hostname_address(),
     )
-
-
-def further_groups(topology: Topology, backend: str) -> AbstractContextManager[None]:
-    """Makes groups created inside the block talk over the interface of the run's first one.
-
-    Gloo itself would take the address of the host name.
-    """
-    name = None if backend == "mpi" else find_interface(os.environ, topology)[0]
-    return gloo_interface(name)
+    use_gloo_interface(interface)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=topology.rank,
+        world_size=topology.size,
+        timeout=timeout,
+        # NCCL then connects now, not in the first collective, and knows the device.
+        device_id=device if "nccl" in backend else None,
+    )
+    return interface or "by host name", reason
 
 
 def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
@@ -475,6 +462,7 @@ def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None)
 
 
 def close_group() -> None:
-    """Closes the process group, where there is one."""
+    """Undoes `open_group`, as far as it came."""
+    use_gloo_interface(None)
     if dist.is_initialized():
         dist.destroy_process_group()

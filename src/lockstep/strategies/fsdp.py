@@ -46,7 +46,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
-from lockstep.distributed.process_group import Run, further_groups
+from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
@@ -284,8 +284,7 @@ class HSDP(FSDP):
 
 def _open_mesh(run: Run, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     share_meshes_with_copies()
-    with further_groups(run.topology, run.backend):
-        return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.shares import first_shares
-from lockstep.distributed.process_group import Run, further_groups
+from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
@@ -280,7 +280,6 @@ class Pipeline(Strategy):
 
 
 def _open(run: Run, name: str, ranks: range) -> None:
-    with further_groups(run.topology, run.backend):
-        group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks))
     if run.topology.rank in ranks:
         run.groups[name] = group
