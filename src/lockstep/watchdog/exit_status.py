@@ -129,10 +129,9 @@ class ExitReport:
     @property
     def failed(self) -> bool:
         """Something here ends the run."""
-        if self.hang is not None or self.interrupted is not None:
-            return True
         by_themselves = (e for e in self.exits if e.failed_at < (e.asked_to_end or math.inf))
-        return any(status.code != 0 for status in by_themselves)
+        failed = any(status.code != 0 for status in by_themselves)
+        return failed or self.hang is not None or self.interrupted is not None
 
     def to_values(self) -> dict[str, Any]:
         """For JSON; the tracebacks stay where they were written. `from_values` is the opposite."""

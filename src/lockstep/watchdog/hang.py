@@ -137,8 +137,8 @@ class Case:
             does = f"waits in {_named(call, activity.op)}"
             if call is not None and (name := self.table.name(call.key)).startswith("group"):
                 does += f" of {name}"
-            if activity.wait is not None and activity.wait.where:
-                does += f", {activity.wait.where}"
+            if activity.where:
+                does += f", {activity.where}"
         if state.steps:
             does += f" (step {state.steps})"
         return Row(activity.rank, state.host, does, activity.line, self.ages.get(activity.rank))
@@ -284,7 +284,7 @@ def _calls(mismatch: Mismatch | None) -> list[Call]:
 
 def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Those that did what the others did not: the fewer at the first mismatch."""
-    lone = [rank for rank, activity in waiting.items() if _in_buffers(activity)]
+    lone = [rank for rank, activity in waiting.items() if activity.where == IN_BUFFERS]
     if 0 < len(lone) < len(waiting):
         return lone
     if mismatch is None:
@@ -294,11 +294,6 @@ def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Ite
     if sum(len(side) == len(most) for side in sides.values()) > 1:
         return [rank for rank, _ in mismatch.calls]
     return [rank for side in sides.values() if side is not most for rank in side]
-
-
-def _in_buffers(activity: Activity) -> bool:
-    """It broadcasts the buffers of a DDP model that it has called."""
-    return activity.wait is not None and activity.wait.where == IN_BUFFERS
 
 
 def _patience(case: Case) -> Verdict | None:
@@ -399,7 +394,7 @@ _STEPS = (
 
 def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """What to do about ranks that send and receive for each other."""
-    if any(a.wait is not None and a.wait.where == IN_PIPELINE for a in waiting.values()):
+    if any(a.where == IN_PIPELINE for a in waiting.values()):
         return (
             "every rank of a pipeline must make the same turns of the loop: look for a `continue`, "
             "a `break`, an exception that was caught, or a collective such as `world.sum` that "
@@ -413,12 +408,12 @@ def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
     """What to do about collectives that do not match, most likely first."""
-    places = [a.wait.where for a in waiting.values() if a.wait is not None]
+    places = [activity.where for activity in waiting.values()]
     calls = _calls(mismatch)
     if 0 < places.count(IN_BUFFERS) < len(waiting):
-        new_line = _from_a_new_line([a for a in waiting.values() if _in_buffers(a)])
+        new_line = _from_a_new_line([a for a in waiting.values() if a.where == IN_BUFFERS])
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]
-    if any(a.wait is not None and a.wait.op == "new_group" for a in waiting.values()):
+    if any(activity.op == "new_group" for activity in waiting.values()):
         return ("`new_group` must be called by all ranks of the run, in the same order, also by "
                 "those outside the group",)  # fmt: skip
     if "while DDP is constructed" in places:

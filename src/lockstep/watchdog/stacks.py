@@ -70,11 +70,9 @@ def own_line(stack: Stack | None) -> Frame | None:
     stack = (stack or ())[: next(below, None)]
     if not stack:
         return None
-    for belongs in (_is_own, _is_not_torch):
-        for frame in stack:
-            if belongs(frame.file):
-                return frame
-    return stack[0]
+    own = (frame for frame in stack if _is_own(frame.file))
+    outside_torch = (frame for frame in stack if _is_not_torch(frame.file))
+    return next(own, next(outside_torch, stack[0]))
 
 
 def _is_own(file: str) -> bool:
@@ -188,15 +186,11 @@ def is_loading(stack: Stack | None) -> bool:
 
 def _where(stack: Stack) -> str:
     """The meaning of the torch code around the place, the innermost that says something."""
-    return next(
-        (
-            meaning
-            for frame in stack
-            for path, functions, meaning in _MEANINGS
-            if _in(frame, path) and (functions is None or frame.function in functions)
-        ),
-        "",
-    )
+    for frame in stack:
+        for path, functions, meaning in _MEANINGS:
+            if _in(frame, path) and (functions is None or frame.function in functions):
+                return meaning
+    return ""
 
 
 def _is_waiting(frame: Frame) -> bool:

@@ -66,13 +66,13 @@ def take_snapshot(
     while True:
         for request in requests:
             request.collect()
+        late = [request for request in requests if not request.complete]
         waited = time.monotonic() - start
-        if all(request.complete for request in requests) or waited > wait_s:
+        if not late or waited > wait_s:
             break
         if waited > min(_PATIENCE_S, wait_s / 2):
-            for request in requests:
-                if not request.complete:
-                    request.signal()
+            for request in late:
+                request.signal()
         time.sleep(_POLL_S)
     return Snapshot(time.time(), tuple(request.state for request in requests))
 
@@ -375,12 +375,10 @@ class SnapshotExchange:
         lines = any(c.frames is not None for state in own.ranks for c in state.calls or ())
         self._send(own, asks=True, lines=lines)
         limit = time.monotonic() + (_LINES_S if lines else _ANSWER_S)
-        while not self._rendezvous.lost_nodes():
+        while time.monotonic() < limit and not self._rendezvous.lost_nodes():
             answers = self._unanswered()
             if len(answers) == self._nodes - 1:
                 return merge([own, *(from_json(message["snapshot"]) for message in answers)])
-            if time.monotonic() > limit:
-                break
             time.sleep(_ANSWER_POLL_S)
         return None
 

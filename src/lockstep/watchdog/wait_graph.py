@@ -77,9 +77,13 @@ class Activity:
     @property
     def op(self) -> str:
         """The function of torch.distributed that it waits in, as the user knows it."""
-        if self.wait is not None and self.wait.op:
-            return self.wait.op
-        return "" if self.call is None else self.call.op
+        op = "" if self.wait is None else self.wait.op
+        return op or ("" if self.call is None else self.call.op)
+
+    @property
+    def where(self) -> str:
+        """What of torch it waits in, in words."""
+        return "" if self.wait is None else self.wait.where
 
     @property
     def p2p(self) -> bool:
