@@ -99,15 +99,35 @@ def first_failure(
         roots += _of_hang(hang, judged_at, own)
     if interrupted is not None:
         roots.append(_of_interruption(interrupted))
-    if not any(_may_cause(root, f) for root in roots for f in followers):
-        roots += [_left(e) for e in _who_left(own, followers)]
+    if followers and not any(_may_cause(root, f) for root in roots for f in followers):
+        # Ranks that ended well while others still had use for them.
+        missed = min(f.failed_at for f in followers)
+        roots += [_of_exit(e) for e in own if e.code == 0 and e.time <= missed + LATE_S]
     unexplained = [f for f in followers if not any(_may_cause(root, f) for root in roots)]
     roots += [_of_exit(f, alone=True) for f in unexplained]
     if not roots:
         return None
-    explained = [f for f in followers if f not in unexplained]
-    first = _with_others(roots, explained)
-    return replace(first, ended_by_us=tuple(sorted(e.rank for e in ours)), folder=folder)
+    first, *rest = _folded(roots)
+    explained = sorted((f for f in followers if f not in unexplained), key=lambda end: end.rank)
+    texts = grouped((_lost_peer_text(end) or "", end.rank) for end in explained)
+    followed = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
+    also = []
+    for root in rest:
+        if _cannot_be_ordered(first, root):
+            elsewhere = root.ranks and root.host not in ("", first.host)
+            where = f" on host {root.host}" if elsewhere else ""
+            at = f", {root.line}" if root.line else ""
+            also.append(f"{_who(root)}{where}: {root.headline}{at}")
+        elif root.kind != "interrupted":
+            later = f"{root.time - first.time:.1f} s later"
+            followed.append(f"{_who(root)} ({root.headline}, {later})")
+    return replace(
+        first,
+        also=tuple(also),
+        consequences=tuple(followed),
+        ended_by_us=tuple(sorted(end.rank for end in ours)),
+        folder=folder,
+    )
 
 
 def _ended_by_us(end: ExitStatus) -> bool:
@@ -136,16 +156,13 @@ def _may_cause(root: FirstFailure, follower: ExitStatus) -> bool:
     return root.kind == "node_lost" or root.time <= follower.failed_at + LATE_S
 
 
-def _who_left(own: Sequence[ExitStatus], followers: Sequence[ExitStatus]) -> list[ExitStatus]:
-    """Ranks that ended well while others still had use for them."""
-    if not followers:
-        return []
-    missed = min(f.failed_at for f in followers)
-    return [e for e in own if e.code == 0 and e.time <= missed + LATE_S]
-
-
 def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
-    """An exit as a root; `alone`: it says that a peer was lost, but none was."""
+    """An exit as a root; with code 0 it left others that still waited for it.
+
+    Args:
+        end: of a rank.
+        alone: it says that a peer was lost, but none was.
+    """
     error = end.error
     raised = error is not None and error.type != "SystemExit"
     kind: FailureKind = "exception" if raised else "exit" if end.code >= 0 else "signal"
@@ -156,6 +173,9 @@ def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
         code = error.exit_code if error and error.exit_code > 0 else 128 - end.code
     if kind == "signal" and end.code == -signal.SIGKILL and end.oom:
         kind, headline, details = "oom", _oom_headline(end), ()
+    if end.code == 0:
+        kind, code, details = "left", EXIT_LOST_RANK, ()
+        headline = "left early: it ended with exit code 0 while others still waited for it"
     return FirstFailure(
         kind=kind,
         ranks=(end.rank,),
@@ -217,7 +237,7 @@ def _of_hang(hang: Verdict, judged_at: float, own: Sequence[ExitStatus]) -> list
     rows = tuple(line[2:] for line in details(hang))
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
-        return [replace(_left(e), details=rows, advice=hang.advice) for e in gone]
+        return [replace(_of_exit(e), details=rows, advice=hang.advice) for e in gone]
     kinds: dict[str, FailureKind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
     kind = kinds.get(hang.kind, "signal")
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
@@ -244,38 +264,6 @@ def _of_interruption(interrupted: Interruption) -> FirstFailure:
         headline=f"lockstep was sent {name}{key}",
         exit_code=128 + interrupted.signal,
     )
-
-
-def _left(end: ExitStatus) -> FirstFailure:
-    return FirstFailure(
-        kind="left",
-        ranks=(end.rank,),
-        host=end.host,
-        time=end.time,
-        headline="left early: it ended with exit code 0 while others still waited for it",
-        step=end.step,
-        advice=(_BY_KIND["left"],),
-    )
-
-
-def _with_others(roots: Sequence[FirstFailure], followers: Iterable[ExitStatus]) -> FirstFailure:
-    """The first of the roots, with what is to be said of the others."""
-    first, *rest = _folded(roots)
-    also, followed = [], []
-    texts = grouped((_lost_peer_text(end) or "", end.rank) for end in followers)
-    for text, ranks in sorted(texts.items(), key=lambda item: min(item[1])):
-        followed.append(f"{name_ranks(ranks)} ({text})")
-    for root in rest:
-        if _cannot_be_ordered(first, root):
-            where = (
-                f" on host {root.host}" if root.ranks and root.host not in ("", first.host) else ""
-            )
-            at = f", {root.line}" if root.line else ""
-            also.append(f"{_who(root)}{where}: {root.headline}{at}")
-        elif root.kind != "interrupted":
-            later = f"{root.time - first.time:.1f} s later"
-            followed.append(f"{_who(root)} ({root.headline}, {later})")
-    return replace(first, also=tuple(also), consequences=tuple(followed))
 
 
 def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
