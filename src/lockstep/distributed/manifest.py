@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from lockstep import errors
 from lockstep.distributed.network import wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -148,10 +149,6 @@ ERROR_MARK = '"error": ["'
 """What only the JSON of a decision that is an error holds."""
 
 Error = JoinError | RanksDifferError
-_ERRORS: dict[str, type[Error]] = {
-    kind.__name__: kind
-    for kind in (MissingRankError, DuplicateRankError, WorldSizeError, RanksDifferError)
-}
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,8 @@ class Join:
         store.set(f"read/{own.number}", "")
         if decision["error"] is not None:
             kind, was_set, found, do = decision["error"]
-            raise _ERRORS[kind](was_set, found, do)
+            error: Error = getattr(errors, kind)(was_set, found, do)
+            raise error
         members: list[int] = decision["members"]
         manifests: list[dict[str, str]] = decision["manifests"]
         if own.number not in members:

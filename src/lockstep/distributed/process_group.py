@@ -167,7 +167,7 @@ def _open(
         topology,
         environ,
         may_share=settings.backend == "gloo",
-        on_this_machine=partial(_on_this_machine, topology, joined, settings.join_timeout_s),
+        on_this_machine=partial(_on_this_machine, joined, settings.join_timeout_s),
     )
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
@@ -175,25 +175,18 @@ def _open(
     else:
         by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
         choices.append(Choice("threads", str(torch.get_num_threads()), f"a process; {by}"))
-    backend = ""
     if joined is not None or settings.backend is not None:
-        chosen, reason = choose_backend(settings.backend, device)
+        backend, reason = choose_backend(settings.backend, device)
     if joined is not None:
-        backend = chosen
         limit = settings.collective_timeout_s
-        network = open_group(
-            topology,
-            backend,
-            device,
-            joined.store,
-            timeout=None if limit is None else timedelta(seconds=limit),
-        )
+        timeout = None if limit is None else timedelta(seconds=limit)
+        network = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *network))
     run = Run(
         topology=topology,
         device=device,
-        backend=backend,
+        backend="" if joined is None else backend,
         collectives=Collectives(topology, device),
         step=Step(),
         settings=settings,
@@ -202,9 +195,7 @@ def _open(
     return run, choices
 
 
-def _on_this_machine(
-    topology: Topology, joined: Joined | None, timeout: float, text: str
-) -> list[str]:
+def _on_this_machine(joined: Joined | None, timeout: float, text: str) -> list[str]:
     """This process's text, and those that the others of this machine tell in the same place.
 
     One that tells nothing in time counts as one that tells the same.
@@ -212,7 +203,7 @@ def _on_this_machine(
     if joined is None:
         return [text]
     store, keys = joined.store, [f"here/{rank}" for rank in joined.here]
-    store.set(f"here/{topology.rank}", text)
+    store.set(f"here/{joined.rank}", text)
     come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
     return [store.get(key).decode() for key in keys] if come else [text, text]
 

@@ -30,15 +30,14 @@ if TYPE_CHECKING:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-    from torch.nn.modules.dropout import _DropoutNd
+    from torch.nn.modules import batchnorm, dropout
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-    BatchNorm: TypeAlias = _BatchNorm
-    NormBase: TypeAlias = _NormBase
-    DropoutNd: TypeAlias = _DropoutNd
+    BatchNorm: TypeAlias = batchnorm._BatchNorm
+    NormBase: TypeAlias = batchnorm._NormBase
+    DropoutNd: TypeAlias = dropout._DropoutNd
     pytree = _pytree
 
 P = ParamSpec("P")

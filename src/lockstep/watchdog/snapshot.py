@@ -119,13 +119,8 @@ class Snapshot:
 
 def shorten(snapshot: Snapshot, calls: int = 100) -> Snapshot:
     """The same with the latest `calls` collectives of each rank alone, for sending it."""
-    return replace(
-        snapshot,
-        ranks=tuple(
-            state if state.calls is None else replace(state, calls=state.calls[-calls:])
-            for state in snapshot.ranks
-        ),
-    )
+    ranks = (replace(state, calls=state.calls and state.calls[-calls:]) for state in snapshot.ranks)
+    return replace(snapshot, ranks=tuple(ranks))
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
