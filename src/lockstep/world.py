@@ -80,8 +80,8 @@ class World:
         self.means = self._outside = RunningMeans(run.collectives, 0)
         self._plan = plan
         self._run = run
-        self._choices = choices
         self._preparer = Preparer(run, strategy, plan)
+        self._preparer.choices += choices
         self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
@@ -335,18 +335,14 @@ class World:
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler."""
         self._preparer.guards.settle()
-        self._preparer.precision.settle()
-        scaler = self._preparer.precision.scaler
-        state = None if scaler is None else scaler.state_dict()
-        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": state}
+        scaler = self._preparer.precision.state_dict()
+        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
-        scaler = self._preparer.precision.scaler
-        if scaler is not None and state["scaler"] is not None:
-            scaler.load_state_dict(state["scaler"])
+        self._preparer.precision.load_state_dict(state["scaler"])
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""
@@ -367,8 +363,7 @@ class World:
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
-        choices, self._preparer.choices = [*self._choices, *self._preparer.choices], []
-        self._choices = []
+        choices, self._preparer.choices = self._preparer.choices, []
         if self.is_main and choices:
             print_choices(title_of(self.topology, __version__), choices)
 

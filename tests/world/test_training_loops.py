@@ -466,7 +466,8 @@ def moving_buffers(world: lockstep.World) -> list[Any]:
         world.backward(mean_loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    return [model.moving_buffers.moving, *weights(model).values()]
+    follow = world._preparer._wrapped[id(model)].after_step
+    return [follow.__self__.moving, *weights(model).values()]
 
 
 def frozen(world: lockstep.World) -> list[torch.Tensor]:

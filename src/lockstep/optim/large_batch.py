@@ -310,18 +310,14 @@ def _adapts(group: dict[str, Any], parameter: Tensor) -> bool:
 
 def _sharded_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those whose norms are summed over the same ranks together, all others alone."""
-    lots: list[list[Tensor]] = []
-    of_mesh: dict[Any, list[Tensor]] = {}
+    lots: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         mesh: Any = getattr(parameter, "device_mesh", None)
-        if mesh is None:
-            lots.append([parameter])
-            continue
-        key = mesh, _summed_over(parameter), parameter.device
-        if key not in of_mesh:
-            lots.append(of_mesh.setdefault(key, []))
-        of_mesh[key].append(parameter)
-    return lots
+        lot: Any = id(parameter)
+        if mesh is not None:
+            lot = mesh, _summed_over(parameter), parameter.device
+        lots.setdefault(lot, []).append(parameter)
+    return list(lots.values())
 
 
 def _summed_over(parameter: Any) -> tuple[int, ...]:

@@ -143,6 +143,17 @@ class Precision:
         self._used = False
         self._unscaled.clear()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """The loss scaler's; None: there is none."""
+        self.settle()
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Takes up what `state_dict` gave, where both have a scaler."""
+        self.settle()
+        if self.scaler is not None and state is not None:
+            self.scaler.load_state_dict(state)
+
 
 def in_double(nest: Any) -> Any:
     """The same nest with its floating-point tensors in float64."""

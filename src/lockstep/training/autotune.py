@@ -60,269 +60,6 @@ _DIVISIONS = 3
 _SHOWN = 8
 
 
-class Autotune:
-    """Finds shares and micro-batch size for all loaders of a run.
-
-    Args:
-        run: whose settings say what is open.
-        strategy: of the modules.
-        plan: the strategy's.
-        modules: as they are called; the list may still grow.
-        optimizers: prepared ones; likewise.
-
-    Raises:
-        SettingError: the strategy cannot find what is `"auto"`.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        strategy: Strategy,
-        plan: Plan,
-        modules: list[nn.Module],
-        optimizers: list[PreparedOptimizer],
-    ) -> None:
-        self.found = Autotuned()
-        self._run = run
-        self._strategy = strategy
-        self._plan = plan
-        self._modules = modules
-        self._optimizers = optimizers
-        self._profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
-        self._recording = ExitStack()
-        self.request(None, None)
-
-    def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
-        """What a loader leaves open, which was told this itself (None: as the run was told).
-
-        Raises:
-            SettingError: the strategy cannot find it, or has shares for the whole run only.
-        """
-        settings, own_devices = self._run.settings, len(self._plan.own_devices)
-        if shares is not None and not is_auto(shares) and own_devices > 1:
-            raise SettingError(
-                f"world.loader(shares={shares!r})",
-                f"strategy {self._strategy.name!r} divides a batch over the devices of this "
-                "process where the model is called, whatever loader it came from",
-                "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
-                "later",
-            )
-        if micro_batch_size is None:
-            micro_batch_size = settings.micro_batch_size
-        open_shares = is_auto(settings.shares if shares is None else shares)
-        if not (open_shares or is_auto(micro_batch_size)):
-            return None
-        if not self._plan.autotunes:
-            raise SettingError(
-                "shares='auto'" if open_shares else "micro_batch_size='auto'",
-                f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
-                "give numbers, or use strategy='ddp'",
-            )
-        several = self._plan.devices > 1
-        if not is_auto(micro_batch_size) and not several:
-            return None
-        return AutotuneRequest(
-            found=self.found,
-            shares=open_shares and several,
-            micro_batch_size=is_auto(micro_batch_size),
-            profile=self._profile,
-            as_planned=self._as_planned,
-        )
-
-    def after_backward(self) -> None:
-        """Finds what is open in the present micro-batch, if anything; all ranks call it.
-
-        Raises:
-            UsageError: on all ranks, where one could not try its calls.
-            SettingError: the memory of all ranks together does not hold the batch.
-        """
-        if self._profiled is None:
-            return
-        division, local, calls = self._profiled
-        self._stop()
-        profiling = ProfilingRun(self._run, calls, local)
-        search = _Search(self._run, self._plan, division, local, profiling)
-        shares = division.shares
-        if division.open_shares:
-            before, after, times = search.shares()
-            kind = "rank"
-            if len(self._plan.own_devices) == 1:
-                shares = after
-            else:  # its modules divide what the loader gives to the process as a whole
-                kind = "device"
-                for module in self._modules:
-                    if isinstance(module, DataParallel):
-                        module.set_shares(after)
-            self._say(_shares_in_words(before, after, times, kind))
-        if division.open_micro_batch_size:
-            self.found.micro_batch_size = search.micro_batch_size(shares)
-            most = max(parts(division.batch_size, shares))
-            self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
-            self.found.tried = True
-        if division.open_shares:
-            self.found.shares = shares
-
-    def _say(self, text: str) -> None:
-        if self._run.topology.is_main:
-            print_line(text)
-
-    @contextmanager
-    def _profile(self, division: MicroBatchPlan, local: int) -> Iterator[None]:
-        """While the first micro-batch, of `local` samples, is computed.
-
-        Raises:
-            UsageError: an optimizer has stepped, and nothing was found.
-        """
-        calls = self._recording.enter_context(seen_calls(self._modules))
-        self._profiled = present = division, local, calls
-        try:
-            yield
-            if self._profiled is present and self._run.step.running.stepped:
-                raise UsageError(
-                    "loss.backward() where shares or micro_batch_size are 'auto'",
-                    "they are found in world.backward",
-                    "call world.backward(loss)",
-                )
-        finally:
-            if self._profiled is present:
-                self._stop()
-
-    def _stop(self) -> None:
-        self._profiled = None
-        self._recording.close()
-
-    def _as_planned(self) -> bool:
-        """The first micro-batch has to be one that is planned.
-
-        BatchNorm looks at it as a whole. Several optimizers, those that want a closure, and a
-        static graph under DDP take no batch in parts.
-        """
-        return (
-            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
-            or len(self._optimizers) > 1
-            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
-            or self._plan.static_graph
-        )
-
-
-class _Search:
-    """The search of one rank, in step with the others; it may compute on several devices."""
-
-    def __init__(
-        self,
-        run: Run,
-        plan: Plan,
-        division: MicroBatchPlan,
-        local: int,
-        profiling: ProfilingRun,
-    ) -> None:
-        self._exchange = run.collectives.exchange
-        self._rank = run.collectives.data_parallel.rank
-        self._devices = plan.devices
-        self._own = plan.own_devices
-        self._division, self._local = division, local
-        self._profiling = profiling
-        self._fitting: dict[int | None, int] = {}
-        self._limits: dict[int | None, int] = {}
-
-    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
-        """The devices' shares as they were and as they should be, and the times that say so."""
-        batch_size, before = self._division.batch_size, self._division.shares
-        if len(before) != self._devices:  # the loader knows of this process alone
-            before = (1,) * self._devices
-        # Where the parts may be computed in micro-batches, memory does not bound them.
-        given = self._division.micro_batch_size
-        bound = given is None and not self._division.open_micro_batch_size
-        shares = before
-        tried: dict[tuple[int, ...], float] = {}
-        telling: list[tuple[float, ...]] = []
-        while shares not in tried and len(tried) < _DIVISIONS:
-            limits = self._everywhere(self._limit, self._own, shares)
-            times = self._times(shares)
-            telling = times if alike(times) or not telling else telling
-            room = limits if bound else [None] * self._devices
-            tried[shares] = step_seconds(times, shares, batch_size, room)
-            shares = shares_by_times(times, shares, batch_size, room)
-        return before, confirmed(tried, shares), telling
-
-    def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
-        """The most samples a process computes at a time, by the least memory of all; None: all.
-
-        Args:
-            shares: of the processes.
-        """
-        of_rank = parts(self._division.batch_size, shares)
-        # Several devices of one process are tried together: one of them holds more than the others.
-        together = self._own if len(self._own) == 1 else (None,)
-        limits = self._everywhere(self._limit, together, shares)
-        met = [n for n, part in zip(limits, of_rank, strict=True) if n is not None and n < part]
-        return min(met, default=None)
-
-    def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
-        """What a sample takes on each device, at its share, again and again."""
-        rounds = [self._everywhere(self._seconds, self._own, shares)]
-        while not enough(list(zip(*rounds, strict=True))):
-            rounds.append(self._everywhere(self._seconds, self._own, shares))
-        return list(zip(*rounds, strict=True))
-
-    def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
-        """Samples that the device, or the process, would compute at a time."""
-        of_all = parts(self._division.batch_size, shares)
-        part = of_all[self._rank if device is None else device]
-        return min(part, self._division.micro_batch_size or part)
-
-    def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
-        """The most samples that fit; None: all that were tried, up to its part, do."""
-        most, local = self._most(device, shares), self._local
-        known = self._fitting.get(device, local)
-        if local and device not in self._limits and most > known:
-            known = largest_that_fits(
-                lambda n: self._profiling.fits(n, self._within(device)), known, most
-            )
-            self._fitting[device] = known
-            if known < most:
-                self._limits[device] = known
-        return self._limits.get(device)
-
-    def _seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
-        most = self._most(device, shares)
-        size = min(most, self._limits.get(device, most))
-        return self._profiling.seconds(max(2, size), self._within(device))  # BatchNorm needs two
-
-    def _within(self, device: int | None) -> int | None:
-        """Its number in this process; None: the process has one, or all are tried together."""
-        return None if device is None or len(self._own) == 1 else device - self._own[0]
-
-    def _everywhere(
-        self,
-        find: Callable[[int | None, tuple[int, ...]], Any],
-        devices: Sequence[int | None],
-        shares: tuple[int, ...],
-    ) -> list[Any]:
-        """What every rank found for its devices, in the order of the ranks.
-
-        They begin together, and what fails on one fails on all.
-        """
-        self._exchange("begin")
-        cause: Exception | None = None
-        value, problem = None, None
-        try:
-            value = [find(device, shares) for device in devices]
-        except Exception as error:
-            cause = error
-            plain = f"{error.was_set}: {error.found}" if isinstance(error, LockstepError) else error
-            problem = f"{type(error).__name__}: {plain}"
-        answers = self._exchange([value, problem])
-        problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
-        if problems:
-            raise UsageError(
-                "shares='auto'" if self._division.open_shares else "micro_batch_size='auto'",
-                f"the model could not be tried at other sizes; {problems[0]}",
-                "give numbers instead, such as shares='2:3' and micro_batch_size=16",
-            ) from cause
-        return [each for found, _ in answers for each in found]
-
-
 class Call(NamedTuple):
     """A forward pass that was seen."""
 
@@ -496,6 +233,258 @@ class ProfilingRun:
                 yield
             finally:
                 collectives.blocked = blocked
+
+
+class Autotune:
+    """Finds shares and micro-batch size for all loaders of a run.
+
+    Args:
+        run: whose settings say what is open.
+        strategy: of the modules.
+        plan: the strategy's.
+        modules: as they are called; the list may still grow.
+        optimizers: prepared ones; likewise.
+
+    Raises:
+        SettingError: the strategy cannot find what is `"auto"`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: Strategy,
+        plan: Plan,
+        modules: list[nn.Module],
+        optimizers: list[PreparedOptimizer],
+    ) -> None:
+        self.found = Autotuned()
+        self._run = run
+        self._strategy = strategy
+        self._plan = plan
+        self._modules = modules
+        self._optimizers = optimizers
+        self._profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
+        self._recording = ExitStack()
+        self.request(None, None)
+
+    def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
+        """What a loader leaves open, which was told this itself (None: as the run was told).
+
+        Raises:
+            SettingError: the strategy cannot find it, or has shares for the whole run only.
+        """
+        settings, own_devices = self._run.settings, len(self._plan.own_devices)
+        if shares is not None and not is_auto(shares) and own_devices > 1:
+            raise SettingError(
+                f"world.loader(shares={shares!r})",
+                f"strategy {self._strategy.name!r} divides a batch over the devices of this "
+                "process where the model is called, whatever loader it came from",
+                "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
+                "later",
+            )
+        if micro_batch_size is None:
+            micro_batch_size = settings.micro_batch_size
+        open_shares = is_auto(settings.shares if shares is None else shares)
+        if not (open_shares or is_auto(micro_batch_size)):
+            return None
+        if not self._plan.autotunes:
+            raise SettingError(
+                "shares='auto'" if open_shares else "micro_batch_size='auto'",
+                f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
+                "give numbers, or use strategy='ddp'",
+            )
+        several = self._plan.devices > 1
+        if not is_auto(micro_batch_size) and not several:
+            return None
+        return AutotuneRequest(
+            found=self.found,
+            shares=open_shares and several,
+            micro_batch_size=is_auto(micro_batch_size),
+            profile=self._profile,
+            as_planned=self._as_planned,
+        )
+
+    def after_backward(self) -> None:
+        """Finds what is open in the present micro-batch, if anything; all ranks call it.
+
+        Raises:
+            UsageError: on all ranks, where one could not try its calls.
+            SettingError: the memory of all ranks together does not hold the batch.
+        """
+        if self._profiled is None:
+            return
+        division, local, calls = self._profiled
+        self._stop()
+        search = _Search(self._run, self._plan, division, local, calls)
+        shares = division.shares
+        if division.open_shares:
+            before, after, times = search.shares()
+            kind = "rank"
+            if len(self._plan.own_devices) == 1:
+                shares = after
+            else:  # its modules divide what the loader gives to the process as a whole
+                kind = "device"
+                for module in self._modules:
+                    if isinstance(module, DataParallel):
+                        module.set_shares(after)
+            self._say(_shares_in_words(before, after, times, kind))
+        if division.open_micro_batch_size:
+            self.found.micro_batch_size = search.micro_batch_size(shares)
+            most = max(parts(division.batch_size, shares))
+            self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
+            self.found.tried = True
+        if division.open_shares:
+            self.found.shares = shares
+
+    def _say(self, text: str) -> None:
+        if self._run.topology.is_main:
+            print_line(text)
+
+    @contextmanager
+    def _profile(self, division: MicroBatchPlan, local: int) -> Iterator[None]:
+        """While the first micro-batch, of `local` samples, is computed.
+
+        Raises:
+            UsageError: an optimizer has stepped, and nothing was found.
+        """
+        calls = self._recording.enter_context(seen_calls(self._modules))
+        self._profiled = present = division, local, calls
+        try:
+            yield
+            if self._profiled is present and self._run.step.running.stepped:
+                raise UsageError(
+                    "loss.backward() where shares or micro_batch_size are 'auto'",
+                    "they are found in world.backward",
+                    "call world.backward(loss)",
+                )
+        finally:
+            if self._profiled is present:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._profiled = None
+        self._recording.close()
+
+    def _as_planned(self) -> bool:
+        """The first micro-batch has to be one that is planned.
+
+        BatchNorm looks at it as a whole. Several optimizers, those that want a closure, and a
+        static graph under DDP take no batch in parts.
+        """
+        return (
+            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
+            or len(self._optimizers) > 1
+            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
+            or self._plan.static_graph
+        )
+
+
+class _Search(ProfilingRun):
+    """The runs of one rank, in step with the others; it may compute on several devices."""
+
+    def __init__(
+        self, run: Run, plan: Plan, division: MicroBatchPlan, local: int, calls: Sequence[Call]
+    ) -> None:
+        super().__init__(run, calls, local)
+        self._division, self._devices, self._own = division, plan.devices, plan.own_devices
+        self._fitting: dict[int | None, int] = {}
+        self._limits: dict[int | None, int] = {}
+
+    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[float, ...]]]:
+        """The devices' shares as they were and as they should be, and the times that say so."""
+        batch_size, before = self._division.batch_size, self._division.shares
+        if len(before) != self._devices:  # the loader knows of this process alone
+            before = (1,) * self._devices
+        # Where the parts may be computed in micro-batches, memory does not bound them.
+        given = self._division.micro_batch_size
+        bound = given is None and not self._division.open_micro_batch_size
+        shares = before
+        tried: dict[tuple[int, ...], float] = {}
+        telling: list[tuple[float, ...]] = []
+        while shares not in tried and len(tried) < _DIVISIONS:
+            limits = self._everywhere(self._limit, self._own, shares)
+            times = self._times(shares)
+            telling = times if alike(times) or not telling else telling
+            room = limits if bound else [None] * self._devices
+            tried[shares] = step_seconds(times, shares, batch_size, room)
+            shares = shares_by_times(times, shares, batch_size, room)
+        return before, confirmed(tried, shares), telling
+
+    def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
+        """The most samples a process computes at a time, by the least memory of all; None: all.
+
+        Args:
+            shares: of the processes.
+        """
+        of_rank = parts(self._division.batch_size, shares)
+        # Several devices of one process are tried together: one of them holds more than the others.
+        together = self._own if len(self._own) == 1 else (None,)
+        limits = self._everywhere(self._limit, together, shares)
+        met = [n for n, part in zip(limits, of_rank, strict=True) if n is not None and n < part]
+        return min(met, default=None)
+
+    def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
+        """What a sample takes on each device, at its share, again and again."""
+        rounds = [self._everywhere(self._seconds, self._own, shares)]
+        while not enough(list(zip(*rounds, strict=True))):
+            rounds.append(self._everywhere(self._seconds, self._own, shares))
+        return list(zip(*rounds, strict=True))
+
+    def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
+        """Samples that the device, or the process, would compute at a time."""
+        of_all = parts(self._division.batch_size, shares)
+        part = of_all[self._run.collectives.data_parallel.rank if device is None else device]
+        return min(part, self._division.micro_batch_size or part)
+
+    def _limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
+        """The most samples that fit; None: all that were tried, up to its part, do."""
+        most, local = self._most(device, shares), self._local
+        known = self._fitting.get(device, local)
+        if local and device not in self._limits and most > known:
+            known = largest_that_fits(lambda n: self.fits(n, self._within(device)), known, most)
+            self._fitting[device] = known
+            if known < most:
+                self._limits[device] = known
+        return self._limits.get(device)
+
+    def _seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
+        most = self._most(device, shares)
+        size = min(most, self._limits.get(device, most))
+        return self.seconds(max(2, size), self._within(device))  # BatchNorm needs two
+
+    def _within(self, device: int | None) -> int | None:
+        """Its number in this process; None: the process has one, or all are tried together."""
+        return None if device is None or len(self._own) == 1 else device - self._own[0]
+
+    def _everywhere(
+        self,
+        find: Callable[[int | None, tuple[int, ...]], Any],
+        devices: Sequence[int | None],
+        shares: tuple[int, ...],
+    ) -> list[Any]:
+        """What every rank found for its devices, in the order of the ranks.
+
+        They begin together, and what fails on one fails on all.
+        """
+        exchange = self._run.collectives.exchange
+        exchange("begin")
+        cause: Exception | None = None
+        value, problem = None, None
+        try:
+            value = [find(device, shares) for device in devices]
+        except Exception as error:
+            cause = error
+            plain = f"{error.was_set}: {error.found}" if isinstance(error, LockstepError) else error
+            problem = f"{type(error).__name__}: {plain}"
+        answers = exchange([value, problem])
+        problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
+        if problems:
+            raise UsageError(
+                "shares='auto'" if self._division.open_shares else "micro_batch_size='auto'",
+                f"the model could not be tried at other sizes; {problems[0]}",
+                "give numbers instead, such as shares='2:3' and micro_batch_size=16",
+            ) from cause
+        return [each for found, _ in answers for each in found]
 
 
 def _stand_in(output: Tensor) -> Tensor:

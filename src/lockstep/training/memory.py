@@ -43,6 +43,7 @@ _COLUMNS = 8
 """Devices beside each other; more are shown below."""
 _WIDTH = 12
 _ROWS = (
+    ("samples at a time", "samples"),
     ("parameters", "parameters"),
     ("parameter copies", "copies"),
     ("a block whole", "gathered"),
@@ -53,6 +54,7 @@ _ROWS = (
     ("after the model", "loss"),
     ("all of these", "counted"),
     ("measured peak", "peak"),
+    ("a step", "step_s"),
 )
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _ON_CPU = "tensors alive at one time in a step; what kernels take for themselves is not seen"
@@ -127,17 +129,12 @@ class Memory:
             _line("", [f"rank {device.rank}" for device in devices]),
             _line("", [device.device for device in devices]),
         ]
-        if any(device.samples is not None for device in devices):
-            lines.append(_line("samples at a time", [device.samples for device in devices]))
         for label, name in _ROWS:
             values = [getattr(device, name) for device in devices]
             unknown = name == "state" and None in values
             if unknown or any(getattr(device, name) for device in self.devices):
-                shown = ["?" if value is None else f"{value / size:,.1f}" for value in values]
+                shown = ["?" if value is None else _shown(name, value, size) for value in values]
                 lines.append(_line(label, shown))
-        if any(device.step_s is not None for device in devices):
-            times = ["?" if d.step_s is None else f"{d.step_s * 1e3:,.1f} ms" for d in devices]
-            lines.append(_line("a step", times))
         return lines
 
 
@@ -302,6 +299,12 @@ def _unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
     """The unit in which the largest figure has one digit or more before the point."""
     largest = max((max(d.counted, d.peak or 0) for d in devices), default=0)
     return next((unit for unit in _UNITS if largest >= 10 * unit[0]), _UNITS[-1])
+
+
+def _shown(name: str, value: float, size: int) -> str:
+    if name == "samples":
+        return str(value)
+    return f"{value * 1e3:,.1f} ms" if name == "step_s" else f"{value / size:,.1f}"
 
 
 def _line(label: str, values: Iterable[object]) -> str:
@@ -474,7 +477,6 @@ class TrainingSteps:
     def _put_back(self) -> Iterator[None]:
         """Restores model, optimizer, loader, scaler, counters and random streams on leaving."""
         loader, inner, precision = self._loader, self._optimizer.inner, self._preparer.precision
-        precision.settle()
         # Those of a pipeline's other stages have no data.
         held = [*self._model.parameters(), *self._model.buffers()]
         values = [tensor for tensor in held if not tensor.is_meta]
@@ -483,7 +485,7 @@ class TrainingSteps:
         values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
         old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
-        scaler_before = {} if precision.scaler is None else precision.scaler.state_dict()
+        scaler = precision.state_dict()
         position, trained = loader.state_dict(), loader.trained
         with restored(old, values, self._gpus), self._run.step.preserved():
             try:
@@ -492,9 +494,7 @@ class TrainingSteps:
                 loader.load_state_dict(position)
                 loader.trained = trained
                 self._optimizer.zero_grad()
-                precision.settle()
-                if precision.scaler is not None:
-                    precision.scaler.load_state_dict(scaler_before)
+                precision.load_state_dict(scaler)
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,16 @@ _FOREACH_TENSORS = 8
 _FOREACH_MEAN_SIZE = 2**14
 
 
-class PreparedOptimizer(Optimizer):
+class _Around:
+    """Has what the object inside of it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class PreparedOptimizer(_Around, Optimizer):
     """The user's optimizer, stepping once per global batch.
 
     It shares the inner optimizer's groups and state. `before` and `after` are called around every
@@ -79,11 +88,6 @@ class PreparedOptimizer(Optimizer):
         """The global batch in which a clearing was last put off."""
         step.clear_gradients.append(inner.zero_grad)
         step.batch_begins.append(self._clear_dropped)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet while copying or unpickling
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
@@ -275,7 +279,7 @@ class PreparedOptimizer(Optimizer):
             )
 
 
-class PreparedScheduler(LRScheduler):
+class PreparedScheduler(_Around, LRScheduler):
     """The user's scheduler: steps where the optimizer does, once per global batch or per epoch."""
 
     def __init__(self, inner: LRScheduler, step: Step, collectives: Collectives) -> None:
@@ -284,11 +288,6 @@ class PreparedScheduler(LRScheduler):
         """The prepared optimizer that it drives, once that is known."""
         self._step = step
         self._collectives = collectives
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps unless a global batch is in the middle or its optimizer step was left out.

@@ -93,14 +93,9 @@ class DeterminismPatches(TorchFunctionMode):
         if self.double and any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors):
             module.double()
 
-    def inputs(self, module: nn.Module, inputs: Any) -> Any:
-        """What a model is called with."""
-        has_any = next(chain(module.parameters(), module.buffers()), None) is not None
-        return in_double(inputs) if self.double and has_any else None
-
-    def batch(self, batch: Any) -> Any:
-        """What a loader hands out."""
-        return in_double(batch) if self.double else batch
+    def converted(self, values: Any) -> Any:
+        """What a loader hands out, or a model is called with."""
+        return in_double(values) if self.double else values
 
     def watch_draws(self) -> None:
         """From here on the next draw of a random number is the first."""

@@ -61,7 +61,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     register_module_forward_pre_hook(recorder.enters)
     register_module_forward_hook(recorder.leaves, always_call=True)
     _watch_losses(recorder)
-    _watch_ddp(recorder)
+    _watch_ddp(recorder, patches)
     _watch_functions(recorder)
     _watch_loaders(recorder, patches)
     if way.batch_times > 1:
@@ -93,11 +93,11 @@ def _watch_losses(recorder: Recorder) -> None:
     autograd.backward = backward
 
 
-def _watch_ddp(recorder: Recorder) -> None:
+def _watch_ddp(recorder: Recorder, patches: DeterminismPatches) -> None:
     build: Any = DistributedDataParallel.__init__
 
     def built(self: DistributedDataParallel, module: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.wraps(module)
+        patches.quiet(module)
         build(self, module, *args, **kwargs)
         recorder.wrapped(self)
 
@@ -153,7 +153,7 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
         return _told_of_batches(recorder, patches, self, plain(self), queue)
 
     def of_lockstep(self: Loader) -> Iterator[Any]:
-        return map(patches.batch, pieces(self))
+        return map(patches.converted, pieces(self))
 
     DataLoader.__iter__ = of_torch  # type: ignore[method-assign, assignment]
     Loader.__iter__ = of_lockstep  # type: ignore[method-assign]
@@ -207,7 +207,7 @@ def _told_of_batches(
         patches.watch_draws()
         before = random_streams()
         try:
-            batch = patches.batch(next(running))
+            batch = patches.converted(next(running))
         except StopIteration:
             return
         ids = None if queue is None else queue.popleft()

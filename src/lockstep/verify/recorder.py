@@ -193,10 +193,6 @@ class Recorder(Callback):
             )
         )
 
-    def wraps(self, module: nn.Module) -> None:
-        """DDP is about to be put around a module."""
-        self._patches.quiet(module)
-
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
         """DDP was put around a module."""
         self.models.wrapped(wrapper)
@@ -215,9 +211,10 @@ class Recorder(Callback):
         if id(module) in self.models.averaged and training:
             update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
         self._meet(module)
-        if torch.is_grad_enabled() and len(self._rows) == len(update.losses):
-            self._rows += [look_at(inputs).weights["samples"]] * bool(list(module.parameters()))
-        return self._patches.inputs(module, inputs)
+        trains = next(module.parameters(), None) is not None and torch.is_grad_enabled()
+        if trains and len(self._rows) == len(update.losses):
+            self._rows.append(look_at(inputs).weights["samples"])
+        return self._patches.converted(inputs) if _holds_tensors(module) else None
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
@@ -314,6 +311,10 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if plain else 0
 
 
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
+
+
 def _held(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -352,7 +353,7 @@ class Models:
         inner = unwrap(module)
         if id(inner) in self._known:
             return
-        if next(chain(inner.parameters(), inner.buffers()), None) is None:
+        if not _holds_tensors(inner):
             return
         # FSDP gives a module a class of its own, made of its own one.
         kind = next(c.__name__ for c in type(inner).__mro__ if "FSDP" not in c.__name__)
