@@ -425,18 +425,15 @@ class Sink:
 
     def write(self, lines: bytes, row: bytes = b"") -> None:
         """Puts whole lines above the row; in one piece, without flicker."""
-        self._put((b"\r\x1b[K" if self._row else b"") + lines + row)
-        self._row = row
+        if not self._gone:
+            self.waiting += (b"\r\x1b[K" if self._row else b"") + lines + row
+            self._row = row
+            self.flush()
 
     def draw(self, row: bytes) -> None:
         """Puts another row in the place of the one that stands there."""
         if row != self._row:
             self.write(b"", row)
-
-    def _put(self, data: bytes) -> None:
-        if not self._gone:
-            self.waiting += data
-            self.flush()
 
     def flush(self) -> None:
         """Writes what it takes without waiting, a line's end at the end of each piece if it can."""

@@ -134,7 +134,9 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         return cores
     if asked == "auto" or (asked == "gpu" and gpus > 0):
         return gpus
-    found = "no GPU is visible" if asked == "gpu" else "not a number of processes"
+    found, do = "not a number of processes", "give 1 or more, auto, gpu or cpu"
+    if asked == "gpu":
+        found, do = "no GPU is visible", "give a number, or --nproc cpu (one a core)"
     try:
         number = int(asked)
     except ValueError:
@@ -144,7 +146,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         with suppress(ValueError):  # the names of other devices that torchrun knows, such as `xpu`
             number = int(determine_local_world_size(str(asked)))
     if number < 1:
-        raise SettingError(f"--nproc {asked}", found, "give 1 or more, auto, gpu or cpu")
+        raise SettingError(f"--nproc {asked}", found, do)
     return number
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
+from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import read_process
@@ -220,13 +221,13 @@ def follow_keys(group: int, signal_ranks: Callable[[int], object]) -> None:
 def give_keys(group: int) -> None:
     """Lets the terminal's keys reach a group, if they reach ours now."""
     if in_foreground():
-        _set_holder(group)
+        give_terminal(0, group)
 
 
 def take_keys(group: int) -> None:
     """Lets them reach ours, if they reach the group now."""
     if _holder() == group:
-        _set_holder(os.getpgrp())
+        give_terminal(0, os.getpgrp())
 
 
 def _holder() -> int | None:
@@ -234,10 +235,3 @@ def _holder() -> int | None:
         return os.tcgetpgrp(0) if os.isatty(0) else None
     except OSError:  # not our terminal, or it is gone
         return None
-
-
-def _set_holder(group: int) -> None:
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
-    with contextlib.suppress(OSError):
-        os.tcsetpgrp(0, group)
-    signal.signal(signal.SIGTTOU, before)

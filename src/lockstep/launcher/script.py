@@ -21,25 +21,10 @@ from types import ModuleType
 
 from lockstep.errors import SettingError
 from lockstep.launcher import plan as pure
+from lockstep.launcher import worker
 from lockstep.launcher.machine import cores_allowed, read_machine
-from lockstep.launcher.plan import (
-    LaunchSpec,
-    Plan,
-    check_flags,
-    node_numbers,
-    parse_flags,
-    variables,
-)
-from lockstep.launcher.worker import (
-    MACRO,
-    Command,
-    Script,
-    folder_of,
-    fresh_interpreter,
-    import_for_ranks,
-    nothing_collected,
-    run_and_exit,
-)
+from lockstep.launcher.plan import LaunchSpec, Plan, variables
+from lockstep.launcher.worker import MACRO, Command, Script, folder_of
 from lockstep.launcher.zygote import Zygote
 
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
@@ -55,12 +40,13 @@ _LARGE = {
 """Modules, and the word of which scripts speak that import them sooner or later."""
 
 
-def plan_run(spec: LaunchSpec, environ: Mapping[str, str] = os.environ) -> Plan:
+def plan_run(spec: LaunchSpec) -> Plan:
     """What `run_script` would start on this machine.
 
     Raises:
         SettingError: as `run_script`.
     """
+    environ = os.environ
     spec, flags = _with_flags(spec, environ)
     hints = _read(spec, flags)
     made, _ = _prepare(spec, environ)
@@ -92,12 +78,12 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     nproc = int(spec.nproc or 1) if (spec.nproc or "1").isdigit() else 0
     with variables(_threads_known_early(nproc, environ)):
         if cold is None:
-            import_for_ranks(hints.imports)
+            worker.import_for_ranks(hints.imports)
             cold = _why_not_copied(spec)
         # Forked here: nothing above starts a thread, much below does.
-        zygote = Zygote(lambda: run_and_exit(script), 0 if cold else nproc)
+        zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold else nproc)
         try:
-            with nothing_collected():
+            with worker.nothing_collected():
                 from lockstep.launcher.agent import launch_agent, make_folder
                 from lockstep.watchdog.first_failure import render
 
@@ -154,7 +140,7 @@ def _parse(spec: LaunchSpec) -> argparse.Namespace:
     nproc = [] if spec.nproc is None else [f"--nproc-per-node={spec.nproc}"]
     module = ["--module"] if spec.module else []
     # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
-    return parse_flags([*spec.torchrun, *nproc, *module, spec.script])
+    return pure.parse_flags([*spec.torchrun, *nproc, *module, spec.script])
 
 
 def _is_program(flags: argparse.Namespace) -> bool:
@@ -290,15 +276,15 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
         # Another interpreter may have neither Lockstep nor our version of Python.
         module = ("-m",) if script.module else ()
         return Command((python, "-u", *module, script.path, *script.arguments), {}, numa)
-    return fresh_interpreter(script)._replace(numa=numa)
+    return worker.fresh_interpreter(script)._replace(numa=numa)
 
 
 def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
     flags = _parse(spec)
     machine = read_machine()
     nproc = pure.choose_nproc(flags.nproc_per_node, machine.cores, machine.gpus)
-    check_flags(flags, nproc)
-    one_node = node_numbers(flags.nnodes)[1] == 1
+    pure.check_flags(flags, nproc)
+    one_node = pure.node_numbers(flags.nnodes)[1] == 1
     return pure.plan(spec, machine, environ, nproc, one_node=one_node), flags
 
 

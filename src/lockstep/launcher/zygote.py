@@ -332,7 +332,7 @@ class Server:
             os.setsid()
         else:
             os.setpgid(0, 0)
-            _take_terminal(streams[0])
+            give_terminal(streams[0], os.getpgrp())
         for number, handler in self.handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for number in (signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
@@ -407,13 +407,12 @@ def _signal_group(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def _take_terminal(stream: int) -> None:
-    """Makes this group the one that the terminal's keys reach, where `stream` is a terminal."""
-    if os.isatty(stream):
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
-        with contextlib.suppress(OSError):
-            os.tcsetpgrp(stream, os.getpgrp())
-        signal.signal(signal.SIGTTOU, before)
+def give_terminal(terminal: int, group: int) -> None:
+    """Makes a process group the one that a terminal's keys reach; nothing where it is none."""
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(terminal, group)
+    signal.signal(signal.SIGTTOU, before)
 
 
 def _die_with_parent(parent: int) -> None:
