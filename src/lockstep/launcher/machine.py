@@ -66,8 +66,14 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
         The version (2 or 1) of control groups, and a folder, which need not exist.
     """
     top = root / "sys/fs/cgroup"
-    for controllers, path in _cgroup_paths(root / "proc/self/cgroup"):
-        if controllers == "":
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
             version, mounts = 2, [top, top / "unified"]
         elif controller in controllers.split(","):
             version, mounts = 1, [top / controllers, top / controller]
@@ -80,16 +86,6 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
         for mount in dict.fromkeys(mounts):
             for depth in range(len(parts) + 1):
                 yield version, mount.joinpath(*parts[:depth])
-
-
-def _cgroup_paths(file: Path) -> list[tuple[str, str]]:
-    """Controllers (empty: version 2) and path of each group; empty where they cannot be read."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split(":", 2) for line in lines]
-    return [(found[1], found[2]) for found in fields if len(found) == 3]
 
 
 def _quota_of(folder: Path) -> float | None:

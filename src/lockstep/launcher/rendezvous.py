@@ -481,26 +481,20 @@ class StaticRendezvous(Rendezvous):
         deadline = time.monotonic() + timeout
         announce = peers.announcer(self._say)
         while missing := peers.absent(self._peers.all(), size, wanted):
-            gone = self._gone_for_good(wanted)
-            if gone is not None or time.monotonic() > deadline:
+            # For good: the node that serves, or after the first start one that left by itself.
+            # Before that somebody may be correcting a command line, and one that was lost may be
+            # started again by a scheduler.
+            nodes = self._peers.all()
+            left = [n for n in peers.latest(nodes) if n.state == LEFT and wanted > 1]
+            gone = nodes[:1] if self._server_gone() else left
+            if gone or time.monotonic() > deadline:
                 raise MissingRankError(
                     f"--nnodes {size}",
-                    peers.departure(gone) if gone else f"{missing} (waited {timeout:g} s)",
+                    peers.departure(gone[0]) if gone else f"{missing} (waited {timeout:g} s)",
                     "look at the output of the launcher there, or start it",
                 )
             announce(missing)
             time.sleep(_LOOK_S)
-
-    def _gone_for_good(self, wanted: int) -> Node | None:
-        """The node that serves, or after the first start one that left by itself.
-
-        Before the first start somebody may be correcting a command line, and one that was lost may
-        be started again by a scheduler.
-        """
-        nodes = self._peers.all()
-        if self._server_gone():
-            return nodes[0]
-        return next((n for n in peers.latest(nodes) if n.state == LEFT and wanted > 1), None)
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for this one to start its ranks anew."""

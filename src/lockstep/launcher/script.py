@@ -246,7 +246,7 @@ def _why_cold(
         return f"{MACRO} among the arguments"
     if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return "PYTHON_EXEC is set"
-    if not hasattr(os, "fork") or sys.platform != "linux":
+    if sys.platform != "linux":
         return f"a process that uses torch cannot be copied on {sys.platform}"
     if hints.variables_for_import:
         return f"the script sets {hints.variables_for_import[0]} before it imports torch"
@@ -334,39 +334,25 @@ def read_source(source: str) -> SourceHints:
         ValueError: it holds null bytes.
     """
     nodes = list(ast.walk(ast.parse(source)))
-    variables = sorted(set(_variables_set(nodes)))
     constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    calls = {
-        name
-        for node in nodes
-        if isinstance(node, ast.Call)
-        # Random generators have a `spawn(n)` of their own.
-        if (name := _last_name(node.func)) != "spawn" or len(node.args) + len(node.keywords) > 1
-    }
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    arguments = [a.value for call in calls for a in call.args if isinstance(a, ast.Constant)]
+    called = {_last_name(call.func) for call in calls if not _is_of_a_generator(call)}
+    starts_ranks = called & {"spawn", "start_processes"} or (
+        "Process" in called and "MASTER_PORT" in source
+    )
+    variables = sorted(set(_variables_set(nodes)))
     return SourceHints(
-        local_rank_flag=_local_rank_flag(nodes),
+        local_rank_flag=next((str(a) for a in arguments if a in _LOCAL_RANK_FLAGS), None),
         variables_for_import=tuple(v for v in variables if v.startswith(_READ_AT_IMPORT)),
-        own_processes=_starts_ranks(calls, source) and not constants & _READ_BY_RANKS,
+        own_processes=bool(starts_ranks) and not constants & _READ_BY_RANKS,
         imports=tuple(name for name, word in _LARGE.items() if word in source),
     )
 
 
-def _starts_ranks(calls: set[str], source: str) -> bool:
-    return bool(calls & {"spawn", "start_processes"}) or (
-        "Process" in calls and "MASTER_PORT" in source
-    )
-
-
-def _local_rank_flag(nodes: list[ast.AST]) -> str | None:
-    """The flag's first spelling among the arguments of any call, such as `add_argument`."""
-    found = [
-        argument.value
-        for node in nodes
-        if isinstance(node, ast.Call)
-        for argument in node.args
-        if isinstance(argument, ast.Constant) and argument.value in _LOCAL_RANK_FLAGS
-    ]
-    return str(found[0]) if found else None
+def _is_of_a_generator(call: ast.Call) -> bool:
+    """Random generators have a `spawn(n)` of their own."""
+    return _last_name(call.func) == "spawn" and len(call.args) + len(call.keywords) < 2
 
 
 def _variables_set(nodes: list[ast.AST]) -> Iterator[str]:

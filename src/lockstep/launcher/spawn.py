@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from lockstep.errors import RankFailedError, UsageError
+from lockstep.errors import RankFailedError, UsageError, name_ranks
 from lockstep.launcher import worker
 from lockstep.launcher.machine import read_machine
 from lockstep.launcher.plan import LaunchSpec, Plan, choose_nproc, plan
@@ -174,12 +174,6 @@ def _callable_elsewhere(call: Call, was_set: str) -> Call | bytes:
             "already, which does not work in copies",
             "restart and launch before the first use of CUDA, or move the function to a module",
         )
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise UsageError(
-            was_set,
-            f"{reason}, and this system cannot copy processes",
-            "move the function to a module that can be imported",
-        )
     return call
 
 
@@ -214,10 +208,9 @@ def _values(outcome: Outcome, was_set: str, timeout: float | None) -> list[Any]:
         if outcome.failure is not None:
             raise _failed(outcome.failure, outcome.attempt, was_set)
         if outcome.late:
-            numbers = ", ".join(map(str, outcome.late))
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
-                f"rank{'s' if len(outcome.late) > 1 else ''} {numbers} had not ended in time\n"
+                f"{name_ranks(outcome.late)} had not ended in time\n"
                 f"    logs: {outcome.attempt.folder}",
                 "allow more time, or see what those ranks wait for",
                 outcome.late[0],
@@ -274,7 +267,6 @@ def _read(folder: Path, rank: int, was_set: str) -> Any:
 def run_copy(call: Call) -> NoReturn:
     """The life of a rank that is a copy of the launching process."""
     worker.open_streams()
-    _forget_handlers()
     torch = sys.modules.get("torch")
     if torch is not None:
         # OpenMP's thread pool was not copied; a parallel region would wait for it for ever.
@@ -289,14 +281,6 @@ def run_copy(call: Call) -> NoReturn:
     )
     process._bootstrap()
     worker.exit_now(codes[0] if codes else 1)
-
-
-def _forget_handlers() -> None:
-    """The signals that end a process end this one, whatever the launching process does at them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if callable(signal.getsignal(number)):
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, default)
 
 
 def start_fresh(call: bytes, environment: Mapping[str, str], modules: Sequence[str]) -> FreshZygote:

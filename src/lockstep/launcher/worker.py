@@ -234,15 +234,11 @@ def run_as_main(script: Script) -> None:
         path = os.path.abspath(script.path)
         main.__dict__.update(__file__=path, __cached__=None, __package__=None)
         main.__loader__ = SourceFileLoader("__main__", path)
-        code = _compile(path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     # The module of this process from here on: multiprocessing and pickle look it up by name.
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
-
-
-def _compile(path: str) -> CodeType:
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _find_module(name: str) -> ModuleSpec | None:

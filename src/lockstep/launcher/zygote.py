@@ -59,7 +59,6 @@ class Zygote:
 
     def __init__(self, work: Work, ahead: int = 0) -> None:
         ours, theirs = control_sockets()
-        handlers = {number: signal.getsignal(number) for number in HANDED_DOWN}
         # Else what is buffered here would be written again by every copy.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -68,7 +67,7 @@ class Zygote:
         if self.pid == 0:
             ours.close()
             try:
-                Server(theirs, work, handlers, ahead).serve()
+                Server(theirs, work, ahead).serve()
             finally:
                 os._exit(1)
         gc.unfreeze()
@@ -188,9 +187,8 @@ def serve(control: int, work: Work) -> NoReturn:
         control: descriptor of its socket.
         work: run in every rank, see `Zygote`.
     """
-    handlers = {number: signal.getsignal(number) for number in HANDED_DOWN}
     os.set_inheritable(control, False)
-    Server(socket.socket(fileno=control), work, handlers).serve()
+    Server(socket.socket(fileno=control), work).serve()
     os._exit(1)
 
 
@@ -200,18 +198,13 @@ class Server:
     Args:
         control: the other end of the launcher's.
         work: run in every rank.
-        handlers: of signals, for the ranks.
         ahead: how many ranks are made before they are asked for.
     """
 
-    def __init__(
-        self,
-        control: socket.socket,
-        work: Work,
-        handlers: Mapping[signal.Signals, Any],
-        ahead: int = 0,
-    ) -> None:
-        self.control, self.work, self.handlers, self.ahead = control, work, handlers, ahead
+    def __init__(self, control: socket.socket, work: Work, ahead: int = 0) -> None:
+        self.control, self.work, self.ahead = control, work, ahead
+        self.ignored = {n for n in HANDED_DOWN if signal.getsignal(n) is signal.SIG_IGN}
+        """Signals that the ranks ignore too, as SIGHUP under nohup."""
         self.spares: dict[int, socket.socket] = {}
         """Processes that wait to become a rank, by their ids."""
         self.running: dict[int, int] = {}
@@ -333,10 +326,9 @@ class Server:
         else:
             os.setpgid(0, 0)
             give_terminal(streams[0], os.getpgrp())
-        for number, handler in self.handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in (signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        for number in (*HANDED_DOWN, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in self.ignored else default)
         for target, stream in enumerate(streams):
             os.dup2(stream, target)  # dup2 makes them inheritable
             os.close(stream)
