@@ -7,7 +7,6 @@ read a part of one tensor, so that no tensor has to fit into memory.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from lockstep.checkpoint.formats.safetensors import (
     index_of,
     write_weights,
 )
-from lockstep.checkpoint.modules import match_names
+from lockstep.checkpoint.modules import match_names, without_parts
 from lockstep.checkpoint.sharding import (
     HeldTensor,
     LazyTensor,
@@ -396,7 +395,7 @@ def _new_names(names: Sequence[str], remove: Sequence[str], add: str) -> dict[st
 
 def _without(name: str, prefix: str) -> str:
     if prefix == "_orig_mod.":  # torch.compile puts it around parts of a model too
-        return re.sub(r"(^|(?<=\.))_orig_mod\.", "", name)
+        return without_parts(name, ["_orig_mod"])
     return name.removeprefix(prefix)
 
 

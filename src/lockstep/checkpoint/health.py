@@ -85,22 +85,18 @@ def examine(path: Path, *, values: bool = False) -> Health:
     return Health(path, (*sizes, *inside), manifest, only_sizes=bool(sizes) and not inside)
 
 
-def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {**manifest["modules"], layout.TRAINING: manifest["training"]}
-
-
 def _needed(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     """Which tensors each file is to hold.
 
     Raises:
         ValueError: a tensor of the state has no name.
     """
-    places = [place for tree in _trees(manifest).values() for place in leaves(tree)]
+    places = [place for tree in layout.states_of(manifest).values() for place in leaves(tree)]
     if not all(isinstance(p.get("$tensor", p.get("$sharded")), str) for p in places):
         raise ValueError("a tensor of the state has no name")
     needed = {
         layout.tensor_file(name): {leaf["$tensor"] for leaf in leaves(tree) if "$tensor" in leaf}
-        for name, tree in _trees(manifest).items()
+        for name, tree in layout.states_of(manifest).items()
     }
     for name, tensors in layout.shards_in(manifest).items():
         for tensor, shards in tensors.items():
@@ -136,7 +132,7 @@ def _wrong_inside(path: Path, name: str, needed: set[str]) -> str:
 
 
 def _wrong_shards(path: Path, manifest: Mapping[str, Any], files: Collection[str]) -> str:
-    for name, tree in _trees(manifest).items():
+    for name, tree in layout.states_of(manifest).items():
         sharded = [place for place in leaves(tree) if "$sharded" in place]
         try:
             read_stored(path, {**manifest, "files": files}, name, sharded, lazy=True)

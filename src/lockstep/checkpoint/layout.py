@@ -77,6 +77,11 @@ def shards_in(manifest: Mapping[str, Any]) -> Shards:
     return found
 
 
+def states_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees of the states that a manifest has, by the names of their files."""
+    return {**manifest["modules"], TRAINING: manifest["training"]}
+
+
 def holds_shards(file: Path) -> bool:
     """Whether a file of a checkpoint is one of several that hold a module together."""
     stem = file.stem.partition("-rank-")[0]
@@ -232,6 +237,12 @@ def check_state(manifest: Mapping[str, Any]) -> None:
     modules, shards = manifest.get("modules"), manifest.get("shards", {})
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
+    for tree in modules.values():
+        kind = (
+            next((key for key in tree if key.startswith("$")), "") if type(tree) is dict else tree
+        )
+        if kind not in ("", "$dict", "$ordered"):
+            raise ValueError("a module's state is none")
     if not all(map(is_plain, modules)):
         raise ValueError("it names files outside of its folder")
     try:

@@ -186,7 +186,7 @@ def match_names(file: Mapping[str, Shape], model: Mapping[str, Shape]) -> Match:
     best, best_score = Match({}, 0, ()), (-1, -1, 0)
     added_choices = _leading(model)
     for dropped in ((), ("_orig_mod",), ("module",), _WRAPPERS):
-        inner = {name: _without(name, dropped) for name in file}
+        inner = {name: without_parts(name, dropped) for name in file}
         if len(set(inner.values())) < len(inner) or (dropped and list(inner) == [*inner.values()]):
             continue
         for removed, added in product(_leading(inner.values()), added_choices):
@@ -216,7 +216,8 @@ def _leading(names: Collection[str]) -> list[str]:
     return sorted(found, key=lambda lead: (len(lead), lead))
 
 
-def _without(name: str, dropped: Collection[str]) -> str:
+def without_parts(name: str, dropped: Collection[str]) -> str:
+    """A name of a tensor without these parts, wherever they stand in front of its last."""
     *parts, last = name.split(".")
     return ".".join([*(part for part in parts if part not in dropped), last])
 

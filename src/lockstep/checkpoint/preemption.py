@@ -21,7 +21,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -97,7 +96,6 @@ class Moment:
         every: as in `Policy`.
         collectives: of the run.
         requests: what signals have asked this process for.
-        clock: seconds.
     """
 
     def __init__(
@@ -105,13 +103,11 @@ class Moment:
         every: int | timedelta | None,
         collectives: Collectives,
         requests: Requests,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = every
         self._collectives = collectives
         self._requests = requests
-        self._clock = clock
-        self._saved_at = clock()
+        self._saved_at = time.monotonic()
         self._next = 0
         self.pause = 1
         """Steps from one exchange to the next."""
@@ -119,7 +115,7 @@ class Moment:
 
     def saved(self) -> None:
         """From now on the time is counted again."""
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
 
     def decide(self, number: int) -> Literal["save", "stop"] | None:
         """What to do in this step; `stop`: save, then end the run.
@@ -137,7 +133,7 @@ class Moment:
 
     def _together(self, number: int) -> tuple[bool, bool]:
         """Whether any rank was asked to save, or it is time; and whether any was asked to stop."""
-        now = self._clock()
+        now = time.monotonic()
         late = (
             isinstance(self._every, timedelta)
             and now - self._saved_at >= self._every.total_seconds()
@@ -152,7 +148,7 @@ class Moment:
         # Slowly up: the first steps are no measure, since kernels are loaded and compiled in them.
         self.pause = max(1, min(int(_BETWEEN_S / max(seconds, 1e-6)), 2 * self.pause, _LONGEST))
         self._next = number + self.pause
-        self._exchanged = number, self._clock()
+        self._exchanged = number, time.monotonic()
         return late or any(answer[0] for answer in answers), any(answer[1] for answer in answers)
 
 

@@ -97,15 +97,14 @@ class Others:
         store, keys = self._joined.store, list(map(self._key, self._ranks))
         patience = _PATIENCE_S
         while not store.check(keys):
-            if abandoned.wait(_PAUSE_S):
-                if patience <= 0:
-                    raise CheckpointError(
-                        f"saving the checkpoint {self._name}",
-                        "the run has failed, and not all ranks have written their shards",
-                        "resume from the checkpoint before it",
-                    )
-                patience -= _PAUSE_S
-                time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)
+            patience -= _PAUSE_S if abandoned.is_set() else 0
+            if patience <= 0:
+                raise CheckpointError(
+                    f"saving the checkpoint {self._name}",
+                    "the run has failed, and not all ranks have written their shards",
+                    "resume from the checkpoint before it",
+                )
         found = {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
         for key in keys:
             store.delete_key(key)  # a long run saves often
@@ -226,7 +225,8 @@ def _add_entries(manifest: Mapping[str, Any], state: str, entries: Any) -> None:
 
 
 def _check_there(temporary: Path, files: Mapping[str, int]) -> None:
-    missing = [f for f, n in files.items() if not _has_size(temporary / f, n)]
+    there = {file.name: file.stat().st_size for file in temporary.iterdir()}
+    missing = [name for name, size in files.items() if there.get(name) != size]
     if missing:
         raise CheckpointError(
             f"saving a checkpoint in {temporary.parent}",
@@ -234,13 +234,6 @@ def _check_there(temporary: Path, files: Mapping[str, int]) -> None:
             "use a folder on a file system that all machines share: sharded state is written by "
             "the ranks that have it",
         )
-
-
-def _has_size(file: Path, size: int) -> bool:
-    try:
-        return file.stat().st_size == size
-    except FileNotFoundError:
-        return False
 
 
 def _make_folders(folder: Path) -> None:

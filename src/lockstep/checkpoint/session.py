@@ -28,7 +28,7 @@ from lockstep.checkpoint.encoding import (
     rng_state_from_text,
     rng_state_to_text,
 )
-from lockstep.checkpoint.formats.reading import read_module, read_stored
+from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
@@ -351,8 +351,8 @@ class Checkpoint:
     def _read_all(self, path: Path, identity: str | None) -> dict[str, Any]:
         """All states of a checkpoint, after every check that can be made before loading."""
         manifest = _seen(path, identity)
-        modules = {name: read_module(path, name, manifest) for name in manifest["modules"]}
-        training = read_stored(path, manifest, layout.TRAINING, manifest["training"])
+        modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
+        training = read_stored(path, manifest, layout.TRAINING)
         saved = {
             "manifest": manifest,
             **(training if isinstance(training, dict) else {}),

@@ -290,13 +290,10 @@ def _check_operations(content: bytes) -> None:
         name, taken = operation.name, operation.stack_before
         if number > _MAX_OPERATIONS or (name == "LONG_BINPUT" and int(value or 0) > number):
             raise ValueError("it would take more memory than any metadata does")
-        if pickletools.markobject in taken:
-            begin = marks.pop()
-            held = sum(stack[begin:])
-            del stack[begin - taken.index(pickletools.markobject) :]
-        else:
-            held = sum(stack[len(stack) - len(taken) :])
-            del stack[len(stack) - len(taken) :]
+        below = taken.index(pickletools.markobject) if pickletools.markobject in taken else None
+        begin = len(stack) - len(taken) if below is None else marks.pop()
+        held = sum(stack[begin:])
+        del stack[begin - (below or 0) :]
         if name == "MARK":
             marks.append(len(stack))
         elif name in ("GET", "BINGET", "LONG_BINGET"):

@@ -189,22 +189,8 @@ def _states_in(path: Path, content: Any) -> list[Found]:
     return found
 
 
-def read_module(path: Path, name: str, manifest: Mapping[str, Any], *, lazy: bool = False) -> Any:
-    """The state of one module of a checkpoint; see `read_stored`.
-
-    Raises:
-        CheckpointError: the manifest does not list the module's file, or it cannot be read.
-    """
-    state = read_stored(path, manifest, name, manifest["modules"][name], lazy=lazy)
-    if not isinstance(state, dict):
-        raise layout.unreadable(
-            path, f"the state of {short(name)!r} is a {type(state).__name__} in its manifest"
-        )
-    return state
-
-
 def read_stored(
-    path: Path, manifest: Mapping[str, Any], name: str, tree: Any, *, lazy: bool = False
+    path: Path, manifest: Mapping[str, Any], name: str, tree: Any = None, *, lazy: bool = False
 ) -> Any:
     """What a checkpoint holds of a module or of the training.
 
@@ -212,13 +198,15 @@ def read_stored(
         path: of the checkpoint.
         manifest: of it.
         name: of the module, or `layout.TRAINING`.
-        tree: in the manifest, or a part of it.
+        tree: a part of what stands there in the manifest; None: all of it.
         lazy: all tensors are `LazyTensor`; else only those in shards, and the others are views of
             the mapped file.
 
     Raises:
         CheckpointError: the manifest does not list a file, or it cannot be read.
     """
+    if tree is None:
+        tree = layout.states_of(manifest)[name]
     entries = _entries(path, manifest, name, 0)
     return decode(tree, entries if lazy else _mapped(entries), _shard_finder(path, manifest, name))
 
@@ -293,7 +281,7 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     if name is not None and name not in modules:
         raise _no_such(path, name, modules)
     if name is None and everything and len(modules) > 1:
-        states = {n: read_module(path, n, manifest, lazy=lazy) for n in modules}
+        states = {n: read_stored(path, manifest, n, lazy=lazy) for n in modules}
         state = {f"{n}.{key}": value for n in modules for key, value in states[n].items()}
         found = Found(state, "")
     else:
@@ -304,7 +292,7 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
                 f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
             )
         name = name or ("model" if "model" in modules else modules[0])
-        found = Found(read_module(path, name, manifest, lazy=lazy), f"{name} of {path.name}")
+        found = Found(read_stored(path, manifest, name, lazy=lazy), f"{name} of {path.name}")
 
     def training() -> Iterable[tuple[str, LazyTensor]]:
         places = list(leaves(manifest["training"]))
