@@ -36,7 +36,7 @@ from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, Settings
 from lockstep.step import MicroBatch, Pass, Step
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.ddp import ExactDDP
 from lockstep.watchdog.probe import FLIGHT_RECORDER
 from lockstep.watchdog.snapshot import Call, parse_flight
@@ -205,8 +205,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def steps(model: nn.Module, device: torch.device, strategy: Strategy, run: Run) -> float:
+def steps(wrapped: Wrapped, device: torch.device, strategy: Strategy, run: Run) -> float:
     """Some training steps of two micro-batches, as a prepared optimizer takes them."""
+    model = wrapped.module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     precision = Precision("fp32", device)
     x, y = (tensor.to(device) for tensor in tensors(48).tensors)
@@ -217,14 +218,16 @@ def steps(model: nn.Module, device: torch.device, strategy: Strategy, run: Run) 
             run.step.begin(running, micro)
             part = slice(24 * piece, 24 * piece + 24)
             loss = mean_loss(model, (x[part], y[part])) * micro.scale
+            wrapped.before_backward(loss)
             strategy.backward([model], loss, precision)
+            wrapped.after_backward()
         parameters = list(model.parameters())
         norm = float(strategy.total_norm(parameters, 2.0))
         torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, torch.tensor(norm))
-        strategy.before_step(model, optimizer)
+        wrapped.before_step(optimizer)
         optimizer.step()
         run.step.mark_stepped()
-        strategy.after_step(model)
+        wrapped.after_step()
         optimizer.zero_grad()
     run.step.end(running)
     return norm
@@ -238,15 +241,21 @@ def train(device: torch.device, kind: str) -> tuple[dict[str, Tensor], float]:
         blocks=nn.Linear, cpu_offload=kind == "offloaded", accumulate_shards=kind == "shards"
     )  # fmt: skip
     run = run_of(device, 1 if kind in ("plain", "ddp") else 2)
-    model = options.wrap(model, run).module
+    wrapped = options.wrap(model, run)
     if kind == "ddp":  # which leaves a module alone where there is one rank
         ids = [device.index] if device.type == "cuda" else None
-        model = ExactDDP(model, run, DDP(), device_ids=ids, gradient_as_bucket_view=True)
-    norm = steps(model, device, options, run)
-    home = {p.device.type for p in model.parameters()}
+        made = ExactDDP(wrapped.module, run, DDP(), device_ids=ids, gradient_as_bucket_view=True)
+        wrapped = Wrapped(
+            module=made,
+            before_backward=made.expect_backward,
+            before_step=made.check_gradients,
+            release=made.release,
+        )
+    norm = steps(wrapped, device, options, run)
+    home = {p.device.type for p in wrapped.module.parameters()}
     assert home == {"cpu" if kind == "offloaded" else device.type}
-    found = whole(model)
-    options.release(model)
+    found = whole(wrapped.module)
+    wrapped.release()
     return found, norm
 
 

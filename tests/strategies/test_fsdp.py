@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP, FSDP, HSDP
-from lockstep.strategies.fsdp_state import sharded
 
 BATCH, STEPS = 16, 4
 TOKENS, WIDTH, LENGTH, PAD = 11, 8, 5, -100
@@ -498,12 +497,11 @@ def process_groups() -> tuple[list[str], list[str]]:
     """
     with lockstep.init(HSDP(shard_size=2)) as world:
         model = world.prepare(build("transformer"))
-        kept = sharded(model)
+        wrapped = world._preparer._wrapped[id(model)]
         group = model._get_fsdp_state()._fsdp_param_groups[0]
         before = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
-        assert kept is not None
         assert isinstance(model, FSDPModule)
-        assert len(kept.whole) == len(list(model.parameters()))
+        assert len(wrapped.whole) == len(list(model.parameters()))
     after = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
     return before, after
 

@@ -598,8 +598,7 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
     """The bookkeeping of `_Broadcast`, with stand-ins for torch's communication between GPUs."""
 
     def broadcast(tensors: Any, devices: Any) -> Any:
-        return [[torch.view_as_real(t) if t.is_complex() else t.clone() for t in tensors]
-                for _ in devices]  # fmt: skip
+        return [[t.clone() for t in tensors] for _ in devices]
 
     def reduce_add(inputs: Any, destination: Any) -> Any:
         return [sum(column) for column in zip(*inputs, strict=True)]
@@ -614,9 +613,8 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
         torch.arange(3),
         torch.randn(2, dtype=torch.float64),
     ]
-    flat = replicas._Broadcast.apply(devices, *tensors)
-    one, other = flat[:5], flat[5:]
-    for new, tensor in zip(flat, tensors * 2, strict=True):
+    one, other = replicas._copies(devices, tensors)
+    for new, tensor in zip(one + other, tensors * 2, strict=True):
         assert torch.equal(new, tensor)
         assert new.requires_grad is tensor.requires_grad
     # The first is used on both, the second on one device, the third on none.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lockstep.distributed.process_group import Run
@@ -31,20 +32,12 @@ class Guards(Guard):
     def __init__(self, run: Run, precision: Precision) -> None:
         super().__init__(run, precision)
         guards = [guard(run, precision) for guard in GUARDS]
-
-        def tell(event: str) -> Callable[..., None]:
-            calls = [
-                getattr(guard, event)
-                for guard in guards
-                if getattr(type(guard), event) is not getattr(Guard, event)
-            ]
-
-            def tell_all(*args: Any) -> None:
-                for call in calls:
-                    call(*args)
-
-            return tell_all
-
-        for event in vars(Guard):
+        for event, nothing in vars(Guard).items():
             if not event.startswith("_"):
-                setattr(self, event, tell(event))
+                told = [guard for guard in guards if getattr(type(guard), event) is not nothing]
+                setattr(self, event, partial(_call, [getattr(guard, event) for guard in told]))
+
+
+def _call(methods: Sequence[Callable[..., None]], *args: Any) -> None:
+    for method in methods:
+        method(*args)

@@ -94,20 +94,17 @@ class LossGuard(Guard):
 
     def settle(self) -> None:
         """Waits for the last loss; raises UsageError where it was NaN."""
-        if self._pending is not None:
-            flag, copied, number = self._pending
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            flag, copied, number = pending
             copied.synchronize()
             if flag.item():
                 self._complain(number)
 
     def _look_back(self, loss: Tensor) -> None:
-        if self._pending is not None:
-            flag, copied, number = self._pending
-            if not copied.query():  # type: ignore[no-untyped-call]
-                return  # still on its way: look at it another time rather than wait
-            if flag.item():
-                self._complain(number)
+        if self._pending is not None and not self._pending[1].query():  # type: ignore[no-untyped-call]
+            return  # still on its way: look at it another time rather than wait
+        self.settle()
         flag = torch.empty((), dtype=torch.bool, pin_memory=True)
         flag.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -7,13 +7,12 @@ of another type or device.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import MutableMapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.checkpoint.modules import plain_names
 from lockstep.distributed.process_group import Run
@@ -23,19 +22,27 @@ from lockstep.optim.precision import Precision
 from lockstep.step import check_due
 from lockstep.strategies.base import Wrapped, parameters_changed
 
+_Before = tuple[bool, torch.dtype, torch.device]
+"""Whether a parameter was, or may be, trained, and what it was."""
+
 
 class ParameterGuard(Guard):
     """Compares prepared modules with what they were, in the first steps and now and then."""
 
     def __init__(self, run: Run, precision: Precision) -> None:
         super().__init__(run, precision)
-        self._parameters: dict[int, _Parameters] = {}
-        """Of each module, by its id."""
+        self._before: dict[int, tuple[set[str], MutableMapping[Tensor, _Before]]] = {}
+        """Of each module, by its id: the names of its parameters, and what these were."""
         self._warned = False
 
     def prepared(self, wrapped: Wrapped) -> None:
         """The parameters are to stay as they are now."""
-        self._parameters[id(wrapped.module)] = _Parameters(wrapped)
+        module = wrapped.module
+        plain = plain_names(module)
+        before: MutableMapping[Tensor, _Before] = WeakTensorKeyDictionary()
+        for p in module.parameters():
+            before[p] = p.requires_grad or wrapped.may_unfreeze, p.dtype, p.device
+        self._before[id(module)] = {plain(name) for name, _ in module.named_parameters()}, before
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Compares; on one process, where such a change does no harm yet, it warns once.
@@ -47,7 +54,7 @@ class ParameterGuard(Guard):
         first = step.running.number == 1  # an epoch may begin otherwise
         if self._warned or not (first or check_due(step.number + 1)):
             return
-        changed = [change for m in modules for change in self._parameters[id(m)].changes()]
+        changed = [change for module in modules for change in self._changes(module)]
         if not changed:
             return
         if not self.run.collectives.alone:
@@ -61,45 +68,23 @@ class ParameterGuard(Guard):
             )
         )
 
-
-class _Parameter(NamedTuple):
-    parameter: weakref.ref[nn.Parameter]
-    trained: bool
-    """Or may be."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Parameters:
-    """Those of a prepared module, as they were then."""
-
-    def __init__(self, wrapped: Wrapped) -> None:
-        module = wrapped.module
-        self._module = weakref.ref(module)
-        self._plain = plain_names(module)
-        self._names = {self._plain(name) for name, _ in module.named_parameters()}
-        self._before = {
-            id(p): _Parameter(
-                weakref.ref(p), p.requires_grad or wrapped.may_unfreeze, p.dtype, p.device
-            )
-            for p in module.parameters()
-        }
-
-    def changes(self) -> list[str]:
-        """In words, of those that are trained."""
-        module = self._module()
+    def _changes(self, module: nn.Module) -> list[str]:
+        """In words, of the parameters that are trained."""
+        names, before = self._before[id(module)]
+        plain = plain_names(module)
         found: list[str] = []
-        for full_name, parameter in module.named_parameters() if module is not None else ():
+        for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            name = self._plain(full_name)
-            before = self._before.get(id(parameter))
-            if before is None or before.parameter() is not parameter:
-                found.append(f"{name} {'replaced' if name in self._names else 'added'}")
-            elif not before.trained:
+            name = plain(full_name)
+            if parameter not in before:
+                found.append(f"{name} {'replaced' if name in names else 'added'}")
+                continue
+            trained, dtype, device = before[parameter]
+            if not trained:
                 found.append(f"{name} unfrozen")
-            elif parameter.dtype != before.dtype:
-                found.append(f"{name} now {parameter.dtype}, was {before.dtype}")
-            elif parameter.device != before.device:
-                found.append(f"{name} now on {parameter.device}, was on {before.device}")
+            elif parameter.dtype != dtype:
+                found.append(f"{name} now {parameter.dtype}, was {dtype}")
+            elif parameter.device != device:
+                found.append(f"{name} now on {parameter.device}, was on {device}")
         return found

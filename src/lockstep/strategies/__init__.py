@@ -42,8 +42,9 @@ def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, s
         SettingError: an unknown name; the message suggests the nearest.
     """
     if choice is None:
-        name = "single" if size == 1 else "ddp"
-        return _made(name), "one process" if size == 1 else f"{size} processes"
+        if size == 1:
+            return _made("single"), "one process"
+        return _made("ddp"), f"{size} processes"
     if isinstance(choice, Strategy):
         return choice, "set in the script"
     if choice not in _NAMES:

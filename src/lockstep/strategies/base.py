@@ -7,8 +7,8 @@ A strategy is a frozen set of options. On every rank
    what was chosen and the facts that the guards go by;
 3. `backward(modules, loss, precision)` for every micro-batch;
 4. `total_norm(parameters, norm_type)` where gradients are clipped;
-5. what `wrap` gave as `before_step` and `after_step` around each real step of an optimizer that
-   holds parameters of the module.
+5. what `wrap` gave as `before_backward` and `after_backward` around 3, and as `before_step` and
+   `after_step` around each real step of an optimizer that holds parameters of the module.
 
 3 to 5 may communicate: every rank takes the same steps. The methods that are not abstract do what
 is right where every rank holds the whole module and computes a part of the batch of its own.
@@ -32,7 +32,7 @@ from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
-from lockstep.step import CHECK_EVERY
+from lockstep.step import CHECK_EVERY, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Plan:
 
 
 def _nothing(*_: Any) -> None:
-    """What most strategies do around a step and at the end."""
+    """What most strategies do around a backward pass, a step, and at the end."""
 
 
 class Replicas(NamedTuple):
@@ -121,6 +121,10 @@ class Wrapped:
     """What ranks have in common; asked when it is to be compared."""
     check_every: int = CHECK_EVERY
     """Global batches between two comparisons of them; 0: never."""
+    before_backward: Callable[[Tensor], None] = _nothing
+    """Is given the loss, weighted; what the backward pass needs, and what it must not be."""
+    after_backward: Callable[[], None] = _nothing
+    """Lets go of what the backward pass has needed."""
     before_step: Callable[[Optimizer], None] = _nothing
     """Raises UsageError where the gradients are not those of the global batch."""
     after_step: Callable[[], None] = _nothing
@@ -137,6 +141,17 @@ def parameters_changed(found: str) -> UsageError:
         "change the model first, then call world.prepare",
         code="LS303",
     )
+
+
+def note_empty_part(error: BaseException, present: MicroBatch) -> None:
+    """Says of an error in a forward pass if this rank had no samples there."""
+    if present.count and not present.local:
+        error.add_note(
+            f"lockstep: this rank has none of the {present.count} samples of this batch and takes "
+            "part with tensors of shape (0, *). Write the forward pass for any number of samples "
+            "(x.flatten(1), not x.view(len(x), -1)), or leave short batches out with "
+            "drop_last=True."
+        )
 
 
 def place(module: nn.Module, device: torch.device) -> list[Choice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -24,10 +24,17 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
 from lockstep.errors import SettingError, UsageError, some
-from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
 from lockstep.step import CHECK_EVERY
-from lockstep.strategies.base import Plan, Replicas, Strategy, Wrapped, parameters_changed, place
+from lockstep.strategies.base import (
+    Plan,
+    Replicas,
+    Strategy,
+    Wrapped,
+    note_empty_part,
+    parameters_changed,
+    place,
+)
 from lockstep.strategies.replication import MovingBuffers, take_from_first
 
 _TORCH_BUCKET_MIB = 25
@@ -112,19 +119,11 @@ class DDP(Strategy):
             choices=[*choices, in_place, self._bucket_choice(size)],
             replicas=lambda: [Replicas.of(module)],
             check_every=self.check_every,
+            before_backward=wrapped.expect_backward,
             before_step=wrapped.check_gradients,
             after_step=MovingBuffers(module, run.step).follow,
             release=wrapped.release,
         )
-
-    def backward(
-        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
-    ) -> None:
-        """The backward pass; further ones of the same forward passes are averaged too."""
-        for module in modules:
-            if isinstance(module, ExactDDP):
-                module.expect_backward(loss)
-        precision.backward(loss, **options)
 
     def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_cap_mb is not None:
@@ -217,13 +216,7 @@ class ExactDDP(DistributedDataParallel):
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             add_memory_advice(error, present.local)
-            if present.count and not present.local:
-                error.add_note(
-                    f"lockstep: this rank has none of the {present.count} samples of this batch "
-                    "and takes part with tensors of shape (0, *). Write the forward pass for any "
-                    "number of samples (x.flatten(1), not x.view(len(x), -1)), or leave short "
-                    "batches out with drop_last=True."
-                )
+            note_empty_part(error, present)
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
-from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Plan, Strategy, Wrapped
 from lockstep.strategies.fsdp_state import (
@@ -58,8 +57,6 @@ from lockstep.strategies.fsdp_state import (
     Replaced,
     Sharded,
     check_hooks,
-    outside_of_forward,
-    sharded,
 )
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
 
@@ -125,8 +122,8 @@ class FSDP(Strategy):
         blocks = find_blocks(module, self.blocks)
         units = {**dict(blocks.found), "": module}
         check_dtypes(list(units.values()))
-        before = dict(module.named_parameters(remove_duplicate=False))
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        before = dict(module.named_parameters())
+        size = sum(p.nbytes for p in before.values())
         choices = [self._units_choice(blocks)]  # before torch changes the names of classes
         mesh, choice = self._mesh(run)
         _take_from_first(list(module.buffers()), run.device)
@@ -146,17 +143,18 @@ class FSDP(Strategy):
         )
         if self.find_unused_parameters:
             held.root.set_reduce_scatter_unused_params(True)
-        after = dict(module.named_parameters(remove_duplicate=False))
-        replaced = {id(old): (old, after[name]) for name, old in before.items()}
+        after = dict(module.named_parameters())
         return Wrapped(
             module=module,
             choices=[*choices, choice._replace(value=f"{sized(size)} over {choice.value}")],
-            replaced=list(replaced.values()),
+            replaced=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
             whole=held.whole,
             gradients_apart=not self.accumulate_shards,
             units=units,
             replicas=held.replicas,
+            before_backward=held.before_backward,
+            after_backward=held.end_keeping,
             before_step=held.before_step,
             after_step=MovingBuffers(module, run.step).follow,
             release=held.release,
@@ -177,23 +175,6 @@ class FSDP(Strategy):
             p.data = p.data.new_empty(0)
             with suppress(RuntimeError):  # where a graph or a weak reference holds it, too
                 swap_tensors(p, Replaced(p.data))  # type: ignore[no-untyped-call]
-
-    def backward(
-        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
-    ) -> None:
-        """The backward pass; gradients are averaged in the last micro-batch.
-
-        Raises:
-            UsageError: the loss was computed from shards.
-        """
-        if isinstance(loss, DTensor):
-            raise outside_of_forward("the loss is a DTensor, as parameters are")
-        sides = [held for module in modules if (held := sharded(module)) is not None]
-        for held in sides:
-            held.follow()
-        precision.backward(loss, **options)
-        for held in sides:
-            held.end_keeping()
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm of the whole gradient: one all-reduce of one number."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,9 +39,7 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.errors import UsageError, some
 from lockstep.step import check_due
-from lockstep.strategies.base import PLAIN, Replicas, may_set
-
-_ATTRIBUTE = "_lockstep_sharded"
+from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
 
 
 class Sharded:
@@ -75,7 +74,11 @@ class Sharded:
         self._accumulate_shards = accumulate_shards
         self._whole = dict(_whole_parameters(units))
         make_fsdp_root(self.root)
-        self._shards = Shards(root)
+        self._shards = {n: cast(DTensor, p) for n, p in root.named_parameters()}
+        # Torch keeps the object of a storage, so it is another one if this is not the same.
+        self._storages = {name: p.untyped_storage() for name, p in self._shards.items()}
+        self._hooked: set[str] = set()
+        self._refuse_gradients()
         self._batch: object = None
         """The global batch that the last pass belonged to."""
         self._last = True
@@ -85,7 +88,6 @@ class Sharded:
         self._failed = self._released = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
-        vars(root)[_ATTRIBUTE] = self
         root.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
         vars(root)["__deepcopy__"] = _no_copy
@@ -94,6 +96,12 @@ class Sharded:
     def whole(self) -> list[nn.Parameter]:
         """What forward passes compute with; the gradients of micro-batches add up there."""
         return list(self._whole.values())
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Follows the loop to the micro-batch; raises UsageError for a loss made of shards."""
+        if isinstance(loss, DTensor):
+            raise _outside_of_forward("the loss is a DTensor, as parameters are")
+        self.follow()
 
     def follow(self) -> None:
         """Sets torch to what the present micro-batch needs."""
@@ -154,8 +162,30 @@ class Sharded:
                 "tuples, lists or dicts",
             )
         if check_due(self.run.step.number + 1):
-            self._shards.guard()
-            self._shards.check()
+            self._refuse_gradients()
+            self._check_shards()
+
+    def _refuse_gradients(self) -> None:
+        """Of those that autograd brings; to be called again as parameters unfreeze."""
+        for name, shard in self._shards.items():
+            if shard.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                shard.register_hook(partial(_refuse, name))  # type: ignore[no-untyped-call]
+
+    def _check_shards(self) -> None:
+        """Raises UsageError where the user has changed them in a way that has no effect."""
+        hooked = [n for n, p in self._shards.items() if gradient_hooks(p) > 1]
+        if hooked:
+            raise _no_hooks(hooked)
+        replaced = [
+            n for n, p in self._shards.items() if p.untyped_storage() is not self._storages[n]
+        ]
+        if replaced:
+            raise UsageError(
+                "parameter.data = ... of a sharded model",
+                f"it has no effect on {some(replaced)}: the shards are elsewhere",
+                "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
+            )
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
@@ -167,12 +197,12 @@ class Sharded:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
         yield Replicas({}, dict(self._module.named_buffers()))
         if self._mesh.ndim > 1:
-            shards = {name: cast(DTensor, p).to_local() for name, p in self._shards.named.items()}
+            shards = {name: p.to_local() for name, p in self._shards.items()}
             yield Replicas(shards, {}, self._mesh.get_group(0))
 
     def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Raises UsageError unless a move or conversion of the model leaves it as it is."""
-        shards = [cast(DTensor, p).to_local() for p in self._shards.named.values()]
+        shards = [p.to_local() for p in self._shards.values()]
         for tensor in [*shards, *self._module.buffers()]:
             if change(tensor) is not tensor:
                 raise UsageError(
@@ -187,7 +217,7 @@ class Sharded:
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
     ) -> None:
         """Raises UsageError where a state that is loaded has whole tensors."""
-        found = {name: state.get(prefix + name) for name in self._shards.named}
+        found = {name: state.get(prefix + name) for name in self._shards}
         whole = [
             n for n, t in found.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)
         ]
@@ -202,7 +232,7 @@ class Sharded:
     def _freeze_shards(self) -> None:
         """Shards are frozen where the user has frozen what is in their place just now."""
         now = dict(self._module.named_parameters())
-        for name, shard in self._shards.named.items():
+        for name, shard in self._shards.items():
             if name in now and not isinstance(now[name], DTensor):
                 shard.requires_grad_(now[name].requires_grad)
 
@@ -233,8 +263,7 @@ class Sharded:
         present = self.run.step.current
         error = sys.exception() if output is None else None  # torch calls this after one, too
         if error is not None:
-            if present.count and not present.local:
-                error.add_note(EMPTY_PART.format(count=present.count))
+            note_empty_part(error, present)
             # Torch would go on as if the pass still ran, with parameters as old as that.
             reset = getattr(self.root, "reset_iter_state", None)
             self._failed = reset is None
@@ -243,19 +272,6 @@ class Sharded:
         elif not torch.is_grad_enabled() and not self._kept:
             # Torch keeps the root's for a backward pass. A step would make them old.
             self.reshard()
-
-
-EMPTY_PART = (
-    "lockstep: this rank has none of the {count} samples of this batch and takes part with tensors "
-    "of shape (0, *). Write the forward pass for any number of samples (x.flatten(1), not "
-    "x.view(len(x), -1)), or leave short batches out with drop_last=True."
-)
-
-
-def sharded(module: nn.Module) -> Sharded | None:
-    """What is held beside a module; None where it is not sharded."""
-    held = vars(module).get(_ATTRIBUTE)
-    return held if isinstance(held, Sharded) else None
 
 
 def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -282,49 +298,12 @@ def _no_copy(memo: Any) -> nn.Module:
     )
 
 
-class Shards:
-    """The parameters of a module after `fully_shard`, under their names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.named = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
-        # Torch keeps the object of a storage, so it is another one if this is not the same.
-        self._storages = {name: p.untyped_storage() for name, p in self.named.items()}
-        self._hooked: set[str] = set()
-        self.guard()
-
-    def guard(self) -> None:
-        """Refuses gradients that autograd brings; to be called again as parameters unfreeze."""
-        for name, shard in self.named.items():
-            if shard.requires_grad and name not in self._hooked:
-                self._hooked.add(name)
-                shard.register_hook(_refusal(name))  # type: ignore[no-untyped-call]
-
-    def check(self) -> None:
-        """Raises UsageError where the user has changed them in a way that has no effect."""
-        hooked = [n for n, p in self.named.items() if gradient_hooks(p) > 1]
-        if hooked:
-            raise _no_hooks(hooked)
-        replaced = [
-            n for n, p in self.named.items() if p.untyped_storage() is not self._storages[n]
-        ]
-        if replaced:
-            raise UsageError(
-                "parameter.data = ... of a sharded model",
-                f"it has no effect on {some(replaced)}: the shards are elsewhere",
-                "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
-            )
-
-
-def _refusal(name: str) -> Callable[[Tensor], None]:
+def _refuse(name: str, gradient: Tensor) -> None:
     """A hook of a shard: autograd has nothing to bring there."""
-
-    def refuse(gradient: Tensor) -> None:
-        raise outside_of_forward(f"{name} was a shard there, or made whole from shards")
-
-    return refuse
+    raise _outside_of_forward(f"{name} was a shard there, or made whole from shards")
 
 
-def outside_of_forward(found: str) -> UsageError:
+def _outside_of_forward(found: str) -> UsageError:
     """The error of a loss that reaches shards around the forward pass."""
     return UsageError(
         "a loss computed from a parameter of a sharded model, outside of its forward pass",

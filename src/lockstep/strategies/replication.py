@@ -66,9 +66,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
 
 @torch.no_grad()
-def average_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, ranks: int
-) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replaces every gradient by its mean over the ranks of a group, where no wrapper does.
 
     A gradient that a rank has not got counts as zero where another has it, and stays away where
@@ -77,7 +75,6 @@ def average_gradients(
     Args:
         parameters: the same on all ranks, in the same order.
         group: the ranks.
-        ranks: how many.
 
     Raises:
         UsageError: a gradient is sparse.
@@ -101,7 +98,7 @@ def average_gradients(
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         carried = flat.to(carrier_device(flat.device, group))
         dist.all_reduce(carried, group=group)
-        mean = carried.div_(ranks).to(flat.device)
+        mean = carried.div_(dist.get_world_size(group)).to(flat.device)
         parts = torch.split(mean, [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -171,12 +168,12 @@ class MovingBuffers:
             for name, buffer in module.named_buffers()
             if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
         ]
-        self._before = self._bits(self._watched)
+        self._before = self._bits()
         self.moving: list[str] = []
 
     def follow(self) -> None:
         """After an optimizer step: gives every rank the first rank's values of what moves."""
-        if check_due(self._step.number):
+        if self._watched and check_due(self._step.number):
             self._find()
         if self.moving:
             now = dict(self._module.named_buffers())
@@ -187,20 +184,14 @@ class MovingBuffers:
 
         It compares their bits: torch does not count what its BatchNorm writes as a change.
         """
-        if not self._watched:
-            return
-        now = self._bits(self._watched)
-        changed = (now != self._before).to(torch.uint8)
+        changed = (self._bits() != self._before).to(torch.uint8)
         dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
-        self.moving = [
-            name
-            for name, flag in zip(self._watched, changed.tolist(), strict=True)
-            if flag or name in self.moving
-        ]
+        flags = zip(self._watched, changed.tolist(), strict=True)
+        self.moving = [name for name, flag in flags if flag or name in self.moving]
 
-    def _bits(self, names: list[str]) -> Tensor:
+    def _bits(self) -> Tensor:
         now = dict(self._module.named_buffers())
-        return fingerprint(now[name] for name in names) if names else torch.empty(0)
+        return fingerprint([now[name] for name in self._watched])
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
@@ -214,4 +205,4 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
         else:
             parts = [part.sum(dtype=torch.int64) for part in torch.split(bits.view(-1), _CHUNK)]
             sums.append(torch.stack(parts).sum())
-    return torch.stack([part.to(sums[0].device) for part in sums])
+    return torch.stack([part.to(sums[0].device) for part in sums]) if sums else torch.empty(0)

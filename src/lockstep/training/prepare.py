@@ -166,7 +166,11 @@ class Preparer:
             )
         weighted = step.weighted(loss)
         try:
+            for wrapped in self._wrapped.values():
+                wrapped.before_backward(weighted)
             self.strategy.backward(self._modules, weighted, self.precision, **options)
+            for wrapped in self._wrapped.values():
+                wrapped.after_backward()
         except Exception as error:
             add_memory_advice(error, step.current.local, step.devices)
             raise

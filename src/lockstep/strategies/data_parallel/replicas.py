@@ -12,12 +12,13 @@ share the device's stream of random numbers, so only a fixed order draws the sam
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar, copy_context
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -66,14 +67,10 @@ def replicate(
     """
     home = devices[0]
     elsewhere = list(dict.fromkeys(device for device in devices if device != home))
-    moved: dict[torch.device, Sequence[Tensor]] = {}
-    if elsewhere and tensors:
-        flat = _Broadcast.apply(elsewhere, *tensors)  # type: ignore[no-untyped-call]
-        size = len(tensors)
-        moved = {d: flat[n * size : (n + 1) * size] for n, d in enumerate(elsewhere)}
+    moved = dict(zip(elsewhere, _copies(elsewhere, tensors), strict=True))
     made = []
     for device in devices[1:]:
-        held = moved.get(device, ())
+        held = moved.get(device, [])
         if device == home:
             held = [t if isinstance(t, nn.Parameter) else t.clone() for t in tensors]
         made.append(_copy(module, {id(t): h for t, h in zip(tensors, held, strict=True)}))
@@ -112,7 +109,7 @@ def _check(name: str, part: nn.Module) -> None:
     compiled = is_compiled_in_place(part) or "_orig_mod" in part._modules
     scripted = isinstance(part, torch.jit.ScriptModule)
     # A function hides what it needs.
-    hides = isinstance(forward, FunctionType | functools.partial)
+    hides = isinstance(forward, FunctionType | partial)
     foreign = forward is not None and (hides or not hasattr(forward, "__dict__"))
     if compiled or scripted or foreign:
         kind = "compiled" if compiled else "scripted" if scripted else "a forward set on the object"
@@ -153,6 +150,18 @@ def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
     return made
 
 
+def _copies(devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of tensors of one device on each of some others."""
+    if not devices or not tensors:
+        return [[] for _ in devices]
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    flat = iter(_Broadcast.apply(list(devices), *real))  # type: ignore[no-untyped-call]
+    return [
+        [torch.view_as_complex(next(flat)) if t.is_complex() else next(flat) for t in tensors]
+        for _ in devices
+    ]
+
+
 class _Broadcast(torch.autograd.Function):
     """torch's `Broadcast` without the device the tensors come from.
 
@@ -164,11 +173,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.home, ctx.devices, ctx.count = tensors[0].device, devices, len(tensors)
         ctx.set_materialize_grads(False)
-        made = [
-            torch.view_as_complex(new) if tensor.is_complex() else new
-            for of_device in _broadcast(tensors, [ctx.home, *devices])[1:]
-            for tensor, new in zip(tensors, of_device, strict=True)
-        ]
+        made = [t for of_device in _broadcast(tensors, [ctx.home, *devices])[1:] for t in of_device]
         needed = ctx.needs_input_grad[1:] * len(devices)
         ctx.mark_non_differentiable(
             *(t for t, needs in zip(made, needed, strict=True) if not needs)
@@ -180,27 +185,26 @@ class _Broadcast(torch.autograd.Function):
         columns = [gradients[k :: ctx.count] for k in range(ctx.count)]
         if torch.is_grad_enabled():  # create_graph=True: by what can be differentiated again
             there = [[g.to(ctx.home) for g in column if g is not None] for column in columns]
-            return (None, *[sum(column[1:], column[0]) if column else None for column in there])
+            return None, *(sum(column[1:], column[0]) if column else None for column in there)
         found: list[Tensor | None] = [None] * ctx.count
         used = [k for k, column in enumerate(columns) if any(g is not None for g in column)]
-        if used:
-            filled = [_filled(columns[k], ctx.devices) for k in used]
-            # On the first of the others: the device that holds everything has the least room.
-            sums = _reduce_add(list(zip(*filled, strict=True)), ctx.devices[0].index)
-            for k, total in zip(used, sums, strict=True):
-                is_complex = next(g for g in columns[k] if g is not None).is_complex()
-                found[k] = (torch.view_as_complex(total) if is_complex else total).to(ctx.home)
-        return (None, *found)
+        if not used:
+            return None, *found
+        filled = zip(*(_filled(columns[k], ctx.devices) for k in used), strict=True)
+        # On the first of the others: the device that holds everything has the least room.
+        sums = _reduce_add(list(filled), ctx.devices[0].index)
+        for k, total in zip(used, sums, strict=True):
+            found[k] = total.to(ctx.home)
+        return None, *found
 
 
 def _filled(column: Sequence[Tensor | None], devices: Sequence[torch.device]) -> list[Tensor]:
     """One tensor's gradients on all devices, zeros where a replica has not used it."""
     known = next(g for g in column if g is not None)
-    filled = [
+    return [
         torch.zeros_like(known, device=device) if g is None else g
         for g, device in zip(column, devices, strict=True)
     ]
-    return [torch.view_as_real(g) if g.is_complex() else g for g in filled]
 
 
 Attributes = dict[str, dict[str, Any]]
@@ -355,36 +359,27 @@ def parallel_apply(
     """
     barrier = ReplicaBarrier(len(calls), in_turn=len(set(devices)) == 1)
     modes = _modes_of_this_thread(devices)
-    results: list[Any] = [None] * len(calls)
 
-    def work(position: int) -> None:
+    def work(position: int) -> Any:
         token = present.set((barrier, position))
         try:
             with modes() if position else nullcontext():
                 barrier.wait_for_turn(position)
-                results[position] = calls[position]()
+                result = calls[position]()
                 barrier.end(position)
+                return result
         except BaseException as error:
             barrier.fail(error)
         finally:
             present.reset(token)
 
-    threads = [
-        threading.Thread(
-            target=copy_context().run, args=(work, n), name=f"replica {n}", daemon=True
-        )
-        for n in range(1, len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    work(0)
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # such as KeyboardInterrupt
-        barrier.fail(error)
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(len(calls) - 1, "replica") as pool:
+        others = [pool.submit(copy_context().run, work, n) for n in range(1, len(calls))]
+        results = [work(0)]
+        try:
+            results += [other.result() for other in others]
+        except BaseException as error:  # such as KeyboardInterrupt
+            barrier.fail(error)
     failed, barrier.error = barrier.error, None
     if failed is None:
         return results
@@ -396,20 +391,23 @@ def parallel_apply(
 
 def _modes_of_this_thread(devices: Sequence[torch.device]) -> Callable[[], ExitStack]:
     """What torch keeps for each thread and a new thread would not have; enters it there."""
-    kinds = sorted({device.type for device in devices} | {"cpu"})
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    modes: list[Callable[[], AbstractContextManager[Any]]] = [
+        partial(torch.cuda.stream, torch.cuda.current_stream(d))
+        for d in devices
+        if d.type == "cuda"
+    ]
+    modes.append(partial(torch.inference_mode, torch.is_inference_mode_enabled()))
+    modes.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     cache = torch.is_autocast_cache_enabled()
-    autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-    streams = [torch.cuda.current_stream(d) for d in devices if d.type == "cuda"]
+    for kind in sorted({device.type for device in devices} | {"cpu"}):
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            modes.append(partial(torch.autocast, kind, dtype, cache_enabled=cache))
 
     def entered() -> ExitStack:
         stack = ExitStack()
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for kind, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+        for mode in modes:
+            stack.enter_context(mode())
         return stack
 
     return entered

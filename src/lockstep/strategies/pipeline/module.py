@@ -177,7 +177,7 @@ class PipelinedModule(nn.Module):
         if self.run.step.current.last:
             self._catch_up(batch)
             if self.replica_group is not None:
-                average_gradients(self.held(), self.replica_group, self.place.replicas)
+                average_gradients(self.held(), self.replica_group)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compares learning rates now and then.

@@ -13,10 +13,10 @@ import difflib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,26 +109,20 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} costs for {parts} parts")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[j]: the least possible maximum for the first j costs in as many parts as passes so far.
-    best = sums[:]
-    choices: list[list[int]] = []
-    for part in range(1, parts):
-        new, chosen = [float("inf")] * len(sums), [0] * len(sums)
-        for end in range(part + 1, len(sums)):
-            for begin in range(part, end):
-                worst = max(best[begin], sums[end] - sums[begin])
-                if worst < new[end]:
-                    new[end], chosen[end] = worst, begin
-        best = new
-        choices.append(chosen)
-    end, found = len(costs), []
-    for chosen in reversed(choices):
-        end = chosen[end]
-        found.append(end)
-    return found[::-1]
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    @cache
+    def best(end: int, parts: int) -> tuple[float, list[int]]:
+        """The least possible maximum for the first costs, and where to cut them."""
+        if parts == 1:
+            return sums[end], []
+        found = []
+        for begin in range(parts - 1, end):
+            most, cuts = best(begin, parts - 1)
+            found.append((max(most, sums[end] - sums[begin]), [*cuts, begin]))
+        return min(found)
+
+    return best(len(costs), parts)[1]
 
 
 def _units(name: str, module: nn.Module, blocks: list[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -184,30 +178,16 @@ def _has_state(module: nn.Module) -> bool:
     )
 
 
-class Call(NamedTuple):
-    """How a submodule was called, and what it kept for the backward pass."""
-
-    arguments: Arguments
-    autocast: torch.dtype | None
-    kept: int = 0
-    """Bytes."""
-
-
 _TRIALS = 3
 _STATE = 4
 """Copies of a parameter on a device: itself, its gradient, two moments of Adam."""
-
-
-class Costs(NamedTuple):
-    """One number a unit, with what it is made of in words."""
-
-    numbers: list[float]
-    reason: str
+Call = tuple[Arguments, torch.dtype | None]
+"""How a submodule was called: with what, and under which autocast."""
 
 
 def measure(
     module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
-) -> Costs:
+) -> tuple[list[float], str]:
     """The cost of every unit: its part of the time and of the memory of a training step.
 
     Memory is that of parameters, gradients, two optimizer moments and of the activations that are
@@ -219,72 +199,66 @@ def measure(
         units: names of submodules, in order.
         examples: each gives a batch; the model is called with the batch, its first element, or its
             entries as keywords.
+
+    Returns:
+        One number a unit, and what it is made of in words.
     """
-    sizes = [
-        sum(p.numel() * p.element_size() for p in module.get_submodule(name).parameters())
-        for name in units
-    ]
+    parts = [module.get_submodule(name) for name in units]
+    sizes = [float(sum(p.nbytes for p in part.parameters())) for part in parts]
     training = [m for m in module.modules() if m.training]
     module.eval()  # running statistics stay as they are, and a SyncBatchNorm waits for nobody
     try:
         with preserve_rng_state():
-            calls = _record(module, units, examples)
-            seconds = [_seconds(module.get_submodule(n), calls.get(n)) for n in units if calls]
+            calls, kept = _record(module, parts, examples)
+            seconds = [
+                _seconds(part, calls[n]) if n in calls else 0.0 for n, part in enumerate(parts)
+            ]
     finally:
         for m in training:
             m.training = True
     if not calls:
-        return Costs([float(size) for size in sizes], "of parameters: no example to measure with")
-    kept = [calls[name].kept if name in calls else 0 for name in units]
-    memory = [_STATE * size + held for size, held in zip(sizes, kept, strict=True)]
-    return Costs(
-        [
-            s / max(sum(seconds), 1e-12) + m / max(sum(memory), 1)
-            for s, m in zip(seconds, memory, strict=True)
-        ],
+        return sizes, "of parameters: no example to measure with"
+    memory = [_STATE * size + kept.get(n, 0) for n, size in enumerate(sizes)]
+    total_time, total_memory = max(sum(seconds), 1e-12), max(sum(memory), 1)
+    costs = zip(seconds, memory, strict=True)
+    return (
+        [s / total_time + size / total_memory for s, size in costs],
         "of time and memory, measured on an example",
     )
 
 
 def _record(
-    module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
-) -> dict[str, Call]:
-    """The arguments of every unit in one forward pass; nothing where no example fits."""
+    module: nn.Module, parts: Sequence[nn.Module], examples: Sequence[Callable[[], Any]]
+) -> tuple[dict[int, Call], dict[int, int]]:
+    """Of one forward pass by the number of the part: how it was called, and the bytes it kept.
+
+    Nothing where no example fits.
+    """
+    device = next(module.parameters()).device
     for example in examples:
-        device = next(module.parameters()).device
-        batch = pytree.tree_map_only(Tensor, partial(_to, device), example())
+        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), example())
         for arguments in _ways(batch):
             with suppress(Exception):  # this is not how the model is called
-                return _calls(module, units, arguments)
-    return {}
+                return _calls(module, parts, arguments)
+    return {}, {}
 
 
-def _calls(module: nn.Module, units: Sequence[str], arguments: Arguments) -> dict[str, Call]:
-    calls: dict[str, Call] = {}
+def _calls(
+    module: nn.Module, parts: Sequence[nn.Module], arguments: Arguments
+) -> tuple[dict[int, Call], dict[int, int]]:
+    calls: dict[int, Call] = {}
     kind = next(module.parameters()).device.type
 
-    def recorder(name: str) -> Callable[..., None]:
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            on = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if on else None
-            calls.setdefault(name, Call((args, kwargs), dtype))
+    def record(part: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on = torch.is_autocast_enabled(kind)
+        calls.setdefault(part, ((args, kwargs), torch.get_autocast_dtype(kind) if on else None))
 
-        return record
-
-    parts = [module.get_submodule(name) for name in units]
-    handles = [
-        part.register_forward_pre_hook(recorder(name), with_kwargs=True)
-        for name, part in zip(units, parts, strict=True)
-    ]
-    try:
+    with ExitStack() as stack:
+        for number, part in enumerate(parts):
+            hook = partial(record, number)
+            stack.callback(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
         found = activation_checkpointing.measure(module, parts, *arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for place, inside in found.inside.items():
-        name = units[place]
-        calls[name] = calls[name]._replace(kept=sum(inside.values()))
-    return calls
+    return calls, {number: sum(inside.values()) for number, inside in found.inside.items()}
 
 
 def _ways(batch: Any) -> list[Arguments]:
@@ -295,25 +269,21 @@ def _ways(batch: Any) -> list[Arguments]:
     return [((batch,), {})]
 
 
-def _seconds(unit: nn.Module, call: Call | None) -> float:
+def _seconds(unit: nn.Module, call: Call) -> float:
     """Of one forward and backward pass: the least of a few."""
-    if call is None:
-        return 0.0
-    best = float("inf")
+    arguments, autocast = call
+    trained = [p for p in unit.parameters() if p.requires_grad]
     device = next(unit.parameters()).device
+    best = float("inf")
     for _ in range(_TRIALS):
-        args, kwargs = pytree.tree_map_only(Tensor, _fresh, call.arguments)
+        args, kwargs = pytree.tree_map_only(Tensor, _fresh, arguments)
         _settle(device)
         begin = time.perf_counter()
-        with torch.autocast(device.type, call.autocast, enabled=call.autocast is not None):
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
             output = unit(*args, **kwargs)
-        roots = [
-            leaf.sum()
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        roots = [leaf.sum() for leaf in leaves if leaf.requires_grad]
         if roots:
-            trained = [p for p in unit.parameters() if p.requires_grad]
             torch.autograd.grad(roots, trained, allow_unused=True)
         _settle(device)
         best = min(best, time.perf_counter() - begin)
@@ -323,10 +293,6 @@ def _seconds(unit: nn.Module, call: Call | None) -> float:
 def _fresh(tensor: Tensor) -> Tensor:
     copied = tensor.detach().clone()
     return copied.requires_grad_() if copied.is_floating_point() else copied
-
-
-def _to(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device)
 
 
 def _settle(device: torch.device) -> None:

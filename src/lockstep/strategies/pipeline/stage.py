@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -80,7 +81,7 @@ class StagedModel:
                 shadow = on_meta(piece) if here else piece
                 leave_statistics(shadow)
                 shapes = shadow.forward
-            piece.forward = _Piece(self, name, stage, piece.forward, shapes, first=first, here=here)
+            piece.forward = _Piece(self, name, stage, first, here, piece.forward, shapes)
             if first:
                 arrive = piece.forward.arrive
                 piece.register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
@@ -138,36 +139,34 @@ class StagedModel:
             self.goes_back = False
 
 
+@dataclass(eq=False)
 class Passage:
     """One run of the model's forward for one stage: what came in, and what goes out."""
 
-    def __init__(
-        self, stage: int, received: Sequence[Tensor] | None, seed: int, device: torch.device
-    ) -> None:
-        self.stage = stage
-        self.sent: list[Tensor] | None = None
-        """The tensors for the next stage; None until it is reached."""
-        self.inside = True
-        """Whether real values are computed just now."""
-        self.outside = ExitStack()
-        """What holds where they are not."""
-        self._received = received
-        """The tensors among the arguments of the stage's first submodule; None for stage 0."""
-        self._seed = seed
-        self._device = device
-        self._begun = False
+    stage: int
+    received: Sequence[Tensor] | None
+    """The tensors among the arguments of the stage's first submodule; None for stage 0."""
+    seed: int
+    device: torch.device
+    sent: list[Tensor] | None = None
+    """Those for the next stage; None until it is reached."""
+    begun: bool = False
+    inside: bool = True
+    """Whether real values are computed just now."""
+    outside: ExitStack = field(default_factory=ExitStack)
+    """What holds where they are not."""
 
     def begin(self) -> None:
         """A submodule of the stage is called; what the first one draws is the stage's own."""
-        if not self._begun:
-            self._begun = True
-            draw_from(mix_seed(self._seed, self.stage, 0x57A6E), self._device)
+        if not self.begun:
+            self.begun = True
+            draw_from(mix_seed(self.seed, self.stage, 0x57A6E), self.device)
 
     def enter(self, arguments: Arguments) -> Arguments:
         """The first submodule of the stage is called: what was received takes the place."""
         self.outside.close()
         self.inside = True
-        received = [_writable(t) if t.requires_grad else t for t in self._received or ()]
+        received = [_writable(t) if t.requires_grad else t for t in self.received or ()]
         leaves, spec = pytree.tree_flatten(arguments)
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
@@ -191,88 +190,75 @@ class Passage:
         """From here on nothing but shapes is computed."""
         self.inside = False
         self.outside.enter_context(torch.no_grad())
-        self.outside.enter_context(_Shapes(self._device))
+        self.outside.enter_context(_Shapes(self.device))
 
 
+@dataclass(eq=False)
 class _Piece:
-    """Stands in for the `forward` of a submodule that belongs to one stage.
+    """Stands in for the `forward` of a submodule that belongs to one stage."""
 
-    Args:
-        model: which runs some of the stages.
-        name: of the submodule.
-        stage: that it belongs to.
-        forward: its own.
-        shapes: a forward on the meta device; None where this process runs no other stage.
-        first: the stage begins with it.
-        here: this process runs the stage.
-    """
-
-    def __init__(
-        self,
-        model: StagedModel,
-        name: str,
-        stage: int,
-        forward: Callable[..., Any],
-        shapes: Callable[..., Any] | None,
-        *,
-        first: bool,
-        here: bool,
-    ) -> None:
-        self._model, self._name, self._stage = model, name, stage
-        self._first, self._here = first, here
-        self.__wrapped__ = forward
-        self._shapes = shapes
-        self._known: dict[Any, Any] = {}
-        """Shapes of the output, by the kind of input."""
+    model: StagedModel
+    name: str
+    stage: int
+    first: bool
+    """The stage begins with it."""
+    here: bool
+    """This process runs the stage."""
+    __wrapped__: Callable[..., Any]
+    """The submodule's own forward."""
+    on_meta: Callable[..., Any] | None
+    """One that computes shapes; None where this process runs no other stage."""
+    known: dict[Any, Any] = field(default_factory=dict)
+    """Shapes of the output, by the kind of input."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self._model.passage
+        passage = self.model.passage
         if passage is None:
-            if self._model.goes_back and self._here:
+            if self.model.goes_back and self.here:
                 return self.__wrapped__(*args, **kwargs)
             raise UsageError(
-                f"a call of the model's submodule {self._name or 'itself'} around the prepared "
+                f"a call of the model's submodule {self.name or 'itself'} around the prepared "
                 "model",
                 "under a pipeline no rank holds the whole model",
                 "call the object that world.prepare returned",
                 code="LS302",
             )
         args, kwargs = self.arrive(None, args, kwargs)
-        if self._stage == passage.stage:
+        if self.stage == passage.stage:
             return self.__wrapped__(*args, **kwargs)
         # Not what is remembered: the caller may change its shape in place.
         return map_shapes(_as_shape, self._shapes_for((args, kwargs)))
 
     def arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its first forward pre-hook: begins or ends the stage that runs; returns the arguments."""
-        passage = self._model.passage
+        passage = self.model.passage
         if passage is None:
             return args, kwargs
-        own = self._stage == passage.stage
+        own = self.stage == passage.stage
         if own:
             passage.begin()
         if own == passage.inside:
             return args, kwargs
-        next_one = passage.inside and self._stage == passage.stage + 1
-        if not self._first or not (next_one or (own and passage.sent is None)):
-            raise _out_of_order(self._name, self._stage)
+        next_one = passage.inside and self.stage == passage.stage + 1
+        if not self.first or not (next_one or (own and passage.sent is None)):
+            raise _out_of_order(self.name, self.stage)
         if own:
             return passage.enter((args, kwargs))
         passage.leave((args, kwargs))
         return args, kwargs
 
     def _shapes_for(self, arguments: Arguments) -> Any:
-        assert self._shapes is not None  # this process runs another stage
+        assert self.on_meta is not None  # this process runs another stage
         with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
             kind = signature(arguments)
-        if kind is not None and kind in self._known:
-            return self._known[kind]
+        if kind is not None and kind in self.known:
+            return self.known[kind]
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
-        output = self._shapes(*args, **kwargs)
+        output = self.on_meta(*args, **kwargs)
         if kind is not None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[kind] = output
+            if len(self.known) >= _REMEMBERED:
+                self.known.clear()
+            self.known[kind] = output
         return output
 
 
