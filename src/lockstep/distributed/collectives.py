@@ -32,7 +32,6 @@ from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import RanksDifferError, UsageError
 
 Number = bool | int | float
-INT64_MAX = 2**63 - 1
 
 _CARRIERS = {
     torch.int16: torch.int32,
@@ -370,7 +369,7 @@ def problem_with(name: str, leaf: Any) -> Problem | None:
     if isinstance(leaf, Tensor):
         return _problem_with_tensor(name, leaf)
     if isinstance(leaf, bool | int | float):
-        if isinstance(leaf, float) or abs(leaf) <= INT64_MAX or name == "broadcast":
+        if isinstance(leaf, float) or leaf.bit_length() < 64 or name == "broadcast":
             return None
         return (
             f"a collective on an integer of {leaf.bit_length()} bits",

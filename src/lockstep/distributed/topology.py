@@ -132,8 +132,8 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         everyone_here = size == 1 or means_loopback(master_addr)
         local_size = size if everyone_here else (local_rank or 0) + 1
         local_rank = rank if everyone_here and local_rank is None else local_rank
-    node_rank = _optional(environ, "GROUP_RANK")
     local_rank = rank % local_size if local_rank is None else local_rank
+    node_rank = _optional(environ, "GROUP_RANK")
     elastic = "TORCHELASTIC_RUN_ID" in environ
     topology = Topology(
         rank=rank,

@@ -269,13 +269,18 @@ def _is_open(call: Call, activity: Activity) -> bool:
 def _how(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
     if any(activity.p2p for activity in waiting.values()):
         return f"{_ops(waiting)}, for each other"
-    calls = _calls(mismatch)
-    ops = {call.op for call in calls}
-    if len(ops) == 1 and len({signature(call) for call in calls}) > 1:
+    ops = {call.op for call in _calls(mismatch)}
+    if _sizes_differ(mismatch):
         return f"{next(iter(ops))} with different sizes or types"
     if len({activity.op for activity in waiting.values()}) > 1 or len(ops) > 1:
         return "collectives that do not match"
     return "collectives that the others never come to"
+
+
+def _sizes_differ(mismatch: Mismatch | None) -> bool:
+    """All called the same operation, and not in the same way."""
+    calls = _calls(mismatch)
+    return len({call.op for call in calls}) == 1 < len({signature(call) for call in calls})
 
 
 def _calls(mismatch: Mismatch | None) -> list[Call]:
@@ -409,7 +414,6 @@ def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
     """What to do about collectives that do not match, most likely first."""
     places = [activity.where for activity in waiting.values()]
-    calls = _calls(mismatch)
     if 0 < places.count(IN_BUFFERS) < len(waiting):
         new_line = _from_a_new_line([a for a in waiting.values() if a.where == IN_BUFFERS])
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]
@@ -420,7 +424,7 @@ def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) ->
         return ("construct DistributedDataParallel on all ranks, at the same point",)
     if 0 < places.count("in backward") < len(waiting):
         return (_STEPS, _CONDITION)
-    if len({signature(call) for call in calls}) > 1 and len({call.op for call in calls}) == 1:
+    if _sizes_differ(mismatch):
         return (
             "bring tensors of the same size and type on all ranks: pad them, or exchange the "
             "sizes first",

@@ -6,7 +6,6 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from lockstep.errors import grouped, name_ranks, source_line
@@ -102,8 +101,6 @@ def describe(call: Call) -> str:
     shown = " + ".join("x".join(map(str, size)) if size else "1" for size in sizes[:3])
     more = f" + {len(sizes) - 3} more" if len(sizes) > 3 else ""
     unit = call.dtypes[0] if call.dtypes else "element"
-    if len(sizes) == 1 and len(sizes[0]) <= 1:
-        return f"{call.op} of {prod(sizes[0])} {unit}"
     return f"{call.op} of {shown}{more} {unit}"
 
 
