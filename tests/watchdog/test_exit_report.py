@@ -34,6 +34,7 @@ HANG = Verdict(
     mismatch=Mismatch("the default group", 5, ((0, CALL), (1, None)), 4),
     advice=("look",),
     waited_s=5.0,
+    found_at=9.0,
 )
 
 
@@ -47,7 +48,6 @@ def test_an_exit_report_comes_through_whole() -> None:
         exits=(FAILED,),
         complete=True,
         hang=HANG,
-        judged_at=9.0,
         interrupted=Interruption(signal=2, time=1.0),
     )
     for report in (full, ExitReport(host="b")):

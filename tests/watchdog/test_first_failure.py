@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -409,7 +409,7 @@ CASES = {
             "what to do: do x",
             "ended by lockstep: ranks 0-1",
         ),
-        more={"hang": deadlock(), "judged_at": 20.0},
+        more={"hang": replace(deadlock(), found_at=20.0)},
     ),
     "a rank that gave up in a deadlock is a consequence": Case(
         [raised(0, TIMED_OUT, 19.0), ours(1, 20.2, 20.1)],
@@ -417,13 +417,13 @@ CASES = {
         (0, 1),
         code=70,
         says=("rank 0 (Timed out waiting",),
-        more={"hang": deadlock(), "judged_at": 20.0},
+        more={"hang": replace(deadlock(), found_at=20.0)},
     ),
     "a failure before the verdict is the root": Case(
         [raised(1, "loss is NaN", 10.0, "ValueError"), ours(0, 20.2, 20.1)],
         "exception",
         (1,),
-        more={"hang": hang("lost", (1,), "rank 1 has died"), "judged_at": 20.0},
+        more={"hang": replace(hang("lost", (1,), "rank 1 has died"), found_at=20.0)},
     ),
     "stopped": Case(
         [ours(0, 20.2, 20.1), killed(1, 9, "SIGKILL", 22.0, asked_to_end=20.1)],
@@ -431,7 +431,7 @@ CASES = {
         (1,),
         code=71,
         says=("rank 1 is stopped",),
-        more={"hang": hang("stopped", (1,), "rank 1 is stopped"), "judged_at": 20.0},
+        more={"hang": replace(hang("stopped", (1,), "rank 1 is stopped"), found_at=20.0)},
     ),
     "left, seen by the hang detector": Case(
         [exited(1, 0, 5.0), ours(0, 20.2, 20.1)],
@@ -439,7 +439,7 @@ CASES = {
         (1,),
         code=71,
         says=("left early", "what to do: do as the hang says"),
-        more={"hang": hang("left", (1,), "rank 1 has left"), "judged_at": 20.0},
+        more={"hang": replace(hang("left", (1,), "rank 1 has left"), found_at=20.0)},
     ),
     "Ctrl-C": Case(
         [
@@ -619,7 +619,7 @@ def test_texts_of_lost_peers(text: str, shown: str | None) -> None:
 
 def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "getline", lambda file, line: f"code {line}\n")
-    first = first_failure([], hang=deadlock(), judged_at=1.0)
+    first = first_failure([], hang=replace(deadlock(), found_at=1.0))
     assert first is not None
     assert "train.py:11: code 11" in render(first)
 

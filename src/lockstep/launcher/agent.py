@@ -441,7 +441,6 @@ class Agent(SimpleElasticAgent):
             ),
             complete=not attempt.running,
             hang=supervisor.verdict if supervisor else None,
-            judged_at=supervisor.judged_at if supervisor else 0.0,
             interrupted=self.interrupted or _ctrl_c(attempt),
         )
 
@@ -474,16 +473,14 @@ class Agent(SimpleElasticAgent):
         self._wait_for_others(attempt, own)
         others = self._others(attempt)
         reports = [own, *others.values()]
-        hangs = [report for report in reports if report.hang is not None]
-        judged = min(hangs, key=lambda report: report.judged_at, default=own)
+        hangs = [report.hang for report in reports if report.hang is not None]
         signals = [report for report in reports if report.interrupted is not None]
         exits = [status for report in reports for status in report.exits]
         ended = {status.rank for status in exits}
         gone = [(node, others.get(_rank(node))) for node in self._rdzv.lost_nodes()]
         failure = first_failure(
             exits,
-            hang=judged.hang,
-            judged_at=judged.judged_at,
+            hang=min(hangs, key=lambda verdict: verdict.found_at, default=None),
             interrupted=signals[0].interrupted if signals else None,
             # Those that are gone without a word about the end of their ranks.
             lost_nodes=[

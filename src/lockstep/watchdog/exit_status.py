@@ -122,7 +122,6 @@ class ExitReport:
     """All of its ranks have."""
     hang: Verdict | None = None
     """Why the run cannot go on, and is to be stopped."""
-    judged_at: float = 0.0
     interrupted: Interruption | None = None
     """The signal that it was sent."""
 

@@ -75,7 +75,6 @@ def first_failure(
     exits: Sequence[ExitStatus],
     *,
     hang: Verdict | None = None,
-    judged_at: float = 0.0,
     interrupted: Interruption | None = None,
     lost_nodes: Sequence[LostNode] = (),
     folder: str = "",
@@ -85,7 +84,6 @@ def first_failure(
     Args:
         exits: of all ranks that have ended, on all hosts.
         hang: the hang detector's verdict, where it was fatal.
-        judged_at: when that was, in wall-clock seconds.
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run.
         folder: where logs and snapshots are.
@@ -95,8 +93,8 @@ def first_failure(
     followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
     roots = [_of_exit(e) for e in own if e.code != 0 and e not in followers]
     roots += [_of_lost_node(node) for node in lost_nodes]
-    if hang is not None and not any(root.time <= judged_at + INSTANT_S for root in roots):
-        roots += _of_hang(hang, judged_at, own)
+    if hang is not None and not any(root.time <= hang.found_at + INSTANT_S for root in roots):
+        roots += _of_hang(hang, own)
     if interrupted is not None:
         roots.append(_of_interruption(interrupted))
     if followers and not any(_may_cause(root, f) for root in roots for f in followers):
@@ -233,7 +231,7 @@ def _of_lost_node(node: LostNode) -> FirstFailure:
     )
 
 
-def _of_hang(hang: Verdict, judged_at: float, own: Sequence[ExitStatus]) -> list[FirstFailure]:
+def _of_hang(hang: Verdict, own: Sequence[ExitStatus]) -> list[FirstFailure]:
     rows = tuple(line[2:] for line in details(hang))
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
@@ -246,7 +244,7 @@ def _of_hang(hang: Verdict, judged_at: float, own: Sequence[ExitStatus]) -> list
             kind=kind,
             ranks=tuple(sorted(hang.ranks)),
             host=hosts.pop() if len(hosts) == 1 else "",
-            time=judged_at,
+            time=hang.found_at,
             headline=hang.headline,
             exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
             details=rows,

@@ -58,6 +58,8 @@ class Verdict:
     advice: tuple[str, ...] = ()
     waited_s: float = 0.0
     """How long nothing has moved."""
+    found_at: float = 0.0
+    """When it was found that the run cannot go on, in wall-clock seconds."""
 
 
 def render(verdict: Verdict) -> str:

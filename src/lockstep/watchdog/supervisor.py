@@ -224,8 +224,6 @@ class Supervisor:
         self._next_straggler = now + _FIRST_STRAGGLER_S
         self.verdict: Verdict | None = None
         """Why the run cannot go on."""
-        self.judged_at = 0.0
-        """When that was found, in wall-clock seconds."""
 
     def check(self) -> bool:
         """Whether to stop the run; to be called often."""
@@ -271,8 +269,8 @@ class Supervisor:
             return
         self._pause = _PAUSE_S
         if verdict.fatal and self._rules.on_hang == "stop":
-            self.judged_at = time.time()
-            self.verdict = self._in_full(verdict, before, later)
+            judged = replace(verdict, found_at=time.time())
+            self.verdict = self._in_full(judged, before, later)
             return
         patient = verdict.fatal or verdict.waited_s >= self._rules.after + _PATIENCE_S
         if patient and self._is_due(verdict, verdict.waited_s):
@@ -286,7 +284,7 @@ class Supervisor:
         if with_lines is not None:
             again = hang.find(before, with_lines, time.monotonic() - self._moved_at)
             if again is not None and again.kind == verdict.kind:
-                verdict, later = again, with_lines
+                verdict, later = replace(again, found_at=verdict.found_at), with_lines
         try:
             write_report(self._folder, later, verdict)
         except OSError as error:  # the verdict must still be reported
