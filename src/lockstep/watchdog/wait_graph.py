@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
+from lockstep.watchdog.snapshot import Call, RankState, Snapshot
 from lockstep.watchdog.stacks import (
     Frame,
     Stack,
@@ -269,31 +269,27 @@ class CallTable:
         self._first: dict[tuple[str, int], int] = {}
         self._last: dict[tuple[str, int], int] = {}
         """By group and rank the numbers of its first known call and of its last."""
-        self._groups: dict[str, Group] = {}
+        self._groups = {group.name: group for s in snapshot.ranks for group in s.groups or ()}
         self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
         for state in snapshot.ranks:
-            groups = {group.name: group for group in state.groups or ()}
             for call in state.calls or ():
-                if call.p2p:
-                    continue
-                self.calls.setdefault(call.key, {}).setdefault(call.seq, {})[state.rank] = call
-                self._first.setdefault((call.key, state.rank), call.seq)
-                self._last[call.key, state.rank] = call.seq
-                if call.group in groups:
-                    self._groups[call.key] = groups[call.group]
+                if not call.p2p:
+                    by_rank = self.calls.setdefault(call.key, {}).setdefault(call.seq, {})
+                    by_rank[state.rank] = call
+                    self._first.setdefault((call.key, state.rank), call.seq)
+                    self._last[call.key, state.rank] = call.seq
 
     def members(self, key: str) -> set[int]:
         """The ranks of a group; where torch did not say, those that have used it."""
-        group = self._groups.get(key)
+        group = self._groups.get(key.partition(":")[2])
         used = {rank for known, rank in self._last if known == key}
         return set(group.ranks) if group and group.ranks else used
 
     def name(self, key: str) -> str:
         """For people."""
-        group = self._groups.get(key)
-        name = "" if group is None else group.description
-        if name in ("", "undefined"):
-            name = key.partition(":")[2]
+        name = key.partition(":")[2]
+        if name in self._groups and self._groups[name].description not in ("", "undefined"):
+            name = self._groups[name].description
         return "the default group" if name in ("default_pg", "0") else f"group {name!r}"
 
     def absent(self, call: Call) -> set[int]:
