@@ -8,8 +8,14 @@ import pytest
 
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Cause, cause_of
-from lockstep.verify.compare import FLOAT64, Divergence, first_divergence
-from lockstep.verify.record import Call, RankUpdate, Taken
+from lockstep.verify.compare import (
+    FLOAT64,
+    Call,
+    Divergence,
+    RankUpdate,
+    Taken,
+    first_divergence,
+)
 
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))

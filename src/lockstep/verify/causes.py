@@ -23,28 +23,26 @@ from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.compare import (
     FLOAT32,
     FLOAT64,
-    Divergence,
-    contents_that_differ,
-    first_divergence,
-    ranks_that_differ,
-    replicas_that_differ,
-    same_samples,
-)
-from lockstep.verify.record import (
     Array,
     Call,
-    Recorded,
+    Divergence,
     Sample,
     Update,
     backward_passes,
     batches_of,
     contents_of,
+    contents_that_differ,
     count_of,
+    first_divergence,
     indices_of,
     largest,
     loss_of,
     merged,
+    ranks_that_differ,
+    replicas_that_differ,
+    same_samples,
 )
+from lockstep.verify.record import Recorded
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
+from lockstep.verify.compare import Array, Call, RankUpdate, Taken, scale_of
 from lockstep.verify.patches import DeterminismPatches, digest
-from lockstep.verify.record import Array, Call, RankUpdate, Taken, Writer, scale_of
+from lockstep.verify.record import Writer
 
 _IGNORED = -100
 """torch's `ignore_index`: labels that count for nothing."""
@@ -165,7 +166,7 @@ class Recorder(Callback):
             batch: as it was handed out.
             stream: a digest of the random numbers drawn to read it; empty: none were.
         """
-        epoch = self._passes.get(loader, 1) - 1
+        epoch = max(0, self._passes.get(loader, 0) - 1)
         self._take(loader, look_at(batch, epoch=epoch, ids=ids, stream=stream))
 
     def begins_pass(self, loader: Any) -> None:
