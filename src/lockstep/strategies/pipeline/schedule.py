@@ -18,6 +18,7 @@ Where a rank stands in a pipeline.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -77,18 +78,11 @@ def _interleaved(
     """
     last = positions * per_rank - 1
     orders: list[list[Action]] = [[] for _ in range(positions)]
-    waiting = [
-        sorted(
-            (
-                Action(forward, stage, micro_batch)
-                for forward in (False, True)
-                for stage in range(position, last + 1, positions)
-                for micro_batch in range(micro_batches)
-            ),
-            key=_urgency,
-        )
-        for position in range(positions)
-    ]
+    waiting = []
+    for position in range(positions):
+        stages = range(position, last + 1, positions)
+        own = itertools.product((False, True), stages, range(micro_batches))
+        waiting.append(sorted((Action(*each) for each in own), key=_urgency))
     ends: dict[Action, int] = {}
     place: dict[Action, int] = {}
     """Before which place of the training loop an action is done."""
