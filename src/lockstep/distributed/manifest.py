@@ -308,7 +308,6 @@ class Join:
 
     def _contradiction(self) -> Error | None:
         by_size = grouped((request.size, request.rank) for request in self.requests)
-        by_rank: dict[int, JoinRequest] = {}
         if len(by_size) > 1:
             return WorldSizeError(
                 f"processes that meet at {self.place}",
@@ -320,13 +319,12 @@ class Join:
                 f"start every process with the same world size, and give a second run "
                 f"{self._another}",
             )
-        for request in self.requests:
-            first = by_rank.setdefault(request.rank, request)
-            if first is not request:
+        by_rank = grouped((request.rank, request) for request in self.requests)
+        for rank, (first, *others) in sorted(by_rank.items()):
+            if others:
                 return DuplicateRankError(
                     self._asked,
-                    f"two processes claim rank {request.rank}: {first.process} and "
-                    f"{request.process}",
+                    f"two processes claim rank {rank}: {first.process} and {others[0].process}",
                     "start each process with a rank of its own, and give a second run "
                     f"{self._another}",
                 )

@@ -68,21 +68,12 @@ def own_line(stack: Stack | None) -> Frame | None:
     """The innermost line that is the user's own; else the innermost outside torch; else any."""
     below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
     stack = (stack or ())[: next(below, None)]
-    if not stack:
-        return None
-    own = (frame for frame in stack if _is_own(frame.file))
-    outside_torch = (frame for frame in stack if _is_not_torch(frame.file))
-    return next(own, next(outside_torch, stack[0]))
-
-
-def _is_own(file: str) -> bool:
-    return not (
-        file.startswith((*_OWN_FOLDERS, *_NOT_CODE)) or any(part in file for part in _LIBRARY)
-    )
-
-
-def _is_not_torch(file: str) -> bool:
-    return "/torch/" not in file and not file.startswith((*_OWN_FOLDERS, *_NOT_CODE))
+    outside = [f for f in stack if not f.file.startswith((*_OWN_FOLDERS, *_NOT_CODE))]
+    for others in (_LIBRARY, ("/torch/",)):
+        for frame in outside:
+            if not any(part in frame.file for part in others):
+                return frame
+    return stack[0] if stack else None
 
 
 # What a pipeline's stages send each other, by the function that waits until it has come or gone.
