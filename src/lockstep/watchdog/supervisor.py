@@ -37,7 +37,7 @@ from lockstep.watchdog.snapshot import (
 from lockstep.watchdog.stacks import parse_stack
 
 _POLL_S = 0.02
-_PATIENCE_S = 0.3
+_SIGNAL_AFTER_S = 0.3
 """A rank that has not answered for so long is asked by a signal, which needs no Python."""
 _WAIT_S, _WAIT_FOR_LINES_S = 1.0, 4.0
 _requests = itertools.count(1)
@@ -70,7 +70,7 @@ def take_snapshot(
         waited = time.monotonic() - start
         if not late or waited > wait_s:
             break
-        if waited > min(_PATIENCE_S, wait_s / 2):
+        if waited > min(_SIGNAL_AFTER_S, wait_s / 2):
             for request in late:
                 request.signal()
         time.sleep(_POLL_S)
