@@ -169,7 +169,8 @@ def test_a_rank_has_its_own_session_variables_and_streams() -> None:
 
 
 def test_a_command_in_place_of_the_work() -> None:
-    line = (sys.executable, "-S", "-c", "import os; print(os.environ['HOW'])")
+    # In one piece: what two processes print may be mixed where they are not buffered.
+    line = (sys.executable, "-S", "-c", "import os; os.write(1, os.environb[b'HOW'] + b' ')")
     with started("a", "b", command=line) as (_, _, reader):
         # It may have ended before `started` has seen that it runs: only its words are looked at.
         assert sorted(read(reader, 2)) == ["a", "b"]

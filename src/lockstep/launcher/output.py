@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import select
@@ -165,9 +166,7 @@ class Console:
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
         self._drained = threading.Event()
-        self._drain_until: float | None = None
-        self._stop_at: float | None = None
-        self._draw_at: float | None = None
+        self._draw_at = self._drain_until = self._stop_at = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
     def __enter__(self) -> Console:
@@ -268,7 +267,7 @@ class Console:
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            soon = {self._draw_at, self._drain_until, self._stop_at} != {None}
+            soon = min(self._draw_at, self._drain_until, self._stop_at) < math.inf
             for descriptor, _ in poll.poll(_TICK_S * 1000 if soon else None):
                 if descriptor == self._wake:
                     os.read(self._wake, 4096)
@@ -277,10 +276,8 @@ class Console:
             self._tick(sinks)
 
     def _over(self) -> bool:
-        if self._stop_at is None:
-            return False
         waiting = any(sink.waiting for sink in self._sinks.values())
-        return not waiting or time.monotonic() >= self._stop_at
+        return self._stop_at < math.inf and (not waiting or time.monotonic() >= self._stop_at)
 
     def _announce_all(self) -> None:
         sink = self._sinks["stderr"]
@@ -308,8 +305,8 @@ class Console:
         else:
             stream.sink.write(data)
             stream.sink.mid_line = not data.endswith(b"\n")
-        if stream.sink.terminal and self._draw_at is None:
-            self._draw_at = time.monotonic() + _TICK_S
+        if stream.sink.terminal:
+            self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
     def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
         if lines:
@@ -337,23 +334,20 @@ class Console:
 
     def _tick(self, sinks: Collection[Sink]) -> None:
         now = time.monotonic()
-        draw = self._draw_at is not None and now >= self._draw_at
-        if draw:
-            self._draw_at = None
-        for sink in sinks:
-            if draw:
+        if now >= self._draw_at:
+            self._draw_at = math.inf
+            for sink in sinks:
                 sink.draw(self._row(sink))
+        for sink in sinks:
             sink.flush()
         self._announce_all()
-        if self._drain_until is None:
-            return
         if now >= self._drain_until:  # what is left in streams that somebody still holds open
             for stream in list(self._streams):
                 self._read(stream)
                 if stream in self._streams:
                     self._end(stream)
         if not self._streams:
-            self._drain_until = None
+            self._drain_until = math.inf
             self._drained.set()
 
 

@@ -319,7 +319,7 @@ class Server:
             return
         nodes = [asdict(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
-        self._spread(number, asdict(self._peers.node(number)))
+        self.send(asdict(self._peers.node(number)), number)
         self._clients[number] = connection
         ended = await connection.handle_all(lambda message: self._handle(number, message))
         del self._clients[number]
@@ -334,16 +334,13 @@ class Server:
 
     def _change(self, number: int, changes: Mapping[str, Any]) -> None:
         self._peers.write(number, changes)
-        self._spread(number, changes)
+        self.send(changes, number)
         node = self._peers.node(number)
         if "state" in changes and node.gone:
             self._say(departure(node))
 
-    def send(self, changes: Mapping[str, Any]) -> None:
-        """Sends changes of the own node, see `Peers.send`."""
-        self._spread(self._peers.own_number, changes)
-
-    def _spread(self, number: int, changes: Mapping[str, Any]) -> None:
+    def send(self, changes: Mapping[str, Any], number: int = 0) -> None:
+        """Sends changes of a node, else of the own one, to all others; see `Peers.send`."""
         if changes.get("forget"):
             self._forget(changes["forget"])
         for other, connection in self._clients.items():
