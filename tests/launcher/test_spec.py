@@ -79,7 +79,7 @@ def test_plan_on_one_machine() -> None:
     assert made.arguments == ("--standalone", "--nproc-per-node=2", "t.py", "--lr", "1")
     assert made.describe().splitlines() == [
         "2 processes on this machine",
-        "  4 threads a process (OMP_NUM_THREADS: 8 cores for 2 processes)",
+        "  4 threads per process (OMP_NUM_THREADS: 8 cores for 2 processes)",
         "  Gloo on lo alone (GLOO_SOCKET_IFNAME: one machine)",
         "variables for every process:",
         "  GLOO_SOCKET_IFNAME=lo",

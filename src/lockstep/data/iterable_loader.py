@@ -23,7 +23,7 @@ from lockstep.data.loader import SOME_SKIP, Loader
 from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.errors import CheckpointError, DataError, LengthUnknownError, SettingError
+from lockstep.errors import CheckpointError, DataError, SettingError
 from lockstep.settings import Choice
 
 _COMPARED_EVERY = 100
@@ -64,10 +64,9 @@ class IterableLoader(Loader):
                 "leave shares out for this loader (shares=(1, 1, ...)), or leave shard out",
             )
 
-    @property
-    def choice(self) -> Choice:
-        """How the global batch is computed, in words."""
-        said = super().choice
+    def choice(self, number: int) -> Choice:
+        """How the global batch is computed, in words; `number` is that of this loader."""
+        said = super().choice(number)
         if self._collectives.data_parallel.size == 1:
             return said
         sharding = {
@@ -98,12 +97,6 @@ class IterableLoader(Loader):
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         return self._run(epoch, start, self._pairs(epoch, start, training), training)
-
-    def _size(self) -> str:
-        try:
-            return super()._size()
-        except LengthUnknownError:
-            return "a stream"
 
     def _pairs(self, epoch: int, position: int, training: bool) -> Generator[WithBatch, None, None]:
         """The micro-batches from a global batch on, each with its batch on the device."""

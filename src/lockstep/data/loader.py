@@ -146,24 +146,23 @@ class Loader:
         """A pass is running, or will be taken up where a checkpoint left it."""
         return self._running is not None or self.start > 0
 
-    @property
-    def choice(self) -> Choice:
-        """How the global batch is computed, in words."""
+    def choice(self, number: int) -> Choice:
+        """How the global batch is computed, in words; `number` is that of this loader."""
         of_rank = parts(self.batch_size, self.shares)
-        value = f"{self.batch_size:,} of ".replace(",", " ") + self._size()
         if len(of_rank) == 1:
-            together = "in one process" if self._collectives.alone else "by all ranks together"
-            reason = f"samples: the global batch, {together}"
+            how = "in one process" if self._collectives.alone else "by all ranks together"
         elif len(set(of_rank)) == 1:
-            reason = f"samples: the global batch, {of_rank[0]} on each of {len(of_rank)} ranks"
+            how = f"{of_rank[0]} on each of {len(of_rank)} ranks"
         else:
-            shown = " + ".join(str(n) for n in of_rank[:8]) + (" + ..." if of_rank[8:] else "")
-            reason = f"samples: the global batch, {shown} on ranks 0 to {len(of_rank) - 1}"
+            how = " + ".join(str(n) for n in of_rank[:8]) + (" + ..." if of_rank[8:] else "")
+            how += f" on ranks 0 to {len(of_rank) - 1}"
         if self.micro_batches > 1:
-            reason += f", in {self.micro_batches} micro-batches"
+            how += f", in {self.micro_batches} micro-batches"
         if self._plan.undecided:
-            reason += "; how to divide it is measured in the first that is trained on"
-        return Choice("batch", value, reason)
+            how += "; how to divide it is measured in the first that is trained on"
+        size = "a stream" if self.steps is None else f"{self.source.length:,}"
+        value = f"{self.batch_size:,} of {size}".replace(",", " ")
+        return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, which is the number of turns of a training loop.
@@ -246,9 +245,6 @@ class Loader:
             wanted = [planned for planned in wanted if planned.micro_batch.local]
         pairs = to_device(self._with_batches(epoch, wanted), self._collectives.device)
         return self._run(epoch, start, pairs, training, some_skip=some_skip)
-
-    def _size(self) -> str:
-        return f"{self.source.length:,}".replace(",", " ")
 
     def _identity(self) -> dict[str, int]:
         return {

@@ -174,7 +174,7 @@ def _open(
         torch.cuda.set_device(device)
     else:
         by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
-        choices.append(Choice("threads", str(torch.get_num_threads()), f"a process; {by}"))
+        choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {by}"))
     if joined is not None or settings.backend is not None:
         backend, reason = choose_backend(settings.backend, device)
     if joined is not None:

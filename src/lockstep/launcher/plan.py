@@ -173,7 +173,7 @@ def plan(
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)
         notes.append(
-            f"{_count(threads, 'thread')} a process (OMP_NUM_THREADS: "
+            f"{_count(threads, 'thread')} per process (OMP_NUM_THREADS: "
             f"{_count(machine.cores, 'core')} for {_count(nproc, 'process', 'processes')})"
         )
     if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:

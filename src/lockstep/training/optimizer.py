@@ -251,7 +251,8 @@ class PreparedOptimizer(_Around, Optimizer):
         if self._asked == self._step.batch and rates != self._rates:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
-                f"it was {self._rates} and is {rates}: a scheduler steps once per micro-batch",
+                f"it was {_shown(self._rates)} and is {_shown(rates)}: a scheduler steps once per "
+                "micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
@@ -272,11 +273,15 @@ class PreparedOptimizer(_Around, Optimizer):
             self.scheduled = True
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
-                f"the rate went from {before[1]} to {rates}; with micro-batches it would step "
-                "once for each of them",
+                f"the rate went from {_shown(before[1])} to {_shown(rates)}; with micro-batches it "
+                "would step once for each of them",
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
+
+
+def _shown(rates: list[Any]) -> str:
+    return ", ".join(f"{float(rate):g}" for rate in rates)
 
 
 class PreparedScheduler(_Around, LRScheduler):

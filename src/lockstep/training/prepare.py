@@ -50,6 +50,7 @@ class Preparer:
         self.strategy = strategy
         self.choices: list[Choice] = []
         self.loaders: list[Loader] = run.loaders
+        self._numbers = itertools.count()
         self.precision = Precision(run.settings.precision, run.device)
         self.guards = Guards(run, self.precision)
         self._plan = plan
@@ -124,7 +125,7 @@ class Preparer:
             min_micro_batches=plan.num_micro_batches,
             **options,
         )
-        self.choices.append(made.choice)
+        self.choices.append(made.choice(next(self._numbers)))
         return made
 
     def _agree(self, what: str, things: list[Any]) -> None:
