@@ -24,6 +24,7 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
 from lockstep.optim.activation_checkpointing import Activations, checkpoint_activations, measure
+from lockstep.settings import in_bytes
 
 
 class Block(nn.Module):
@@ -400,7 +401,7 @@ def test_measuring_keeps_nothing() -> None:
     [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5kib", 1536), (7, 7), ("7", 7), ("1T", 10**12)],
 )
 def test_amounts_of_memory(text: int | str, wanted: int) -> None:
-    assert activation_checkpointing._in_bytes(text) == wanted
+    assert in_bytes(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,8 @@ def train_with_ddp(checkpointed: bool) -> list[Any]:
     from lockstep.strategies.sync_batchnorm import convert
 
     torch.manual_seed(0)
-    net = convert(Net()).module
+    net = Net()
+    convert(net)
     if checkpointed:
         checkpoint_activations(net, Block)
     # Small buckets, so that gradients are reduced while blocks are still being recomputed.

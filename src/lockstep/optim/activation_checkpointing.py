@@ -164,33 +164,24 @@ def _fitting(
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _AsBefore(module):
         kept = measure(module, found, *example)
-    wrapped = {i for i in kept.inside if _recomputes(found[i])}
-    peaks = []
-    for recomputed in _more_and_more(kept, wrapped):
-        peaks.append(kept.peak(recomputed))
-        if peaks[-1] <= size:
-            return [found[i] for i in sorted(recomputed)]
-    raise SettingError(
-        f"checkpoint_activations(..., budget={budget!r})",
-        f"{size:,} bytes; the least that any choice keeps is {min(peaks):,}, and {peaks[0]:,} "
-        "are kept as it is",
-        "make the example (and micro_batch_size) smaller, or choose other submodules",
-    )
-
-
-def _more_and_more(kept: Activations, recomputed: set[int]) -> Iterator[set[int]]:
-    """The blocks to recompute, each time one more: of those that save most the best one.
-
-    That is the one after which the peak is lowest. (The later a block runs, the more is held while
-    it is recomputed.)
-    """
-    yield recomputed
+    recomputed = {i for i in kept.inside if _recomputes(found[i])}
     rest = [i for i in kept.by_saving() if i not in recomputed]
-    while rest:
+    peaks = [kept.peak(recomputed)]
+    while peaks[-1] > size and rest:
+        # Of those that save most the one after which the peak is lowest: the later a block runs,
+        # the more is held while it is recomputed.
         best = min(rest[:MAX_COMPARED], key=lambda i: kept.peak(recomputed | {i}))
         rest.remove(best)
-        recomputed = recomputed | {best}
-        yield recomputed
+        recomputed.add(best)
+        peaks.append(kept.peak(recomputed))
+    if peaks[-1] > size:
+        raise SettingError(
+            f"checkpoint_activations(..., budget={budget!r})",
+            f"{size:,} bytes; the least that any choice keeps is {min(peaks):,}, and {peaks[0]:,} "
+            "are kept as it is",
+            "make the example (and micro_batch_size) smaller, or choose other submodules",
+        )
+    return [found[i] for i in sorted(recomputed)]
 
 
 def _free_bytes(module: nn.Module) -> int:
