@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import encode, separate, unstorable
-from lockstep.checkpoint.formats.reading import read, read_value
+from lockstep.checkpoint.formats.reading import Source, read, read_value
 from lockstep.checkpoint.formats.safetensors import (
     SHARD_SIZE,
     TORCH_ENDINGS,
@@ -31,7 +31,6 @@ from lockstep.checkpoint.modules import match_names, without_parts
 from lockstep.checkpoint.sharding import (
     HeldTensor,
     LazyTensor,
-    ShardedEntry,
     dtype_name,
     in_memory,
     view_of,
@@ -49,9 +48,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Contents:
     """What is in a file or a checkpoint."""
 
-    path: Path
-    kind: str
-    """In words."""
+    source: Source
     tensors: Mapping[str, LazyTensor]
     """By name, in the order of the file; one that has several names stands under each of them."""
     extra: Mapping[str, Any]
@@ -60,8 +57,6 @@ class Contents:
     """Step, epoch, versions and the like, as far as the form has them."""
     files: Mapping[str, int]
     """Sizes in bytes."""
-    modules: tuple[str, ...]
-    """Of a checkpoint; `tensors` are those of one of them, or of all with their names in front."""
     training: Mapping[str, LazyTensor]
     """If asked for: the tensors of the optimizer and of what else is no model."""
 
@@ -103,16 +98,13 @@ def open_contents(
     chosen = set(map(id, tensors.values()))
     others = {n: t for n, t in source.training() if id(t) not in chosen} if training else {}
     for tensor in (*tensors.values(), *others.values()):
-        if isinstance(tensor, ShardedEntry):
-            tensor.check()
+        tensor.check()
     return Contents(
-        source.path,
-        source.kind,
+        source,
         tensors,
         extra,
         ({"read": found.place} if found.place and not source.modules else {}) | {**source.facts},
         {file.name: file.stat().st_size for file in source.files},
-        source.modules,
         others,
     )
 
@@ -406,8 +398,10 @@ def _check_out(contents: Contents, out: Path) -> None:
             "its ending says nothing of the form to write",
             f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
         )
-    folder = contents.path if contents.path.is_dir() else contents.path.parent
-    taken = {(folder / name).resolve() for name in contents.files} | {contents.path.resolve()}
+    folder = contents.source.path if contents.source.path.is_dir() else contents.source.path.parent
+    taken = {(folder / name).resolve() for name in contents.files} | {
+        contents.source.path.resolve()
+    }
     if out.resolve() in taken or index_of(out).resolve() in taken:
         raise SettingError(
             f"the output {out}", "it is among the files that are read", "choose another name"

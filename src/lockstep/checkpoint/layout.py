@@ -238,11 +238,9 @@ def check_state(manifest: Mapping[str, Any]) -> None:
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
     for tree in modules.values():
-        kind = (
-            next((key for key in tree if key.startswith("$")), "") if type(tree) is dict else tree
-        )
-        if kind not in ("", "$dict", "$ordered"):
-            raise ValueError("a module's state is none")
+        tags = {key for key in tree if key.startswith("$")} if isinstance(tree, dict) else {""}
+        if not tags <= {"$dict", "$ordered"}:
+            raise ValueError("the state of a module is not by name")
     if not all(map(is_plain, modules)):
         raise ValueError("it names files outside of its folder")
     try:

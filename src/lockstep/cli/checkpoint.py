@@ -202,7 +202,7 @@ def convert_command(
         shard_size=size,
     )
     what = contents.facts.get("read", "")
-    _say(f"read    {contents.path}: {contents.kind}{what and f', {what}'}")
+    _say(f"read    {contents.source.path}: {contents.source.kind}{what and f', {what}'}")
     changes = f"; {done.renamed} renamed" if done.renamed else ""
     changes += f"; {done.cast} converted to {dtype}" if done.cast else ""
     _say(f"tensors {done.tensors}{changes}")
@@ -258,11 +258,11 @@ def _as_json(found: Inspection) -> dict[str, Any]:
         "leftovers": [str(path) for path in found.leftovers],
         "contents": contents
         and {
-            "path": str(contents.path),
-            "kind": contents.kind,
+            "path": str(contents.source.path),
+            "kind": contents.source.kind,
             "facts": dict(contents.facts),
             "files": dict(contents.files),
-            "modules": list(contents.modules),
+            "modules": list(contents.source.modules),
             "tensors": _tensor_rows(contents.tensors),
             "training": _tensor_rows(contents.training),
             "extra": list(contents.extra),
@@ -304,11 +304,11 @@ def _show_health(found: Inspection) -> None:
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
     from lockstep.checkpoint.contents import tied_to, totals
 
-    _say(f"{contents.path}: {contents.kind}")
+    _say(f"{contents.source.path}: {contents.source.kind}")
     for key, value in contents.facts.items():
         _say(f"  {key.replace('_', ' '):12} {value}")
-    if len(contents.modules) > 1:
-        _say(f"  {'models':12} {', '.join(contents.modules)}")
+    if len(contents.source.modules) > 1:
+        _say(f"  {'models':12} {', '.join(contents.source.modules)}")
     for name, size in contents.files.items():
         _say(f"  {'file':12} {name}, {_size(size)}")
     shown = list(contents.tensors.items())
