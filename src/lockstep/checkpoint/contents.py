@@ -28,13 +28,7 @@ from lockstep.checkpoint.formats.safetensors import (
     write_weights,
 )
 from lockstep.checkpoint.modules import match_names, without_parts
-from lockstep.checkpoint.sharding import (
-    HeldTensor,
-    LazyTensor,
-    dtype_name,
-    in_memory,
-    view_of,
-)
+from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, dtype_name, in_memory, view_of
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

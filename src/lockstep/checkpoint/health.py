@@ -183,12 +183,10 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     run = path.is_dir() and path not in [health.path for health in checkpoints]
     leftovers = tuple(sorted(layout.leftovers(path))) if run else ()
     readable = [health.path for health in checkpoints if not health.problems]
-    if readable:
-        path_read = max(readable, key=lambda p: (layout.step_of(p), not p.name.startswith(".")))
-    elif checkpoints or leftovers:
+    if not readable and (checkpoints or leftovers):
         return Inspection(path, checkpoints, leftovers, None)
-    else:
-        path_read = path
+    newest = sorted(readable, key=lambda p: (layout.step_of(p), not p.name.startswith(".")))
+    path_read = newest[-1] if newest else path
     contents = open_contents(path_read, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 
@@ -240,22 +238,19 @@ def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
             "it is no checkpoint, and no folder that holds any",
             "give the folder of world.checkpoint, or one checkpoint in it",
         )
-    found = {path: examine(path, values=True) for path in dict.fromkeys((*paths, *around))}
+    all_paths = dict.fromkeys((*paths, *around, *unfinished))
+    found = {path: examine(path, values=True) for path in all_paths}
     broken = [found[path] for path in paths if found[path].problems]
     sound = {layout.step_of(path) for path in around if not found[path].problems}
-    complete = {path: examine(path, values=True) for path in unfinished}
-    finish = [
-        path
-        for path, health in complete.items()
-        if not health.problems and layout.step_of(path) not in sound and not _target(path).exists()
-    ]
+    missing = [p for p in unfinished if layout.step_of(p) not in sound and not _target(p).exists()]
+    finish = [path for path in missing if not found[path].problems]
     remains = bool(sound or finish or any(health.only_sizes for health in broken))
     plan = [_for_broken(health, remains) for health in broken]
     plan += [
         Repair("finish", path, "a save that was stopped before its last rename; it is complete")
         if path in finish
-        else _for_broken(health, remains, "a save that was stopped; ")
-        for path, health in complete.items()
+        else _for_broken(found[path], remains, "a save that was stopped; ")
+        for path in unfinished
     ]
     now = time.time() if now is None else now
     return [_not_if_recent(repair, now) for repair in plan]

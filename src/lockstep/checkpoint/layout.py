@@ -139,12 +139,13 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
 
     Of equal ones the earliest; one without a metric is none.
     """
-    found: list[tuple[float, Path]] = []
+    metrics: dict[Path, float] = {}
     for path in sorted(paths, key=step_of):
-        metric: Any = (_if_complete(path) or {}).get("metric")
-        if type(metric) in (int, float):
-            found.append((metric if by == "min" else -metric, path))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+        metric = (_if_complete(path) or {}).get("metric")
+        if isinstance(metric, int | float):
+            metrics[path] = metric
+    choose = min if by == "min" else max
+    return choose(metrics, key=metrics.__getitem__, default=None)
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -99,15 +99,13 @@ class Moment:
     """
 
     def __init__(
-        self,
-        every: int | timedelta | None,
-        collectives: Collectives,
-        requests: Requests,
+        self, every: int | timedelta | None, collectives: Collectives, requests: Requests
     ) -> None:
         self._every = every
         self._collectives = collectives
         self._requests = requests
-        self._saved_at = time.monotonic()
+        self._clock = time.monotonic
+        self._saved_at = self._clock()
         self._next = 0
         self.pause = 1
         """Steps from one exchange to the next."""
@@ -115,7 +113,7 @@ class Moment:
 
     def saved(self) -> None:
         """From now on the time is counted again."""
-        self._saved_at = time.monotonic()
+        self._saved_at = self._clock()
 
     def decide(self, number: int) -> Literal["save", "stop"] | None:
         """What to do in this step; `stop`: save, then end the run.
@@ -133,7 +131,7 @@ class Moment:
 
     def _together(self, number: int) -> tuple[bool, bool]:
         """Whether any rank was asked to save, or it is time; and whether any was asked to stop."""
-        now = time.monotonic()
+        now = self._clock()
         late = (
             isinstance(self._every, timedelta)
             and now - self._saved_at >= self._every.total_seconds()
@@ -148,7 +146,7 @@ class Moment:
         # Slowly up: the first steps are no measure, since kernels are loaded and compiled in them.
         self.pause = max(1, min(int(_BETWEEN_S / max(seconds, 1e-6)), 2 * self.pause, _LONGEST))
         self._next = number + self.pause
-        self._exchanged = number, time.monotonic()
+        self._exchanged = number, self._clock()
         return late or any(answer[0] for answer in answers), any(answer[1] for answer in answers)
 
 

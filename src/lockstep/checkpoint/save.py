@@ -263,10 +263,7 @@ def _put_in_place(temporary: Path, final: Path, step: int) -> None:
 
 
 def _remove_old(
-    folder: Path,
-    keep: int,
-    best: Literal["min", "max"] | None,
-    passed_over: Collection[str],
+    folder: Path, keep: int, best: Literal["min", "max"] | None, passed_over: Collection[str]
 ) -> None:
     counting = _counting(folder, passed_over)
     kept = counting[-keep:]

@@ -22,12 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import (
-    Box,
-    encode,
-    rng_state_from_text,
-    rng_state_to_text,
-)
+from lockstep.checkpoint.encoding import Box, encode, rng_state_from_text, rng_state_to_text
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder

@@ -277,9 +277,10 @@ def stored_entries(
         The state with None for what another rank stores of a module, and without what another
         stores of an optimizer.
     """
+    sets = [None if mine is None else frozenset(mine) for mine in held]
 
     def is_here(entry: int) -> bool:
-        first = (other for other, mine in enumerate(held) if mine is None or entry in mine)
+        first = (other for other, mine in enumerate(sets) if mine is None or entry in mine)
         return next(first, 0) == rank
 
     if isinstance(state.get("state"), dict):

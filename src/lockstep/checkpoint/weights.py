@@ -108,11 +108,7 @@ def save_weights(
 
 
 def load_weights(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    strict: bool = True,
-    trust: bool = False,
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, trust: bool = False
 ) -> WeightsReport:
     """Copies weights from a file into a model, on whatever device the model is.
 
