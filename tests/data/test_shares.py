@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.data.batch_plan import split_batch
+from lockstep.data.batch_plan import parts, split_batch
 from lockstep.data.shares import (
     alike,
     choose_shares,
@@ -16,7 +16,6 @@ from lockstep.data.shares import (
     first_micro_batch,
     largest_that_fits,
     parse_micro_batch,
-    parts,
     shares_by_times,
     step_seconds,
 )

@@ -115,20 +115,24 @@ def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> 
         An array of shape `(micro-batches, ranks, 2)`: begin and end within the global batch.
     """
     micro_batches = max(1, min(micro_batches, count))
-    total, before = sum(shares), np.cumsum([0, *shares])
-    ends = -(-count * before // total)  # ceilings: a lone sample goes to the first rank
-    of_rank = np.diff(ends)
+    of_rank = parts(count, shares)
     # Spread each rank's samples evenly over the batch, then cut: the totals stay exact.
     positions = np.concatenate([(np.arange(n) + 0.5) / n for n in of_rank if n] or [np.empty(0)])
     owners = np.repeat(np.arange(len(shares)), of_rank)[np.argsort(positions, kind="stable")]
     cuts = -(-count * np.arange(micro_batches + 1) // micro_batches)
-    parts = np.empty((micro_batches, len(shares), 2), dtype=np.int64)
+    found = np.empty((micro_batches, len(shares), 2), dtype=np.int64)
     for j in range(micro_batches):
         sizes = np.bincount(owners[cuts[j] : cuts[j + 1]], minlength=len(shares))
         stops = cuts[j] + np.cumsum(sizes)
-        parts[j, :, 0], parts[j, :, 1] = stops - sizes, stops
-    parts.setflags(write=False)
-    return parts
+        found[j, :, 0], found[j, :, 1] = stops - sizes, stops
+    found.setflags(write=False)
+    return found
+
+
+def parts(count: int, shares: tuple[int, ...]) -> list[int]:
+    """Each rank's samples of a whole global batch."""
+    ends = -(-count * np.cumsum([0, *shares]) // sum(shares))
+    return [int(n) for n in np.diff(ends)]  # ceilings: a lone sample goes to the first rank
 
 
 @lru_cache(maxsize=256)
@@ -146,8 +150,8 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
             "give the number of samples one device computes at a time, or leave it out",
         )
     for pieces in range(math.ceil(batch_size / (largest * len(shares))), batch_size + 1):
-        parts = split_batch(batch_size, shares, max(1, pieces))
-        if int((parts[..., 1] - parts[..., 0]).max()) <= largest:
+        found = split_batch(batch_size, shares, max(1, pieces))
+        if int((found[..., 1] - found[..., 0]).max()) <= largest:
             return max(1, pieces)
     return batch_size
 

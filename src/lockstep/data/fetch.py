@@ -362,8 +362,7 @@ class Workers:
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pin_memory"] = False  # `to_device` pins what can be pinned
-        given = self._options.get("worker_init_fn")
-        self._options["worker_init_fn"] = partial(_start_worker, given)
+        self._options["worker_init_fn"] = partial(_start_worker, options["worker_init_fn"])
         self._seed = seed
         self._persistent: DataLoader[Any] | None = None
         self._keys: Iterable[Any] = ()
@@ -376,7 +375,7 @@ class Workers:
 
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
         """`fetch[key]` for each key, in order."""
-        if self._busy or not self._options.get("persistent_workers"):
+        if self._busy or not self._options["persistent_workers"]:
             yield from self._new(fetch, keys, persistent_workers=False)
             return
         self._busy, self._keys = True, keys

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.batch_plan import EpochPlan
+from lockstep.data.batch_plan import EpochPlan, parts
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Key, Workers, to_device
 from lockstep.data.micro_batches import (
@@ -29,7 +29,6 @@ from lockstep.data.micro_batches import (
     weighted,
 )
 from lockstep.data.pytree import emptied, map_tensors
-from lockstep.data.shares import parts
 from lockstep.data.source import Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state

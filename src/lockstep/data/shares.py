@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.batch_plan import Indices, parse_shares, split_batch
+from lockstep.data.batch_plan import Indices, parse_shares, parts, split_batch
 from lockstep.errors import SettingError
 from lockstep.settings import is_auto
 
@@ -225,12 +225,6 @@ def choose_shares(
         return present
     near = (shares for shares, time in needed.items() if time <= best * _NEAR)
     return next(near, min(needed, key=needed.__getitem__))
-
-
-def parts(batch_size: int, shares: tuple[int, ...]) -> list[int]:
-    """Each rank's samples of a whole global batch, as `split_batch` gives them."""
-    before = np.cumsum([0, *shares])
-    return [int(n) for n in np.diff(-(-batch_size * before // sum(shares)))]
 
 
 def _ideal(seconds: Sequence[float], room: Sequence[int], batch_size: int) -> list[float]:

@@ -193,11 +193,9 @@ def _seed(generator: _Generator, value: int) -> None:
         bits = generator.bit_generator
         with suppress(TypeError, ValueError):  # a bit generator of somebody's own
             bits.state = type(bits)(value).state
-    elif isinstance(generator, np.random.RandomState):
-        with suppress(TypeError):  # numpy seeds only its Mersenne Twister again
-            generator.seed(value & 0xFFFFFFFF)
     else:
-        generator.seed(value)
+        with suppress(TypeError):  # a RandomState seeds only its Mersenne Twister again
+            generator.seed(value & 0xFFFFFFFF)
 
 
 def _generators(*samplers: object) -> list[_Generator]:

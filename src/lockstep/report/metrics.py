@@ -163,9 +163,7 @@ class RunningMeans:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             if not self._alone:
-                work = dist.all_reduce(packed, async_op=True)
-                if work is not None:
-                    work.wait()  # the stream waits, not the CPU
+                dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

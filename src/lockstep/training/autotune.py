@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.batch_plan import parts
 from lockstep.data.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
 from lockstep.data.pytree import map_tensors, tensors
 from lockstep.data.shares import (
@@ -29,7 +30,6 @@ from lockstep.data.shares import (
     confirmed,
     enough,
     largest_that_fits,
-    parts,
     shares_by_times,
     step_seconds,
 )
