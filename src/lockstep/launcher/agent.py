@@ -247,7 +247,7 @@ class Agent(SimpleElasticAgent):
     def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
         process = attempt.processes[worker.local_rank]
         process.folder.mkdir(parents=True)
-        command = self._plan.command and self._plan.command.for_rank(process.local_rank)
+        command = self._plan.command.for_rank(process.local_rank)
         # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
         counted = self._rdzv.attempt
         restarts = self._failures if counted is None else counted
@@ -257,7 +257,7 @@ class Agent(SimpleElasticAgent):
             **({} if self._plan.own_processes else place),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
-            **(command.environment if command else {}),
+            **command.environment,
             **self._variables,
         }
         streams = self._console.open(
@@ -269,7 +269,7 @@ class Agent(SimpleElasticAgent):
                 variables,
                 streams,
                 own_session=process is not self._alone,
-                command=command.line if command else (),
+                command=command.line,
             )
         finally:
             for stream in streams:

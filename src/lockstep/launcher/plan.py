@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import SettingError
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.output import choose_streams
+from lockstep.launcher.worker import Command
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    from lockstep.launcher.worker import Command
 
 _RENDEZVOUS = ("--standalone", "--node-rank", "--master-addr", "--master-port", "--rdzv-")
 """How the flags begin that say how nodes meet."""
 _MASTER_PORT = 29500
 """Torchrun's, where --master-port does not say."""
+_NOTHING = Command((), {})
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Plan:
     """The one process started here starts the ranks itself; it is not told that it is one."""
     local_rank_flag: str | None = None
     """The argument in which the script wants its local rank."""
-    command: Command | None = None
-    """What a rank executes; None: it is a copy of a process that knows its work."""
+    command: Command = _NOTHING
+    """What a rank executes; empty: it is a copy of a process that knows its work."""
     hang: HangRules = HangRules()
     timeout: float | None = None
     """Seconds from the start of the ranks after which they are ended; None: no limit."""

@@ -89,13 +89,14 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
                 made, flags = _prepare(spec, environ)
             made = _with_notes(made, script, hints, cold)
-            command = _fresh_command(script, flags) if cold else None
-            if command is not None and command.numa is not None:
+            if cold:
+                made = replace(made, command=_fresh_command(script, flags))
+            if made.command.numa is not None:
                 for rank in range(made.nproc):  # what stands against it is heard before any starts
-                    command.for_rank(rank)
+                    made.command.for_rank(rank)
             folder = make_folder(flags.log_dir, Path(spec.script).stem)
             announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-            outcome = launch_agent(replace(made, command=command), flags, zygote, folder)
+            outcome = launch_agent(made, flags, zygote, folder)
         finally:
             zygote.close()
     if outcome.failure is not None:
