@@ -376,9 +376,8 @@ def problem_with(name: str, leaf: Any) -> Problem | None:
             "it does not fit into 64 bits",
             "reduce it as a float, or as two integers",
         )
-    if (isinstance(leaf, str) and name in {"gather", "broadcast"}) or (
-        leaf is None and name == "broadcast"
-    ):
+    is_text = isinstance(leaf, str) and name in {"gather", "broadcast"}
+    if is_text or (leaf is None and name == "broadcast"):
         return None
     return (
         f"a collective on a {type(leaf).__name__}",

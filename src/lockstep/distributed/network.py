@@ -343,11 +343,10 @@ def choose_interface(
     """
     named = _named(environ, addresses)
     # Several names, with commas between them, are none of `addresses`; they are left to Gloo.
-    if named is not None and not (
-        one_node and all(map(means_loopback, addresses.get(named[0], ["-"])))
-    ):
+    here = one_node and (named is None or all(map(means_loopback, addresses.get(named[0], ["-"]))))
+    if named is not None and not here:
         return named
-    if one_node:
+    if here:
         loopback = _owner(addresses, is_loopback_address)
         return loopback, "all ranks are on this machine: nothing is reachable from outside"
     if hostname_address is not None and not is_loopback_address(hostname_address):

@@ -159,17 +159,12 @@ class _Request:
         if flight is None:
             return replace(state, answered=None)
         if self._heartbeat is not None:
-            others = dict(flight.stacks)
-            main = others.pop(self._heartbeat.main_thread, state.stack)
-            others_stacks = tuple(others.values())
-            state = replace(state, stack=main, threads=others_stacks, thread_ids=tuple(others))
-        return replace(
-            state,
-            answered=True,
-            calls=flight.calls,
-            completed=flight.completed,
-            groups=flight.groups,
-        )
+            threads = dict(flight.stacks)
+            main = threads.pop(self._heartbeat.main_thread, state.stack)
+            others = tuple(threads.values())
+            state = replace(state, stack=main, threads=others, thread_ids=tuple(threads))
+        calls, completed, groups = flight.calls, flight.completed, flight.groups
+        return replace(state, answered=True, calls=calls, completed=completed, groups=groups)
 
 
 _HEARTBEATS_EVERY_S = 0.5
