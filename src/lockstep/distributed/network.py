@@ -191,15 +191,8 @@ def listening_socket(address: str, port: int) -> socket.socket:
     Raises:
         OSError: it cannot be bound (EADDRINUSE: the port is taken).
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=128)
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -267,8 +267,7 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
         raise unreachable("rank 0", endpoint, UNRESOLVED)
     try:
-        address = serving_address(endpoint)
-        return serve_store(address, endpoint.port, timedelta(seconds=timeout))
+        return serve_store(serving_address(endpoint), endpoint.port, timedelta(seconds=timeout))
     except OSError as error:
         raise cannot_listen(error, endpoint) from None
 

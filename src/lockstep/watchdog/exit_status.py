@@ -135,8 +135,7 @@ class ExitReport:
     def to_values(self) -> dict[str, Any]:
         """For JSON; the tracebacks stay where they were written. `from_values` is the opposite."""
         exits = tuple(
-            replace(e, error=None if e.error is None else replace(e.error, traceback=""))
-            for e in self.exits
+            replace(e, error=e.error and replace(e.error, traceback="")) for e in self.exits
         )
         return asdict(replace(self, exits=exits))
 
