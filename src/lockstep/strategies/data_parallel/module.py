@@ -342,20 +342,17 @@ def _devices(
             )
         return [], replicas
     visible = torch.cuda.device_count()
-    if device_ids is None:
-        device_ids = range(visible)
-    elif isinstance(device_ids, int | str | torch.device):
-        raise SettingError(
-            f"device_ids={device_ids!r}", "they are several GPUs", "give a list of their numbers"
-        )
-    devices = [_device(device) for device in device_ids]
+    given: Any = range(visible) if device_ids is None else device_ids
+    several = not isinstance(given, int | str | torch.device)
+    devices = [_device(device) for device in given] if several else []
     # torch keeps the number in one byte, so that 900 becomes a negative one.
     wrong = [d for d in devices if d.type != "cuda" or d.index not in range(visible)]
-    if wrong or len(set(devices)) < len(devices):
+    if not several or wrong or len(set(devices)) < len(devices):
         raise SettingError(
-            f"device_ids={list(device_ids)}",
+            f"device_ids={list(given) if several else given!r}",
             f"they name GPUs, each once, and {visible} are visible here",
-            "give numbers below that; replicas=N computes on one device, with or without GPUs",
+            "give a list of numbers below that; replicas=N computes on one device, with or "
+            "without GPUs",
         )
     return devices, max(1, len(devices))
 

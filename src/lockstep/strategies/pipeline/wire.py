@@ -67,22 +67,6 @@ class Expected(NamedTuple):
     work: dist.Work | None
 
 
-@dataclass
-class _Ahead:
-    """What both sides know of the messages from one to the other."""
-
-    before: list[Form] | None = None
-    """The form of the last message."""
-    asked: list[Form] | None = None
-    """What was asked for before its time."""
-
-    def goes_on(self, forms: list[Form], more: bool) -> bool:
-        """A message has this form: whether the next one is asked for now, because it repeats."""
-        repeats, self.before = forms == self.before, forms
-        self.asked = forms if more and repeats else None
-        return self.asked is not None
-
-
 class Wire:
     """One direction between the ranks of a pipeline.
 
@@ -99,7 +83,10 @@ class Wire:
         self._carrier = carrier_device(device, group)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._forms: dict[int, dict[Hashable, list[Form]]] = {}
-        self._sent, self._received = _Ahead(), _Ahead()
+        self._last_sent: list[Form] | None = None
+        self._last_received: list[Form] | None = None
+        self._asked: list[Form] | None = None
+        """What the other side has asked for before its time."""
         self._expected: list[Expected] = []
         """What this side has asked for before its time."""
 
@@ -119,9 +106,8 @@ class Wire:
         """
         forms = [Form.of(tensor) for tensor in tensors]
         known = self._known(kind)
-        asked = self._sent.asked
-        if asked is not None and asked != known:
-            for form in asked:
+        if self._asked is not None and self._asked != known:
+            for form in self._asked:
                 self._start(torch.zeros(form.size, dtype=torch.uint8, device=self._carrier), to)
         if known is None:
             text = torch.tensor(_encoded(forms), dtype=torch.int64)
@@ -136,7 +122,8 @@ class Wire:
                 "unfreeze parameters between two global batches",
             )
         self.send_known(tensors, to)
-        self._sent.goes_on(forms, more and self.expects_early)
+        repeats, self._last_sent = forms == self._last_sent, forms
+        self._asked = forms if repeats and more and self.expects_early else None
 
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
         """Starts to send what the other side expects."""
@@ -148,7 +135,7 @@ class Wire:
         """What `send` sends, with a gradient to come back where it needs one."""
         forms = self._known(kind)
         expected, self._expected = self._expected, []
-        if self._received.asked is not None and self._received.asked != forms:
+        if expected and [each.form for each in expected] != forms:
             self.take(expected)
             expected = []
         if forms is None:
@@ -159,7 +146,8 @@ class Wire:
             forms = _read(text.tolist())
             self._remember(kind, forms)
         tensors = self.take(expected or self.expect(source, forms))
-        if self._received.goes_on(forms, more and self.expects_early):
+        repeats, self._last_received = forms == self._last_received, forms
+        if repeats and more and self.expects_early:
             self._expected = self.expect(source, forms)
         for tensor, form in zip(tensors, forms, strict=True):
             if form.trained and torch.is_grad_enabled():
