@@ -152,7 +152,8 @@ class Peers:
                 "give each machine a --node-rank of its own; the first one goes on without this "
                 "one",
             )
-        admitted = replace(comer, number=len(nodes), state=HERE, why="", published={})
+        number = len(nodes)
+        admitted = replace(comer, number=number, state=HERE, why="", published={}, forget="")
         self.write(admitted.number, asdict(admitted))
         return admitted
 
