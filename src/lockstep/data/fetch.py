@@ -352,10 +352,10 @@ class _Reader:
 
 
 class Workers:
-    """Reads with worker processes.
+    """Reads with worker processes, or in this one where there are none.
 
     Args:
-        options: of `torch.utils.data.DataLoader`; `num_workers` is at least 1.
+        options: of `torch.utils.data.DataLoader`.
         seed: of the run.
     """
 
@@ -375,6 +375,9 @@ class Workers:
 
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
         """`fetch[key]` for each key, in order."""
+        if not (keys and self._options["num_workers"]):
+            yield from map(fetch.__getitem__, keys)
+            return
         if self._busy or not self._options["persistent_workers"]:
             yield from self._new(fetch, keys, persistent_workers=False)
             return

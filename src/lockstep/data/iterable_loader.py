@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.consistency import check_global_batch, check_length
-from lockstep.data.fetch import GlobalBatchKey, IterableFetch, Key, RankBatch, to_device
+from lockstep.data.fetch import GlobalBatchKey, IterableFetch, RankBatch, to_device
 from lockstep.data.loader import SOME_SKIP, Loader
 from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
 from lockstep.data.source import IterableSource, Source
@@ -119,11 +119,13 @@ class IterableLoader(Loader):
         finally:
             self._iterable.close()
 
-    def _read(self, keys: list[Key]) -> Iterator[Any]:
+    def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
         """Of a global batch that has been read already."""
-        for epoch, indices in keys:
+        for planned in wanted:
+            indices = planned.indices
             samples = [self._raw[i - self._raw_begins] for i in indices.tolist()]
-            yield self._iterable.collate(epoch, samples, indices) if samples else self._empty(epoch)
+            collate = self._iterable.collate
+            yield planned, collate(epoch, samples, indices) if samples else self._empty(epoch)
 
     def _rest(self, epoch: int, position: int, training: bool) -> Iterator[WithBatch]:
         everywhere = training or self._evaluates_together
@@ -200,13 +202,11 @@ class IterableLoader(Loader):
             GlobalBatchKey(epoch, t, shares, needed, compares and _is_compared(t, begin))
             for t in itertools.count(begin)
         )
-        read = (
-            self._workers.read(self._iterable.fresh(), keys)
-            if self.source.options["num_workers"]
-            else map(self._iterable.__getitem__, keys)
-        )
+        # Workers begin a pass of their own; here the one that is open goes on.
+        several = self.source.options["num_workers"] > 0
+        read = self._workers.read(self._iterable.fresh() if several else self._iterable, keys)
         if endless:
-            return iter(read)
+            return read
         return itertools.takewhile(lambda own: not own.ended, read)
 
     def _first(self, epoch: int, count: int) -> Any:

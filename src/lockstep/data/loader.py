@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.data.batch_plan import EpochPlan, parts
 from lockstep.data.coverage import Coverage
-from lockstep.data.fetch import Fetch, Key, Workers, to_device
+from lockstep.data.fetch import Fetch, Workers, to_device
 from lockstep.data.micro_batches import (
     AutotuneRequest,
     MicroBatchPlan,
@@ -319,25 +319,16 @@ class Loader:
                 yield from to_device(pairs, self._collectives.device)
 
     def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
-        """The micro-batches, each with its batch on the CPU."""
-        return zip(wanted, self._read([(epoch, each.indices) for each in wanted]), strict=True)
-
-    def _read(self, keys: list[Key]) -> Iterator[Any]:
-        """The collated batches on the CPU; an empty part is made from any other batch."""
-        filled = [key for key in keys if len(key[1])]
-        workers = self.source.options["num_workers"]
-        fetched = (
-            self._workers.read(self._fetch, filled)
-            if workers and filled
-            else map(self._fetch.__getitem__, filled)
-        )
-        for key in keys:
-            if len(key[1]):
+        """The micro-batches, each with its batch on the CPU; an empty one comes from any other."""
+        filled = [(epoch, planned.indices) for planned in wanted if planned.micro_batch.local]
+        fetched = self._workers.read(self._fetch, filled)
+        for planned in wanted:
+            if planned.micro_batch.local:
                 batch = next(fetched)
-                self._keep_example(batch, len(key[1]))
-                yield batch
+                self._keep_example(batch, planned.micro_batch.local)
             else:
-                yield self._empty(key[0])
+                batch = self._empty(epoch)
+            yield planned, batch
 
     def _keep_example(self, batch: Any, count: int) -> None:
         if self._example is None:
