@@ -367,7 +367,7 @@ def test_a_length_that_the_stream_tells():
     loader = make(Told(), BATCH, micro_batch_size=4)
     assert loader.steps == 4
     assert len(loader) == len(list(loader)) == 8
-    assert "6 of 23" in loader.choice.value
+    assert "6 of 23" in loader.choice(0).value
 
 
 def test_without_sample_rng_the_random_streams_are_left_alone():
