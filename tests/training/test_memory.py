@@ -131,7 +131,7 @@ def test_live_tensors_sees_what_is_made_and_what_is_freed():
     live = LiveTensors()
     live.hold([held.untyped_storage()])
     assert live.peak == 1000
-    with live.watch():
+    with live:
         one = torch.zeros(2000, dtype=torch.uint8)
         view = one[10:20]
         del one

@@ -38,7 +38,7 @@ def update(gradient: np.ndarray, *batches: Taken, **values: Any) -> RankUpdate:
     found: dict[str, Any] = {
         "rates": (0.1,),
         "losses": (1.0,),
-        "before": {"w": np.ones((6, 4))},
+        "initial": {"w": np.ones((6, 4))},
         "held": {"w": "same"},
         "gradients": {"w": gradient},
         "parameters": {"w": 1 - 0.1 * gradient},
@@ -238,7 +238,7 @@ def test_what_comes_after_equal_gradients() -> None:
 
 
 def test_what_comes_before_the_first_step() -> None:
-    divergence, cause = found(two(WHOLE, before={"w": ONE}))
+    divergence, cause = found(two(WHOLE, initial={"w": ONE}))
     assert (divergence.what, cause.code) == ("initial", "LS305")
     divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, held={"w": "other"})[1:]])
     assert (divergence.what, cause.code) == ("replicas", "LS304")

@@ -16,7 +16,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.guards.base import Guard
 from lockstep.optim.precision import Precision
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import Wrapped, parameters_of
 
 
 class GradientVersionGuard(Guard):
@@ -58,7 +58,7 @@ class GradientVersionGuard(Guard):
         """Raises UsageError where gradients that are still scaled were written to."""
         if not self.precision.scales(optimizer):
             return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = set(map(id, parameters_of(optimizer)))
         if any(_changed(mark) for mark in self._marks if id(mark[0]) in stepped):
             raise UsageError(
                 "gradients that are written to before optimizer.step() under precision='fp16'",

@@ -234,3 +234,8 @@ PLAIN = frozenset(vars(nn.Module()))
 def may_set(part: nn.Module) -> bool:
     """Whether a forward pass of the user's may set attributes: torch's own layers keep nothing."""
     return not type(part).__module__.startswith("torch.nn.")
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that an optimizer holds, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

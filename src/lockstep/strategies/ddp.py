@@ -33,6 +33,7 @@ from lockstep.strategies.base import (
     Wrapped,
     note_empty_part,
     parameters_changed,
+    parameters_of,
     place,
 )
 from lockstep.strategies.replication import MovingBuffers, take_from_first
@@ -282,7 +283,7 @@ class ExactDDP(DistributedDataParallel):
         """Raises UsageError where a step would use gradients that are not the global batch's."""
         key = id(optimizer)
         if key not in self._owned:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = set(map(id, parameters_of(optimizer)))
             self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
         owned = self._owned[key]
         missing = [name for name, parameter in owned if parameter.grad is None]

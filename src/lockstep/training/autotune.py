@@ -17,6 +17,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ class ProfilingRun:
         """
         with self._undisturbed():
             try:
-                self._compute_beside_reserve(samples, device)
+                self._compute(samples, device, self._reserve())
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -144,13 +145,8 @@ class ProfilingRun:
                 took.append(now(self._gpus) - begin)
         return min(took) / samples
 
-    def _compute_beside_reserve(self, samples: int, device: int | None) -> None:
-        reserve = self._reserve()
-        self._compute(samples, device)
-        del reserve
-
-    def _compute(self, samples: int, device: int | None) -> None:
-        """A forward and a backward pass over all calls."""
+    def _compute(self, samples: int, device: int | None, beside: Tensor | None = None) -> None:
+        """A forward and a backward pass over all calls; `beside` is held meanwhile."""
         if not self._calls:
             raise UsageError(
                 "world.backward(loss)",
@@ -235,36 +231,29 @@ class ProfilingRun:
                 collectives.blocked = blocked
 
 
+@dataclass
 class Autotune:
     """Finds shares and micro-batch size for all loaders of a run.
-
-    Args:
-        run: whose settings say what is open.
-        strategy: of the modules.
-        plan: the strategy's.
-        modules: as they are called; the list may still grow.
-        optimizers: prepared ones; likewise.
 
     Raises:
         SettingError: the strategy cannot find what is `"auto"`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        strategy: Strategy,
-        plan: Plan,
-        modules: list[nn.Module],
-        optimizers: list[PreparedOptimizer],
-    ) -> None:
-        self.found = Autotuned()
-        self._run = run
-        self._strategy = strategy
-        self._plan = plan
-        self._modules = modules
-        self._optimizers = optimizers
-        self._profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
-        self._recording = ExitStack()
+    run: Run
+    """Its settings say what is open."""
+    strategy: Strategy
+    """Of the modules."""
+    plan: Plan
+    """The strategy's."""
+    modules: list[nn.Module]
+    """As they are called; the list may still grow."""
+    optimizers: list[PreparedOptimizer]
+    """Prepared ones; likewise."""
+    found: Autotuned = field(default_factory=Autotuned)
+    _profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
+    _recording: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
         self.request(None, None)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
@@ -273,11 +262,11 @@ class Autotune:
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        settings, own_devices = self._run.settings, len(self._plan.own_devices)
+        settings, own_devices = self.run.settings, len(self.plan.own_devices)
         if shares is not None and not is_auto(shares) and own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
-                f"strategy {self._strategy.name!r} divides a batch over the devices of this "
+                f"strategy {self.strategy.name!r} divides a batch over the devices of this "
                 "process where the model is called, whatever loader it came from",
                 "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
                 "later",
@@ -287,13 +276,13 @@ class Autotune:
         open_shares = is_auto(settings.shares if shares is None else shares)
         if not (open_shares or is_auto(micro_batch_size)):
             return None
-        if not self._plan.autotunes:
+        if not self.plan.autotunes:
             raise SettingError(
                 "shares='auto'" if open_shares else "micro_batch_size='auto'",
-                f"strategy {self._strategy.name!r} cannot try a part of the batch on its own",
+                f"strategy {self.strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
-        several = self._plan.devices > 1
+        several = self.plan.devices > 1
         if not is_auto(micro_batch_size) and not several:
             return None
         return AutotuneRequest(
@@ -315,16 +304,16 @@ class Autotune:
             return
         division, local, calls = self._profiled
         self._stop()
-        search = _Search(self._run, self._plan, division, local, calls)
+        search = _Search(self.run, self.plan, division, local, calls)
         shares = division.shares
         if division.open_shares:
             before, after, times = search.shares()
             kind = "rank"
-            if len(self._plan.own_devices) == 1:
+            if len(self.plan.own_devices) == 1:
                 shares = after
             else:  # its modules divide what the loader gives to the process as a whole
                 kind = "device"
-                for module in self._modules:
+                for module in self.modules:
                     if isinstance(module, DataParallel):
                         module.set_shares(after)
             self._say(_shares_in_words(before, after, times, kind))
@@ -337,7 +326,7 @@ class Autotune:
             self.found.shares = shares
 
     def _say(self, text: str) -> None:
-        if self._run.topology.is_main:
+        if self.run.topology.is_main:
             print_line(text)
 
     @contextmanager
@@ -347,11 +336,11 @@ class Autotune:
         Raises:
             UsageError: an optimizer has stepped, and nothing was found.
         """
-        calls = self._recording.enter_context(seen_calls(self._modules))
+        calls = self._recording.enter_context(seen_calls(self.modules))
         self._profiled = present = division, local, calls
         try:
             yield
-            if self._profiled is present and self._run.step.running.stepped:
+            if self._profiled is present and self.run.step.running.stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -372,10 +361,10 @@ class Autotune:
         static graph under DDP take no batch in parts.
         """
         return (
-            any(isinstance(m, BatchNorm) for module in self._modules for m in module.modules())
-            or len(self._optimizers) > 1
-            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self._optimizers)
-            or self._plan.static_graph
+            any(isinstance(m, BatchNorm) for module in self.modules for m in module.modules())
+            or len(self.optimizers) > 1
+            or any(isinstance(o.inner, torch.optim.LBFGS) for o in self.optimizers)
+            or self.plan.static_graph
         )
 
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -183,7 +183,7 @@ def measure(
     }
     whole: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
-        steps = TrainingSteps(preparer, model, optimizer, loader, loss)
+        steps = _training_steps(preparer, model, optimizer, loader, loss)
         columns |= steps.measure()
         whole |= {"samples": steps.samples, "step_s": steps.seconds}
     elif optimizer is not None:
@@ -311,57 +311,52 @@ def _line(label: str, values: Iterable[object]) -> str:
     return f"  {label:<18}" + "".join(f"{value!s:>{_WIDTH}}" for value in values)
 
 
+def _training_steps(
+    preparer: Preparer, model: nn.Module, optimizer: Any, loader: Any, loss: Any
+) -> TrainingSteps:
+    """Raises UsageError where a part is missing or not prepared, or the loader is in use."""
+    if loss is None or not isinstance(optimizer, PreparedOptimizer):
+        raise UsageError(
+            "world.memory with a loader or a loss alone",
+            "to take training steps it needs the model, the optimizer, the loader and the loss",
+            "call world.memory(model, optimizer, loader, loss) with what world.prepare "
+            "returned, or world.memory(model, optimizer) to count without a step",
+        )
+    if not isinstance(loader, Loader):
+        raise UsageError(
+            f"world.memory with a {type(loader).__name__} as the loader",
+            "it is not a prepared loader",
+            "give what world.prepare or world.loader returned for it",
+        )
+    if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
+        raise UsageError(
+            "world.memory with a loader that has no batch to give",
+            "it is empty" if loader.steps == 0 else "a loop over it is running",
+            "call it before the loop, with data for one global batch at least",
+        )
+    return TrainingSteps(preparer, model, optimizer, loader, loss)
+
+
+@dataclass
 class TrainingSteps:
-    """Training steps to be measured: collective, all ranks take them.
+    """Training steps to be measured: collective, all ranks take them."""
 
-    Args:
-        preparer: the run's.
-        model: prepared.
-        optimizer: prepared.
-        loader: prepared.
-        loss: of the model and a batch; the mean over its samples.
+    preparer: Preparer
+    model: nn.Module
+    optimizer: PreparedOptimizer
+    loader: Loader
+    loss: Callable[[nn.Module, Any], Tensor]
+    samples: int = 0
+    """Of this rank's first micro-batch, at which the activations were counted."""
+    seconds: float = 0.0
+    """Of a step."""
+    _sizes: dict[str, dict[torch.device, int]] = field(default_factory=dict)
+    _gradients: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    """Where they are after a backward pass; what outlives the clearing is a bucket."""
 
-    Raises:
-        UsageError: a part is missing or not prepared, or the loader is in use or empty.
-    """
-
-    def __init__(
-        self,
-        preparer: Preparer,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        loader: Loader | None,
-        loss: Callable[[nn.Module, Any], Tensor] | None,
-    ) -> None:
-        if loss is None or not isinstance(optimizer, PreparedOptimizer):
-            raise UsageError(
-                "world.memory with a loader or a loss alone",
-                "to take training steps it needs the model, the optimizer, the loader and the loss",
-                "call world.memory(model, optimizer, loader, loss) with what world.prepare "
-                "returned, or world.memory(model, optimizer) to count without a step",
-            )
-        if not isinstance(loader, Loader):
-            raise UsageError(
-                f"world.memory with a {type(loader).__name__} as the loader",
-                "it is not a prepared loader",
-                "give what world.prepare or world.loader returned for it",
-            )
-        if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
-            raise UsageError(
-                "world.memory with a loader that has no batch to give",
-                "it is empty" if loader.steps == 0 else "a loop over it is running",
-                "call it before the loop, with data for one global batch at least",
-            )
-        self._preparer, self._run = preparer, preparer.run
-        self._model, self._optimizer, self._loader, self._loss = model, optimizer, loader, loss
-        self._gpus = gpus_of(preparer.run, [model])
-        self.samples = 0
-        """Of this rank's first micro-batch, at which the activations were counted."""
-        self.seconds = 0.0
-        """Of a step."""
-        self._sizes: dict[str, dict[torch.device, int]] = {}
-        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
-        """Where they are after a backward pass; what outlives the clearing is a bucket."""
+    def __post_init__(self) -> None:
+        self._run = self.preparer.run
+        self._gpus = gpus_of(self._run, [self.model])
 
     def measure(self) -> dict[str, dict[torch.device, int]]:
         """Takes some steps and puts everything back.
@@ -373,48 +368,48 @@ class TrainingSteps:
         """
         with self._put_back(), closing(self._endless()) as batches:
             self._step(batches, look=True)
-            self._sizes["state"] = bytes_by_device(storages(state_of(self._optimizer.inner)))
+            self._sizes["state"] = bytes_by_device(storages(state_of(self.optimizer.inner)))
             self._sizes["peak"] = self._peak(batches)
             self.seconds = statistics.median(self._step(batches) for _ in range(_TIMED))
         return self._sizes
 
     def _endless(self) -> Generator[Any]:
         while True:
-            yield from self._loader
+            yield from self.loader
 
     def _step(
         self,
         batches: Iterator[Any],
-        watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        watch: AbstractContextManager[Any] | None = None,
         *,
         look: bool = False,
     ) -> float:
-        """One training step, under `watch()`; the seconds it took without the loader.
+        """One training step, under `watch`; the seconds it took without the loader.
 
         With `look` it is seen what the forward pass of its first micro-batch keeps.
         """
         seconds, last = 0.0, False
         while not last:
             batch = next(batches)
-            present = self._loader.current
+            present = self.loader.current
             last = present.last
             begin = now(self._gpus)
-            with watch():
+            with watch or nullcontext():
                 with self._look(present.local) if look and present.first else nullcontext():
-                    loss = self._loss(self._model, batch)
-                self._preparer.backward(loss)
+                    loss = self.loss(self.model, batch)
+                self.preparer.backward(loss)
                 if look:
-                    gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+                    gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
                     self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
-                self._optimizer.step()
-                self._optimizer.zero_grad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             seconds += now(self._gpus) - begin
         return seconds
 
     @contextmanager
     def _look(self, samples: int) -> Iterator[None]:
         """Around the forward pass and the loss, which must be alive at the end of it."""
-        own = storages([*self._model.parameters(), *self._model.buffers()])
+        own = storages([*self.model.parameters(), *self.model.buffers()])
         calls: list[SavedTensors] = []
         outside = SavedTensors()
         used: set[torch.UntypedStorage] = set()
@@ -423,7 +418,7 @@ class TrainingSteps:
             calls.append(SavedTensors(arguments))
             return calls[-1].watch()
 
-        with outside.watch(), _around_calls(self._model, watch), self._parameters_in_use(used):
+        with outside.watch(), _around_calls(self.model, watch), self._parameters_in_use(used):
             yield
         self.samples = samples
         copies = used - own
@@ -440,14 +435,14 @@ class TrainingSteps:
     @contextmanager
     def _parameters_in_use(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
         """Adds the parameters that each layer computes with, where they are not its own."""
-        spread = any(hasattr(p, "to_local") for p in self._model.parameters())
+        spread = any(hasattr(p, "to_local") for p in self.model.parameters())
 
         def look(module: nn.Module, args: Any) -> None:
             used.update(storages(module.parameters(recurse=False)))
 
-        copied = isinstance(self._model, DataParallel)
+        copied = isinstance(self.model, DataParallel)
         with ExitStack() as hooks:
-            for module in self._model.modules() if spread or copied else ():
+            for module in self.model.modules() if spread or copied else ():
                 hooks.enter_context(module.register_forward_pre_hook(look))
             yield
 
@@ -461,30 +456,30 @@ class TrainingSteps:
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
         live = LiveTensors()
-        live.hold(storages([*self._model.parameters(), *self._model.buffers()]))
-        live.hold(storages(state_of(self._optimizer.inner)))
+        live.hold(storages([*self.model.parameters(), *self.model.buffers()]))
+        live.hold(storages(state_of(self.optimizer.inner)))
         live.hold(held for gradient in self._gradients for held in [gradient()] if held is not None)
         here = threading.get_ident()
 
         def in_other_threads(args: Any) -> AbstractContextManager[Any]:
-            return nullcontext() if threading.get_ident() == here else live.watch()
+            return nullcontext() if threading.get_ident() == here else live
 
-        with _around_calls(self._model, in_other_threads):
-            self._step(batches, live.watch)
+        with _around_calls(self.model, in_other_threads):
+            self._step(batches, live)
         return {torch.device("cpu"): live.peak}
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Restores model, optimizer, loader, scaler, counters and random streams on leaving."""
-        loader, inner, precision = self._loader, self._optimizer.inner, self._preparer.precision
+        loader, inner, precision = self.loader, self.optimizer.inner, self.preparer.precision
         # Those of a pipeline's other stages have no data.
-        held = [*self._model.parameters(), *self._model.buffers()]
+        held = [*self.model.parameters(), *self.model.buffers()]
         values = [tensor for tensor in held if not tensor.is_meta]
         kept: list[dict[Any, Any]] = [*inner.state.values(), *inner.param_groups]
         state: dict[Any, Any] = inner.state
         values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
-        old += [(part._buffers, dict(part._buffers)) for part in self._model.modules()]
+        old += [(part._buffers, dict(part._buffers)) for part in self.model.modules()]
         scaler = precision.state_dict()
         position, trained = loader.state_dict(), loader.trained
         with restored(old, values, self._gpus), self._run.step.preserved():
@@ -493,7 +488,7 @@ class TrainingSteps:
             finally:
                 loader.load_state_dict(position)
                 loader.trained = trained
-                self._optimizer.zero_grad()
+                self.optimizer.zero_grad()
                 precision.load_state_dict(scaler)
 
 
@@ -563,14 +558,16 @@ class SavedTensors:
         return tensor.detach()  # an output that is kept as it is would keep itself
 
 
-class LiveTensors:
+class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The bytes of the tensors alive on the CPU that a step has touched, and the most at any time.
 
-    Every operation says what it takes and makes; a storage counts from then until it is freed.
+    To be entered around a step, in each of its threads. Every operation says what it takes and
+    makes; a storage counts from then until it is freed.
     Memory that a kernel takes for itself and gives back before it returns is not seen.
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._lock = threading.RLock()
         self._sizes: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
@@ -593,24 +590,12 @@ class LiveTensors:
                 self._bound = self.total
                 self.peak = max(self.peak, self._bound)
 
-    def watch(self) -> AbstractContextManager[Any]:
-        """To be entered around a step, in each of its threads."""
-        return _Operations(self)
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operation of a thread to `LiveTensors`."""
-
-    def __init__(self, live: LiveTensors) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._live = live
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs, result))
-        self._live.hold(storages(t for t in leaves if isinstance(t, Tensor)))
+        self.hold(storages(t for t in leaves if isinstance(t, Tensor)))
         return result
 
 

@@ -19,6 +19,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.errors import RanksDifferError, UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.step import Pass, Step
+from lockstep.strategies.base import parameters_of
 
 # Their CPU implementations over lists of tensors give the same bits as those over single tensors,
 # with a fraction of the calls (tests/optim/test_accumulation.py). The fused ones do not.
@@ -188,11 +189,8 @@ class PreparedOptimizer(_Around, Optimizer):
 
     def check_kept(self) -> None:
         """Raises UsageError where gradients were cleared in the middle of a global batch."""
-        if self._asked == self._step.batch and not any(
-            parameter.grad is not None
-            for group in self.inner.param_groups
-            for parameter in group["params"]
-        ):
+        cleared = all(parameter.grad is None for parameter in parameters_of(self.inner))
+        if self._asked == self._step.batch and cleared:
             raise UsageError(
                 "gradients cleared between the micro-batches of a global batch",
                 "those of the micro-batches before are lost",
@@ -341,7 +339,7 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
         # Given as tensors, they keep torch from working on lists.
         if any(isinstance(x, torch.Tensor) for x in (group.get("lr"), *group.get("betas", ()))):
             return None
-    sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+    sizes = [parameter.numel() for parameter in parameters_of(optimizer)]
     if len(sizes) < _FOREACH_TENSORS or sum(sizes) > _FOREACH_MEAN_SIZE * len(sizes):
         return None
     for group in optimizer.param_groups:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.base import Plan, Strategy, Wrapped, parameters_of
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -190,7 +190,7 @@ class Preparer:
         parameters = list(module.parameters())
         mine = {id(parameter) for parameter in parameters}
         self.precision.unscale(
-            o.inner for o in self._optimizers if not mine.isdisjoint(_parameter_ids(o))
+            o.inner for o in self._optimizers if any(id(p) in mine for p in parameters_of(o))
         )
         norm = self.strategy.total_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -330,7 +330,7 @@ class Preparer:
         return collectives.mean(loss * scale if scale else 0.0)
 
     def _modules_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         strange = sum(p not in self._owners for p in parameters)
         if strange:
             raise UsageError(
@@ -389,10 +389,6 @@ def _not_prepared(found: str) -> UsageError:
         found,
         "prepare it with the model: model, optimizer = world.prepare(model, optimizer)",
     )
-
-
-def _parameter_ids(optimizer: Optimizer) -> Iterable[int]:
-    return (id(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def _code_of(brought: list[list[str]]) -> str | None:

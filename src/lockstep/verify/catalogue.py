@@ -85,19 +85,14 @@ def find(words: str) -> list[Entry]:
 
 def as_markdown() -> str:
     """docs/findings.md."""
-    lines = _HEAD.splitlines()
+    page = _HEAD
     for group, heading in GROUPS.items():
-        lines += ["", f"## {heading}"]
-        for entry in ENTRIES.values():
-            if entry.code.startswith(group):
-                lines += [
-                    "",
-                    f"### {entry.code}",
-                    "",
-                    f"**{entry.title[0].upper()}{entry.title[1:]}.**",
-                ]
-                lines += [entry.cause, "", f"*What to do.* {entry.cure}"]
-    return "\n".join(lines) + "\n"
+        page += f"\n## {heading}\n"
+        for entry in (entry for entry in ENTRIES.values() if entry.code.startswith(group)):
+            title = entry.title[0].upper() + entry.title[1:]
+            page += f"\n### {entry.code}\n\n**{title}.**\n{entry.cause}\n"
+            page += f"\n*What to do.* {entry.cure}\n"
+    return page
 
 
 def _everything(entry: Entry) -> str:

@@ -59,7 +59,7 @@ class Cause:
 
 
 def _of_initial(case: Divergence) -> Cause:
-    apart = ranks_that_differ(case.many, "before", case.tolerance)
+    apart = ranks_that_differ(case.many, "initial", case.tolerance)
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {_ranks(apart)} had other values than rank 0"
@@ -431,10 +431,7 @@ def weights(
 
 def proportional(one: Sequence[float], other: Sequence[float], exact: float = 1e-5) -> bool:
     """Whether two lists of numbers are multiples of each other."""
-    a, b = np.asarray(one, dtype=float), np.asarray(other, dtype=float)
-    if not a.any() or not b.any():
-        return False
-    return _norm(a / _norm(a) - b / _norm(b)) <= exact
+    return constant_ratio({"": np.array(one)}, {"": np.array(other)}, exact) is not None
 
 
 def near(one: float, other: float, exact: float = 1e-6) -> bool:

@@ -78,7 +78,7 @@ class RankUpdate:
     """Parameters to train that DDP does not know."""
     statistics: list[str] = field(default_factory=list)
     """BatchNorm layers that took statistics of what this rank alone has."""
-    before: Mapping[str, Array] = field(default_factory=dict)
+    initial: Mapping[str, Array] = field(default_factory=dict)
     """Parameters before the first update; empty at later ones."""
     held: Mapping[str, str] = field(default_factory=dict)
     """A digest of each parameter before the update, of those that are whole on this rank."""
@@ -228,7 +228,7 @@ def first_divergence(
 ) -> Divergence | None:
     """The first place where `other` is not what `reference` is; None: there is none."""
     for number, (one, many) in enumerate(zip(reference, other, strict=False)):
-        first = next(_differences(one, many, tolerance, begins=number == 0), None)
+        first = next(_differences(one, many, tolerance), None)
         if first is not None:
             what, names, of = first
             return Divergence(reference, other, tolerance, number, what, tuple(names), of)
@@ -239,11 +239,10 @@ def first_divergence(
 
 
 def _differences(
-    one: Update, many: Update, tolerance: Tolerance, *, begins: bool
+    one: Update, many: Update, tolerance: Tolerance
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """What differs in an update, the names of it, and how many were compared: causes first."""
-    if begins:
-        yield from _of_tensors("initial", "before", one, many, tolerance)
+    yield from _of_tensors("initial", one, many, tolerance)
     parted = replicas_that_differ(many)
     if parted:
         yield "replicas", parted, len(merged(many, "held"))
@@ -253,24 +252,24 @@ def _differences(
         yield "samples", (), count_of(one)
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
-    yield from _of_tensors("gradients", "gradients", one, many, tolerance)
+    yield from _of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
         yield "loss", (), 0
     if not np.allclose(one[0].rates, many[0].rates, rtol=tolerance.relative, atol=0):
         yield "rates", (), 0
-    for what in ("parameters", "buffers"):
-        yield from _of_tensors(what, what, one, many, tolerance)
+    yield from _of_tensors("parameters", one, many, tolerance)
+    yield from _of_tensors("buffers", one, many, tolerance)
 
 
 def _of_tensors(
-    what: str, kind: str, one: Update, many: Update, tolerance: Tolerance
+    what: str, one: Update, many: Update, tolerance: Tolerance
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """The arrays of a kind that are not the reference's on some rank, if any."""
-    expected, found = merged(one, kind), merged(many, kind)
+    expected, found = merged(one, what), merged(many, what)
     scale = scale_of(expected)
     wrong = expected.keys() ^ found.keys()
     for rank in many:
-        for name, array in getattr(rank, kind).items():
+        for name, array in getattr(rank, what).items():
             if name in expected and tolerance.differ(expected[name], array, scale):
                 wrong.add(name)
     names = [*expected, *sorted(found.keys() - expected.keys())]

@@ -141,6 +141,24 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
     _keep_indices(waiting, patches)
     plain, pieces = DataLoader.__iter__, Loader.__iter__
 
+    def told(
+        loader: DataLoader[Any], running: Iterator[Any], queue: deque[list[int]] | None
+    ) -> Iterator[Any]:
+        while True:
+            patches.watch_draws()
+            before = random_streams()
+            try:
+                batch = patches.converted(next(running))
+            except StopIteration:
+                return
+            ids = None if queue is None else queue.popleft()
+            if torch.is_grad_enabled():
+                # torch's numbers are seen themselves; of the others, the streams they come from.
+                others = zip(before[1:], random_streams()[1:], strict=False)
+                moved = [a for a, b in others if a != b]
+                recorder.took(loader, ids, batch, patches.draws() + "".join(moved))
+            yield batch
+
     def of_torch(self: DataLoader[Any]) -> Iterator[Any]:
         if _is_ours(self.dataset):
             return plain(self)
@@ -150,7 +168,7 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
             queue = waiting[id(self.batch_sampler)] = deque()
         if torch.is_grad_enabled():
             recorder.begins_pass(self)
-        return _told_of_batches(recorder, patches, self, plain(self), queue)
+        return told(self, plain(self), queue)
 
     def of_lockstep(self: Loader) -> Iterator[Any]:
         return map(patches.converted, pieces(self))
@@ -194,29 +212,6 @@ def _keep_indices(waiting: Queues, patches: DeterminismPatches) -> None:
             yield batch
 
     BatchSampler.__iter__ = of_sampler  # type: ignore[method-assign]
-
-
-def _told_of_batches(
-    recorder: Recorder,
-    patches: DeterminismPatches,
-    loader: DataLoader[Any],
-    running: Iterator[Any],
-    queue: deque[list[int]] | None,
-) -> Iterator[Any]:
-    while True:
-        patches.watch_draws()
-        before = random_streams()
-        try:
-            batch = patches.converted(next(running))
-        except StopIteration:
-            return
-        ids = None if queue is None else queue.popleft()
-        if torch.is_grad_enabled():
-            # torch's numbers are seen themselves; of the others, the streams they come from.
-            others = zip(before[1:], random_streams()[1:], strict=False)
-            moved = [a for a, b in others if a != b]
-            recorder.took(loader, ids, batch, patches.draws() + "".join(moved))
-        yield batch
 
 
 def main(folder: Path) -> None:

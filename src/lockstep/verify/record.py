@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import Array, Call, RankUpdate, Taken, Update
+from lockstep.verify.compare import RankUpdate, Update
 from lockstep.watchdog.exit_status import describe
 
 OWN_PROCESSES = (
@@ -31,8 +28,7 @@ OWN_PROCESSES = (
     "environment, or with lockstep.init"
 )
 """What to do with a script that starts its ranks itself."""
-_KINDS = ("before", "gradients", "parameters", "buffers")
-_WAY, _ENDED = "way.json", "ended.json"
+_WAY, _ENDED = "way.pickle", "ended.json"
 _TAIL = 15
 """Last lines of what a run printed."""
 
@@ -63,13 +59,10 @@ class Writer:
                 "lockstep verify records only the processes that it starts",
                 OWN_PROCESSES,
             )
-        plain = dict(vars(update))
-        kinds = {kind: plain.pop(kind) for kind in _KINDS}
-        kinds |= {f"local{number}": part for number, part in enumerate(update.local)}
-        arrays = {f"{kind}|{name}": kinds[kind][name] for kind in kinds for name in kinds[kind]}
-        text = json.dumps({**plain, "local": len(update.local)}, default=vars)
-        save_file(arrays, self.folder / "unfinished", metadata={"update": text})
-        (self.folder / "unfinished").rename(self.folder / f"{self._count}.safetensors")
+        unfinished = self.folder / "unfinished"
+        with unfinished.open("wb") as file:
+            pickle.dump(update, file)
+        unfinished.rename(self.folder / f"{self._count}.pickle")
         self._count += 1
 
     def end(
@@ -104,18 +97,9 @@ def _in_words(error: BaseException) -> str:
 
 def _read_rank(folder: Path) -> Iterator[RankUpdate]:
     number = 0
-    while (path := folder / f"{number}.safetensors").exists():
-        arrays: dict[str, dict[str, Array]] = defaultdict(dict)
-        with safe_open(path, framework="numpy") as file:
-            plain = json.loads(file.metadata()["update"])
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                kind, _, name = key.partition("|")
-                arrays[kind][name] = file.get_tensor(key)
-        plain["taken"] = [Taken(**entry) for entry in plain["taken"]]
-        plain["calls"] = [Call(**entry) for entry in plain["calls"]]
-        plain["local"] = [arrays[f"local{piece}"] for piece in range(plain["local"])]
-        plain |= {kind: arrays[kind] for kind in _KINDS}
-        yield RankUpdate(**plain)
+    while (path := folder / f"{number}.pickle").exists():
+        with path.open("rb") as file:
+            yield pickle.load(file)  # written by our own processes, in a folder of this user alone
         number += 1
 
 
@@ -149,8 +133,8 @@ class Way:
 
 def read_way(folder: Path) -> Way:
     """How the script is run whose records come into a folder."""
-    values = json.loads((folder / _WAY).read_text(encoding="utf-8"))
-    return Way(**{**values, "script": Script(**values["script"])})
+    way: Way = pickle.loads((folder / _WAY).read_bytes())
+    return way
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         start: brings the processes up that write into the folder; returns what they printed.
     """
     folder.mkdir(parents=True)
-    (folder / _WAY).write_text(json.dumps(asdict(way)), encoding="utf-8")
+    (folder / _WAY).write_bytes(pickle.dumps(way))
     output = start(folder, way)
     ranks = [folder / f"rank{rank}" for rank in range(way.nproc)]
     written = [rank / _ENDED for rank in ranks if (rank / _ENDED).exists()]

@@ -27,6 +27,7 @@ from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
+from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, Call, RankUpdate, Taken, scale_of
 from lockstep.verify.patches import DeterminismPatches, digest
 from lockstep.verify.record import Writer
@@ -226,13 +227,13 @@ class Recorder(Callback):
         self._taken.setdefault(optimizer, 0)
         if next(iter(self._taken)) is optimizer:
             self._end_if_enough()
-        update, held = self._update, _held(optimizer)
+        update, held = self._update, set(map(id, parameters_of(optimizer)))
         named = list(self.models.parameters())
         if self._streams is not None:
             update.draw_line = self._patches.draw_line
             update.drew = bool(update.draw_line) or self._streams != random_streams()
         if not any(self._taken.values()):
-            update.before = _arrays(named)
+            update.initial = _arrays(named)
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
         update.gradients = gradients
@@ -244,7 +245,7 @@ class Recorder(Callback):
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        update, held = self._update, _held(optimizer)
+        update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
         update.step = self._taken[optimizer]
         local = update.local if len(update.local) <= _MOST_PIECES else []
@@ -314,10 +315,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _holds_tensors(module: nn.Module) -> bool:
     return next(chain(module.parameters(), module.buffers()), None) is not None
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _arrays(named: Any) -> dict[str, Array]:
