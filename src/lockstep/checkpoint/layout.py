@@ -164,7 +164,7 @@ def _if_complete(path: Path) -> dict[str, Any] | None:
         manifest = parsed(manifest_text(path))
         files = manifest["files"]
         there = bool(files) and all(
-            is_plain(name) and type(size) is int and _size(path / name) == size
+            is_plain(name) and type(size) is int and size_of(path / name) == size
             for name, size in files.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -179,19 +179,19 @@ def manifest_text(path: Path) -> bytes:
         OSError: it cannot be read.
         ValueError: it is longer than any that is written here.
     """
-    if _size(path / MANIFEST) > _MAX_MANIFEST:
+    if size_of(path / MANIFEST) > _MAX_MANIFEST:
         raise ValueError(f"it is longer than {_MAX_MANIFEST} bytes")
     return (path / MANIFEST).read_bytes()
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A manifest's text as values.
+    """The object that JSON from a file describes.
 
     Raises:
         ValueError: it is no JSON object, or names something twice.
     """
     try:
-        values = json.loads(text, object_pairs_hook=without_duplicates)
+        values = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError as error:
         raise ValueError(str(error)) from None
     if not isinstance(values, dict):
@@ -199,23 +199,23 @@ def parsed(text: bytes) -> dict[str, Any]:
     return values
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(..., object_pairs_hook=...)`: an object in which each name is there once.
-
-    Raises:
-        ValueError: one is there twice.
-    """
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
     return content
 
 
-def _size(file: Path) -> int:
-    """Bytes of a file that is nothing else: no link, and no pipe, which would be waited for."""
+def size_of(file: Path) -> int:
+    """Bytes of a file that is nothing else: no link, and no pipe, which would be waited for.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is something else.
+    """
     status = file.lstat()
     if not S_ISREG(status.st_mode):
-        raise ValueError(f"{file.name} is no plain file")
+        raise ValueError(f"{file.name} is no plain file, but a link, a folder or a device")
     return status.st_size
 
 
@@ -303,9 +303,16 @@ def unreadable(
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A file to read weights from."""
-    with plain_errors("reading weights from", path), path.open("rb") as file:
-        yield file
+    """A file to read weights from; what is none, such as a pipe, may keep its reader waiting.
+
+    Raises:
+        CheckpointError: it is none, not there, or cannot be read.
+    """
+    with plain_errors("reading weights from", path):
+        if not S_ISREG(path.stat().st_mode):
+            raise unreadable(path, "it is no file, but a folder, a pipe or a device")
+        with path.open("rb") as file:
+            yield file
 
 
 @contextmanager

@@ -96,11 +96,9 @@ class Lock:
 def holder(folder: Path) -> str | None:
     """The run that writes into a folder, in words, if there is one other than this process."""
     path = Path(os.path.abspath(folder)) / NAME
-    with suppress(OSError), ExitStack() as stack:
-        if path not in _own:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            return _other(descriptor, path)
+    if path not in _own:
+        with suppress(OSError), path.open("rb+") as file:
+            return _other(file.fileno(), path)
     return None
 
 
@@ -186,11 +184,10 @@ def _in_words(text: bytes) -> str:
 def _read(path: Path) -> bytes:
     """What is in the file, read apart from any lock of ours: closing it would give that up."""
     held = _own.get(path)
-    with suppress(OSError), ExitStack() as stack:
+    with suppress(OSError):
         if held is None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            return os.pread(descriptor, _LONGEST, 0)
+            with path.open("rb") as file:
+                return file.read(_LONGEST)
         if _same_file(held.descriptor, path):
             return os.pread(held.descriptor, _LONGEST, 0)
     return b""

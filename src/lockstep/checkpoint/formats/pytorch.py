@@ -24,7 +24,6 @@ import mmap
 import os
 import pickle
 import pickletools
-import stat
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import STORABLE
-from lockstep.checkpoint.formats.safetensors import check_plain, misplaced, short
+from lockstep.checkpoint.formats.safetensors import misplaced, short
 from lockstep.checkpoint.sharding import (
     LazyTensor,
     Shape,
@@ -108,7 +107,6 @@ def read_torch(path: Path, trust: bool) -> Any:
     Raises:
         CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
     """
-    check_plain(path)
     with layout.opened(path) as file:
         archive = file.read(4) == b"PK\x03\x04"  # of the newer format
         if archive:
@@ -448,15 +446,18 @@ def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape
     archives = {}
     for key, value in storage.items():
         index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
-        name, offset, length = (place[part] for part in ("relative_path", "offset", "length"))
+        name = place["relative_path"]
+        offset, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):
             raise ValueError(
                 f"{name} was transformed while it was written, which is not known here"
             )
         if name not in sizes:
-            sizes[name] = _size_of(folder, name)
-        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise ValueError(f"a place that is no number, in {name}")
+            if not layout.is_plain(name):
+                raise ValueError(
+                    f"it names the file {str(name)[:80]!r}, which is not one beside it"
+                )
+            sizes[name] = layout.size_of(folder / name)
         if offset + length > sizes[name]:
             raise ValueError(f"{name} is to have {offset + length} bytes, and has {sizes[name]}")
         begin = index.get("offset")
@@ -464,18 +465,6 @@ def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape
             folder / name, offset, length
         )
     return archives
-
-
-def _size_of(folder: Path, name: Any) -> int:
-    if not isinstance(name, str) or set(name) & set("/\\:\0") or name in ("", ".", ".."):
-        raise ValueError(f"it names the file {str(name)[:80]!r}, which is not one beside it")
-    try:
-        found = (folder / name).lstat()
-    except OSError as error:
-        raise ValueError(f"it names the file {name!r}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{name} is no plain file, but a link, a folder or a device")
-    return found.st_size
 
 
 def _tensor(

@@ -26,7 +26,6 @@ from lockstep.checkpoint.formats.pytorch import (
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
     Entry,
-    check_plain,
     index_of,
     of_torch,
     read_header,
@@ -155,9 +154,8 @@ def locate(path: Path) -> tuple[Path, Kind]:
         return _in_folder(path)
     if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
         path = index_of(path)
-    check_plain(path)
-    with layout.plain_errors("reading weights from", path):
-        path.open("rb").close()
+    with layout.opened(path):
+        pass  # it can be read
     if path.suffix == ".json":
         return path, "index"
     if layout.holds_shards(path):

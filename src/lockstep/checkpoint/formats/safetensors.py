@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,18 +76,6 @@ class Entry(LazyTensor):
         return torch.frombuffer(memory, dtype=self.dtype)
 
 
-def check_plain(path: Path) -> None:
-    """Looks whether it is a file: what is none, such as a pipe, may keep its reader waiting.
-
-    Raises:
-        CheckpointError: it is none, or not there.
-    """
-    with layout.plain_errors("reading weights from", path):
-        mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        raise layout.unreadable(path, "it is no file, but a folder, a pipe or a device")
-
-
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file in the order of their values. Reads the header alone.
 
@@ -96,7 +83,6 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: the file cannot be read, is cut short, or its header is not sound: it is
             no JSON, a dtype is unknown, or shapes, places and the file's size contradict.
     """
-    check_plain(path)
     with layout.opened(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -107,14 +93,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
         text = file.read(length)
     try:
-        content = json.loads(text.decode(), object_pairs_hook=layout.without_duplicates)
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
+        content = layout.parsed(text)
         content.pop("__metadata__", None)
         entries = {name: _entry(path, name, says, 8 + length) for name, says in content.items()}
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
         _check_places(entries, 8 + length, size)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise layout.unreadable(path, f"its header is damaged: {error}") from error
     return entries
 
@@ -415,10 +399,10 @@ def weight_map(path: Path) -> dict[str, str]:
             text = file.read(_MAX_INDEX + 1)
         if len(text) > _MAX_INDEX:
             raise ValueError(f"it is longer than {_MAX_INDEX} bytes")
-        places = json.loads(text, object_pairs_hook=layout.without_duplicates)["weight_map"]
+        places = layout.parsed(text)["weight_map"]
         if not isinstance(places, dict) or not places:
             raise ValueError("its weight_map is no object, or empty")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError) as error:
         raise layout.unreadable(
             path,
             f"it is no index of weights: {type(error).__name__}: {short(error, 300)}",
