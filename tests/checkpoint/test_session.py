@@ -255,17 +255,6 @@ def test_nothing_sound_is_no_beginning(tmp_path: Path) -> None:
     assert "checkpoint repair" in caught.value.do
 
 
-def test_a_checkpoint_of_an_older_version_has_no_checksums(tmp_path: Path) -> None:
-    run = Training(tmp_path)
-    path = run.checkpoint.save()
-    assert path is not None
-    manifest = json.loads((path / "manifest.json").read_text())
-    for name in ("checksums", "checksum", "strategy", "metric"):
-        del manifest[name]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert Training(tmp_path).checkpoint.resume()
-
-
 def test_a_schedule_of_another_length(tmp_path: Path) -> None:
     def schedules(steps: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)

@@ -244,6 +244,8 @@ def check_state(manifest: Mapping[str, Any]) -> None:
             raise ValueError("the state of a module is not by name")
     if not all(map(is_plain, modules)):
         raise ValueError("it names files outside of its folder")
+    if not isinstance(manifest.get("checksums"), dict):
+        raise ValueError("it lacks the checksums of its files")
     try:
         for tensors in shards.values():
             for places in tensors.values():

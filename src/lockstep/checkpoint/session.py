@@ -360,7 +360,9 @@ class Checkpoint:
         """Takes up what `_read_all` gave; returns what was done, in words."""
         notes = ""
         for name, target in {**self._state, "world": self._world}.items():
-            before = dict(_lengths(target.state_dict())) if isinstance(target, LRScheduler) else {}
+            if isinstance(target, LRScheduler):
+                for place, saved, built in _other_lengths(target, loaded[name]):
+                    notes += f"; {name} keeps {place}={saved} as saved, not {built} as built"
             try:
                 if isinstance(target, nn.Module):
                     load_plain(target, loaded[name])
@@ -374,14 +376,10 @@ class Checkpoint:
                     f"{type(error).__name__}: {error}",
                     f"build {name} as it was in the run that saved it",
                 ) from error
-            for place, value in _lengths(target.state_dict()) if before else ():
-                if before.get(place, value) != value:
-                    built = before[place]
-                    notes += f"; {name} keeps {place}={value} as saved, not {built} as built"
         manifest, topology = loaded["manifest"], self._collectives.topology
-        size, strategy = manifest["world_size"], manifest.get("strategy", "")
+        size = manifest["world_size"]
         note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}, "
-        note += f"{strategy and f'strategy {strategy}, '}{size} rank{'s' if size > 1 else ''})"
+        note += f"strategy {manifest['strategy']}, {size} rank{'s' if size > 1 else ''})"
         if size != topology.size:
             return (
                 f"{note}; it was saved by {size} processes and this run has {topology.size}, so "
@@ -556,7 +554,7 @@ def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
     """Whether what was saved is the state of a run, and of one that has what this one has."""
     doing, manifest = f"resuming from {path}", saved["manifest"]
     numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
-    if not numbers or not {"world", "random"} <= saved.keys():
+    if not (numbers and "strategy" in manifest and {"world", "random"} <= saved.keys()):
         raise CheckpointError(
             doing,
             "its manifest lacks the step, or the state of the run",
@@ -586,17 +584,23 @@ def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 def _check_length(path: Path, name: str, own: LRScheduler, saved: Any) -> None:
     """Whether a schedule that ends, and raises behind its end, ends where it did."""
-    before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
-    for place, steps in now.items():
-        if place.endswith("total_steps") and before.get(place, steps) != steps:
+    for place, before, now in _other_lengths(own, saved):
+        if place.endswith("total_steps"):
             kind = type(getattr(own, "inner", own)).__name__
             raise CheckpointError(
                 f"resuming {name} from {path}",
-                f"{kind} was saved with {place}={before[place]} and is built with {place}={steps}: "
-                f"it would go on as saved, and end after {before[place]} steps",
+                f"{kind} was saved with {place}={before} and is built with {place}={now}: "
+                f"it would go on as saved, and end after {before} steps",
                 "resume with as many epochs as before; to train longer, load the model alone with "
                 "lockstep.load_weights and begin a new schedule, or use a schedule without an end",
             )
+
+
+def _other_lengths(own: LRScheduler, saved: Any) -> list[tuple[str, int, int]]:
+    """Where a scheduler is built of another length than it was saved with; both lengths."""
+    before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
+    both = before.keys() & now.keys()
+    return [(p, before[p], now[p]) for p in now if p in both and before[p] != now[p]]
 
 
 def _lengths(state: Any, place: str = "") -> Iterator[tuple[str, int]]:

@@ -118,14 +118,13 @@ def remove_tree(path: Path) -> None:
     remove_folder(path)
 
 
-_KIND = "crc32:"
 _OWN = ', "checksum": "'
 _READ_BYTES = 1 << 22
 
 
 def in_words(crc: int) -> str:
     """As it stands in a manifest, such as `crc32:1c291ca3`."""
-    return f"{_KIND}{crc:08x}"
+    return f"crc32:{crc:08x}"
 
 
 def of_file(path: Path) -> str:
@@ -146,24 +145,12 @@ def sealed(manifest: Mapping[str, Any]) -> bytes:
 
 
 def seal_is_broken(text: bytes) -> bool:
-    """Whether a manifest's text is not what it was; one of a time without checksums is believed."""
-    before, found, after = text.rpartition(_OWN.encode())
-    if not found:
-        return b'"checksums"' in text
+    """Whether a manifest's text is not what it was."""
+    before, _, after = text.rpartition(_OWN.encode())
     return after.strip() != f'{in_words(zlib.crc32(before))}"}}'.encode()
 
 
 def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Which files of a checkpoint do not hold what was written; reads all of them.
-
-    One that is not there is not named, nor one of which the manifest has no known checksum: older
-    versions wrote none.
-    """
-    expected = manifest.get("checksums")
-    known = expected.items() if isinstance(expected, dict) else ()
-    return [
-        name
-        for name, value in known
-        if str(value).startswith(_KIND) and name in manifest["files"] and (path / name).is_file()
-        if of_file(path / name) != value
-    ]
+    """Which files of a checkpoint, all of them there, do not hold what was written; reads them."""
+    expected = manifest["checksums"]
+    return [name for name in manifest["files"] if of_file(path / name) != expected.get(name)]

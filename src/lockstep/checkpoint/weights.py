@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -142,29 +142,23 @@ def load_weights(
 
     work = partial(_plan, model, path, strict=strict, trust=trust, alone=run is None)
     # Nothing is copied on any rank unless all can.
-    plan = work() if run is None else run_on_all_ranks(run.collectives, f"loading {path}", work)
-    for batch in _batches(plan):
+    batches, report = (
+        work() if run is None else run_on_all_ranks(run.collectives, f"loading {path}", work)
+    )
+    for batch in batches:
         # Of what is in shards, a sharded model reads the regions that it needs.
         load_plain(
             model,
             {n: v if isinstance(v, ShardedEntry) else read_value(v) for n, v in batch.items()},
             strict=False,
         )
-    return plan.report
+    return report
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is to be copied, after all checks."""
-
-    values: Mapping[str, Any]
-    """Under the names of the model."""
-    copied: Set[str]
-    """Those that are copied into memory on their way into the model."""
-    report: WeightsReport
-
-
-def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: bool) -> _Plan:
+def _plan(
+    model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: bool
+) -> tuple[list[dict[str, Any]], WeightsReport]:
+    """Makes all checks; what is to be copied, in parts, under the names of the model."""
     own = plain_state_dict(model)
     meta = {name for name, value in own.items() if is_meta(value)}
     if meta and alone:  # else it is on another rank
@@ -214,26 +208,26 @@ def _plan(model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: boo
         if isinstance(value, ShardedEntry):
             value.check()
             copied.add(name)
-    return _Plan(values, copied, report)
+    return _batches(values, copied), report
 
 
-def _batches(plan: _Plan) -> Iterator[dict[str, Any]]:
+def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]]:
     """The values in parts that are to be in memory at a time; those of a module together.
 
-    What goes from a mapped file into a plain tensor takes no memory of its own.
+    Only `copied` ones take memory: not what goes from a mapped file into a plain tensor.
     """
-    batch: dict[str, Any] = {}
+    batches: list[dict[str, Any]] = [{}]
     size = 0
-    by_module = sorted(plan.values, key=lambda name: name.rpartition(".")[0])
-    for _, names in groupby(by_module, key=lambda name: name.rpartition(".")[0]):
-        values = {name: plan.values[name] for name in names}
-        more = sum(values[name].nbytes for name in plan.copied & values.keys())
-        if batch and size + more > _BATCH:
-            yield batch
-            batch, size = {}, 0
-        batch |= values
+    by_module = sorted(values, key=lambda name: name.rpartition(".")[0])
+    for _, group in groupby(by_module, key=lambda name: name.rpartition(".")[0]):
+        names = list(group)
+        more = sum(values[name].nbytes for name in names if name in copied)
+        if batches[-1] and size + more > _BATCH:
+            batches.append({})
+            size = 0
+        batches[-1].update((name, values[name]) for name in names)
         size += more
-    yield batch
+    return batches
 
 
 def _tied(own: Mapping[str, Any]) -> list[list[str]]:
