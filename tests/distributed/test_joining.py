@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.manifest import Join
+from lockstep.distributed.manifest import Join, JoinRequest
 from lockstep.distributed.network import Endpoint, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -23,7 +23,7 @@ from lockstep.errors import (
     WorldSizeError,
 )
 
-Decision = Sequence[Mapping[str, str]] | LockstepError
+Decision = Sequence[JoinRequest] | LockstepError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Rank:
 
     def join(self, store: Store) -> Decision:
         try:
-            return Join(store, self.topology, self.manifest, "a table", self.timeout).agree()
+            host = f"host{self.topology.rank // 2}"
+            return Join(
+                store, self.topology, self.manifest, "a table", self.timeout, host=host
+            ).agree()
         except LockstepError as error:
             return error
 
@@ -49,7 +52,7 @@ class Rank:
 def rank_of(rank: int, size: int, timeout: float = 600.0, **manifest: str) -> Rank:
     return Rank(
         Topology(rank=rank, size=size, local_rank=rank, local_size=size),
-        {"host": f"host{rank // 2}", "pid": "1", "rank": str(rank), **manifest},
+        manifest,
         timeout,
     )
 
@@ -77,11 +80,11 @@ def texts(decisions: list[Decision]) -> set[tuple[type[LockstepError], str, str,
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_ranks_get_all_manifests_in_the_order_of_ranks(size: int) -> None:
+def test_all_ranks_get_all_members_in_the_order_of_ranks(size: int) -> None:
     decisions = join_all(*(rank_of(rank, size) for rank in reversed(range(size))))
-    for manifests in decisions:
-        assert not isinstance(manifests, LockstepError)
-        assert [manifest["rank"] for manifest in manifests] == [str(r) for r in range(size)]
+    for members in decisions:
+        assert not isinstance(members, LockstepError)
+        assert [member.rank for member in members] == list(range(size))
 
 
 def test_a_missing_rank_is_named_to_all_with_those_that_came() -> None:

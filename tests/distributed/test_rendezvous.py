@@ -44,19 +44,19 @@ def try_to_join(init_method: str | None, timeout: float) -> Outcome:
     topology = detect(os.environ)
     assert topology is not None
     try:
-        manifest = collect(topology, {"seed": os.environ.get("SEED", "0")})
+        manifest = collect({"seed": os.environ.get("SEED", "0")})
         joined = join(topology, init_method, manifest=manifest, timeout=timeout)
     except LockstepError as error:
         return type(error).__name__, str(error)
     joined.close()
-    return "joined", ",".join(manifest["rank"] for manifest in joined.manifests)
+    return "joined", ",".join(str(member.rank) for member in joined.members)
 
 
 def train_a_little(init_method: str | None) -> float:
     topology = detect(os.environ)
     assert topology is not None
     device = torch.device("cpu")
-    manifest = collect(topology, {})
+    manifest = collect({})
     joined = join(topology, init_method, manifest=manifest, timeout=600)
     open_group(topology, choose_backend(None, device)[0], device, joined.store, timeout=None)
     total = torch.tensor(float(topology.rank + 1))
@@ -127,7 +127,7 @@ def test_ipv6(free_port: Callable[[], int]) -> None:
 def where_rank_0_listens() -> list[str]:
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, manifest=collect(topology, {}), timeout=600)
+    joined = join(topology, None, manifest=collect({}), timeout=600)
     listening = [
         c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"
     ]
@@ -248,7 +248,7 @@ def begin_or_intrude(folder: str) -> Outcome:
         return outcome
     topology = detect(os.environ)
     assert topology is not None
-    joined = join(topology, None, manifest=collect(topology, {"seed": "0"}), timeout=600)
+    joined = join(topology, None, manifest=collect({"seed": "0"}), timeout=600)
     begun.touch()
     wait_until(tried.exists, float("inf"))
     joined.close()
@@ -361,7 +361,7 @@ def leave_a_file(path: str) -> None:
     """A run that ends without closing its store."""
     topology = Topology(rank=1, size=2, local_rank=1, local_size=2)
     try:
-        join(topology, f"file://{path}", manifest=collect(topology, {}), timeout=0.1)
+        join(topology, f"file://{path}", manifest=collect({}), timeout=0.1)
     finally:
         os._exit(0)
 
@@ -406,6 +406,6 @@ def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
 )
 def test_a_path_that_cannot_hold_the_file(tmp_path: Path, path: str, words: str) -> None:
     topology = Topology(rank=0, size=2, local_size=2)
-    manifest = collect(topology, {})
+    manifest = collect({})
     with pytest.raises(SettingError, match=words):
         join(topology, f"file://{tmp_path}{path}", manifest=manifest, timeout=1)

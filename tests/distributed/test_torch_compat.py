@@ -73,17 +73,14 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         dist.destroy_process_group()
 
 
-def test_default_groups_are_told_of_when_they_are_opened():
-    original, opened = dist.distributed_c10d._update_default_pg, []
-    end = torch_compat.on_default_group(opened.append)
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert opened == [dist.group.WORLD]
-        dist.destroy_process_group()
-        assert len(opened) == 1
-    finally:
-        end()
-    assert dist.distributed_c10d._update_default_pg is original
+def test_default_groups_are_told_of_when_they_are_opened(monkeypatch):
+    c10d, opened = dist.distributed_c10d, []
+    monkeypatch.setattr(c10d, "_update_default_pg", c10d._update_default_pg)  # set back at the end
+    torch_compat.on_default_group(opened.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert opened == [dist.group.WORLD]
+    dist.destroy_process_group()
+    assert len(opened) == 1
 
 
 def test_a_state_dict_has_metadata_that_copies_lose():

@@ -39,7 +39,7 @@ from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.ddp import ExactDDP
 from lockstep.watchdog.probe import FLIGHT_RECORDER
-from lockstep.watchdog.snapshot import Call, parse_flight
+from lockstep.watchdog.snapshot import Call, RankState, with_answer
 
 
 def in_group(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,10 +133,10 @@ def test_batchnorm_over_the_group(device: str) -> None:
 def recorded() -> list[Call]:
     groups, records = torch_compat.process_groups(), torch_compat.flight_record(lines=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {json.dumps(groups)}, "records": {records}}}'
-    flight = parse_flight(text)
-    assert flight is not None, text
-    assert [group.ranks for group in flight.groups] == [(0,)]
-    return [call for call in flight.calls if call.op == "all_reduce"]
+    state = with_answer(RankState(rank=0, host="", pid=0, alive=True), text, 0)
+    assert state.answered, text
+    assert [group.ranks for group in state.groups or ()] == [(0,)]
+    return [call for call in state.calls or () if call.op == "all_reduce"]
 
 
 @in_group

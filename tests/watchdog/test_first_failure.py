@@ -13,9 +13,8 @@ from lockstep.watchdog.exit_status import (
     ErrorRecord,
     ExitStatus,
     Interruption,
-    LostNode,
 )
-from lockstep.watchdog.first_failure import first_failure, lost_peer, render
+from lockstep.watchdog.first_failure import first_failure, lost_node, lost_peer, render
 from lockstep.watchdog.messages import Row, Verdict
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.stacks import Frame
@@ -473,7 +472,7 @@ CASES = {
         code=71,
         says=("FIRST FAILURE: ranks 2-3 on host b\n  the machine has left the run: no heartbeat",),
         more={
-            "lost_nodes": [LostNode(host="b", ranks=(2, 3), time=20.0, reason="no heartbeat")],
+            "lost_nodes": [lost_node(host="b", ranks=(2, 3), time=20.0, reason="no heartbeat")],
         },
     ),
     "a machine of unknown ranks is gone": Case(
@@ -482,14 +481,14 @@ CASES = {
         (),
         code=71,
         says=("FIRST FAILURE: host b\n  the machine",),
-        more={"lost_nodes": [LostNode(host="b", ranks=(), time=20.0)]},
+        more={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
     ),
     "a machine went because a rank here had failed": Case(
         [raised(0, "loss is NaN", 10.0, "ValueError")],
         "exception",
         (0,),
         says=("rank 0 on host a", "host b (the machine has left the run, 10.0 s later)"),
-        more={"lost_nodes": [LostNode(host="b", ranks=(), time=20.0)]},
+        more={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
     ),
     "two machines whose clocks differ: cause after consequence": Case(
         [raised(0, CLOSED, 10.0), raised(2, "loss is NaN", 12.5, "ValueError", host="b")],

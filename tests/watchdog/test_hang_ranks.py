@@ -91,11 +91,13 @@ def other_groups(rank: int, size: int) -> None:
 
 def one_rank_never_comes(rank: int, size: int) -> None:
     join()
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        dist.all_reduce(torch.ones(2), group=pair)
+    # Rank 0 is the odd one in this group and in the default group: which of the two the first call
+    # that differs is of depends on which rank is faster.
+    three = dist.new_group([0, 1, 2])
+    if rank < 3:
+        dist.all_reduce(torch.ones(2), group=three)
     if rank == 0:
-        dist.all_reduce(torch.ones(2), group=pair)
+        dist.all_reduce(torch.ones(2), group=three)
     dist.barrier()
 
 
@@ -116,7 +118,7 @@ def contradicted_without_a_frame(rank: int, size: int) -> None:
         (uneven_steps_with_buffers, 2, (0,), "same number of batches"),
         (evaluation_on_rank_0, 2, (0,), "model.module"),
         (other_groups, 2, (0, 1), "process groups"),
-        (one_rank_never_comes, 3, (0,), "has not come to it"),
+        (one_rank_never_comes, 4, (0,), "has not come to it"),
         (contradicted_without_a_frame, 2, (0, 1), "all_reduce of 5 float"),
     ],
 )

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import faulthandler
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.watchdog.snapshot import Group, parse_flight
+from lockstep.watchdog.snapshot import Group, RankState, with_answer
 from lockstep.watchdog.stacks import Frame, parse_stack
 
+ASKED = RankState(rank=0, host="a", pid=1, alive=True, answered=False)
 DUMP = """Stack (most recent call first):
   File "/an/earlier/one.py", line 1 in main
 Stack (most recent call first):
@@ -71,13 +73,16 @@ def test_what_faulthandler_writes_is_understood(tmp_path: Path) -> None:
 
 
 def test_calls_as_torch_writes_them_without_lines() -> None:
-    flight = parse_flight(answer(json.loads(JSON_RECORD)))
-    assert flight is not None
-    assert flight.groups == (Group("0", "default_pg", (0, 1)),)
-    assert flight.stacks == {5: (Frame("/home/me/train.py", 3, "main"),)}
+    state = with_answer(ASKED, answer(json.loads(JSON_RECORD)), 0)
+    assert state.groups == (Group("0", "default_pg", (0, 1)),)
+    assert (state.threads, state.thread_ids) == (
+        ((Frame("/home/me/train.py", 3, "main"),),),
+        (5,),
+    )
     # By the group's name, not by torch's number of it.
-    assert flight.completed == {"gloo:0": 1, "gloo:mesh_dp": -1}
-    first, second = flight.calls
+    assert state.completed == {"gloo:0": 1, "gloo:mesh_dp": -1}
+    assert state.calls is not None
+    first, second = state.calls
     assert (first.op, first.backend, first.group, first.seq) == ("all_reduce", "gloo", "0", 2)
     assert (first.input_sizes, first.dtypes, first.frames) == (((5,),), ("float",), None)
     assert first.time_s == pytest.approx(1795284343.628692)
@@ -89,9 +94,9 @@ def test_calls_with_lines() -> None:
     record = json.loads(JSON_RECORD)
     for entry in record["entries"]:
         entry["frames"] = [{"filename": "/home/me/train.py", "line": 3, "name": "main"}]
-    flight = parse_flight(answer(record))
-    assert flight is not None
-    assert flight.calls[0].frames == (Frame("/home/me/train.py", 3, "main"),)
+    state = with_answer(ASKED, answer(record), 0)
+    assert state.calls is not None
+    assert state.calls[0].frames == (Frame("/home/me/train.py", 3, "main"),)
 
 
 def test_records_of_two_recorders_are_put_in_the_order_of_time() -> None:
@@ -99,17 +104,15 @@ def test_records_of_two_recorders_are_put_in_the_order_of_time() -> None:
     nccl["entries"] = nccl["entries"][:1]
     nccl["entries"][0] |= {"profiling_name": "nccl:send", "is_p2p": True, "p2p_seq_id": 9}
     nccl["entries"][0] |= {"state": "started", "time_created_ns": 1}
-    flight = parse_flight(answer(gloo, nccl))
-    assert flight is not None
-    assert [(c.backend, c.seq, c.p2p) for c in flight.calls] == [
+    state = with_answer(ASKED, answer(gloo, nccl), 0)
+    assert [(c.backend, c.seq, c.p2p) for c in state.calls or ()] == [
         ("nccl", 9, True), ("gloo", 2, False), ("gloo", 3, False),
     ]  # fmt: skip
 
 
 def test_no_calls_so_far() -> None:
-    flight = parse_flight(answer({"pg_status": {}, "version": "2.10"}))
-    assert flight is not None
-    assert (flight.calls, flight.completed) == ((), {})
+    state = with_answer(ASKED, answer({"pg_status": {}, "version": "2.10"}), 0)
+    assert (state.calls, state.completed) == ((), {})
 
 
 @pytest.mark.parametrize(
@@ -118,4 +121,4 @@ def test_no_calls_so_far() -> None:
      '{"request": 1, "groups": [], "stacks": {}, "records": [{"entries": [{}]}]}'],
 )  # fmt: skip
 def test_what_is_no_answer(text: str) -> None:
-    assert parse_flight(text) is None
+    assert with_answer(ASKED, text, 0) == replace(ASKED, answered=None)

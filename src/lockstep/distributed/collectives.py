@@ -145,9 +145,9 @@ class Collectives:
         sent = self._exchange(form)[source]
         received = []
         for leaf in sent["leaves"]:
-            if isinstance(leaf, dict):
+            if isinstance(leaf, list):  # a `Leaf`, after JSON
                 own = tensors.pop(0) if tensors else None
-                leaf = self._broadcast_tensor(own, leaf, source)
+                leaf = self._broadcast_tensor(own, Leaf(*leaf), source)
             received.append(leaf)
         return pytree.tree_unflatten(received, pytree.treespec_loads(sent["structure"]))
 
@@ -200,7 +200,8 @@ class Collectives:
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
-                    raise _usage_error(rank, other.problem)
+                    was_set, found, do = other.problem
+                    raise UsageError(was_set, f"rank {rank}: {found}", do)
         rows = [other.leaves for other in calls]
         alike = len({(other.name, other.detail, other.structure) for other in calls}) == 1
         if alike and fits is not None and all(fits(c) for c in zip(*rows, strict=True)):
@@ -252,9 +253,8 @@ class Collectives:
         joined = torch.cat([part[: n * width] for part, n in zip(parts, counts, strict=True)])
         return from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
 
-    def _broadcast_tensor(self, own: Tensor | None, form: dict[str, Any], source: int) -> Tensor:
-        dtype = getattr(torch, form["dtype"])
-        shape = torch.Size(form["shape"])
+    def _broadcast_tensor(self, own: Tensor | None, leaf: Leaf, source: int) -> Tensor:
+        dtype, shape = getattr(torch, leaf.dtype), torch.Size(leaf.shape)
         # The source may hold it on the CPU while the others, who hold nothing, use their device.
         if own is None:
             size = shape.numel() * dtype.itemsize
@@ -264,11 +264,6 @@ class Collectives:
         dist.broadcast(carrier, source)
         received = from_bytes(carrier, dtype, shape)
         return received if own is None else received.to(own.device)
-
-
-def _usage_error(rank: int, problem: Sequence[str]) -> UsageError:
-    was_set, found, do = problem
-    return UsageError(was_set, f"rank {rank}: {found}", do)
 
 
 def _differ(calls: Sequence[Call]) -> RanksDifferError:
@@ -512,11 +507,6 @@ def pack(value: Any) -> tuple[dict[str, Any], list[Tensor], Problem | None]:
         )
     if problem is not None:
         return {}, [], problem
-    forms = [
-        {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-        if isinstance(x, Tensor)
-        else x
-        for x in leaves
-    ]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    forms = [_describe(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return {"leaves": forms, "structure": structure}, tensors, None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shlex
 import socket
@@ -46,7 +45,6 @@ from lockstep.errors import (
     name_ranks,
 )
 
-NEVER_COMPARED = frozenset({"host", "pid", "rank"})
 # They number the process or its machine, so they differ by their nature.
 _PLACE_FLAGS = frozenset(
     f"--{noun}{joint}rank" for noun in ("local", "node", "machine") for joint in "_-"
@@ -54,20 +52,16 @@ _PLACE_FLAGS = frozenset(
 _GROUPS_SHOWN = 4
 
 
-def collect(topology: Topology, settings: Mapping[str, object]) -> dict[str, str]:
+def collect(settings: Mapping[str, object]) -> dict[str, str]:
     """This rank's manifest: the command, the code, the versions and the settings of the run.
 
     Args:
-        topology: who this process is.
         settings: what else must be equal on all ranks, such as the seed.
 
     Returns:
-        Text by field. `host`, `pid` and `rank` say whose manifest it is and are never compared.
+        Text by field.
     """
     manifest = {
-        "host": socket.gethostname(),
-        "pid": str(os.getpid()),
-        "rank": str(topology.rank),
         "arguments": shlex.join(shared_arguments(sys.argv)),
         "script": _script_hash(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -94,7 +88,7 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
         holders = grouped((manifest.get(name), rank) for rank, manifest in enumerate(manifests))
-        if name in NEVER_COMPARED or len(holders) == 1:
+        if len(holders) == 1:
             continue
         shown = [
             f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} "
@@ -193,14 +187,15 @@ class Join:
     """How long ranks wait for each other, in seconds."""
     file: Path | None = None
     """Of the store, where it has one; removed where the ranks do not come together."""
+    host: str = field(default_factory=socket.gethostname)
     requests: list[JoinRequest] = field(default_factory=list)
     """Those that rank 0 has read."""
 
-    def agree(self) -> Sequence[Mapping[str, str]]:
+    def agree(self) -> list[JoinRequest]:
         """Asks to join; rank 0 decides, and its decision is the same on every rank.
 
         Returns:
-            The manifests, in the order of ranks.
+            The processes of the run, in the order of ranks.
 
         Raises:
             JoinError, RanksDifferError: the same on all ranks.
@@ -213,7 +208,7 @@ class Join:
                 number=int(self.store.add("requests", 1)),
                 rank=self.topology.rank,
                 size=self.topology.size,
-                host=self.manifest["host"],
+                host=self.host,
                 pid=process.pid,
                 started=process.create_time(),
                 manifest=dict(self.manifest),
@@ -242,7 +237,7 @@ class Join:
             return "a port of its own"
         return "a file of its own (if no other run uses this one, it is left over: remove it)"
 
-    def _await_decision(self, own: JoinRequest) -> Sequence[Mapping[str, str]]:
+    def _await_decision(self, own: JoinRequest) -> list[JoinRequest]:
         store = self.store
         remove = f"; remove {self.file} before the next try" if self.file else ""
         if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
@@ -265,35 +260,32 @@ class Join:
             kind, was_set, found, do = decision["error"]
             error: Error = getattr(errors, kind)(was_set, found, do)
             raise error
-        members: list[int] = decision["members"]
-        manifests: list[dict[str, str]] = decision["manifests"]
-        if own.number not in members:
-            member = read_request(store, f"request/{members[own.rank % len(members)]}")
+        members = [JoinRequest(**member) for member in decision["members"]]
+        if own not in members:
+            member = members[own.rank % len(members)]
             raise DuplicateRankError(
                 self._asked,
                 f"a run has already begun there, with {member.process} as rank {member.rank}; "
                 f"this is {own.process} as rank {own.rank}",
                 f"start each rank once, and give a second run {self._another}",
             )
-        return manifests
+        return members
 
-    def _decide(self, own: JoinRequest) -> Sequence[Mapping[str, str]]:
+    def _decide(self, own: JoinRequest) -> list[JoinRequest]:
         self.store.set("rank 0", json.dumps(vars(own)))
         wait_until(self._can_decide, time.monotonic() + self.timeout)
-        members = {request.rank: request for request in reversed(self.requests)}
-        in_order = [members[rank] for rank in sorted(members)]
-        manifests = [request.manifest for request in in_order]
-        error = self._contradiction() or self._absence() or self._mismatch(manifests)
+        by_rank = {request.rank: request for request in reversed(self.requests)}
+        members = [by_rank[rank] for rank in sorted(by_rank)]
+        error = self._contradiction() or self._absence() or self._mismatch(members)
         written = error and (type(error).__name__, error.was_set, error.found, error.do)
-        numbers = [request.number for request in in_order]
-        decision = {"members": numbers, "manifests": manifests, "error": written}
+        decision = {"members": [vars(member) for member in members], "error": written}
         self.store.set("decision", json.dumps(decision))
         if error is not None:
             self._wait_for_readers(own, error)
             if self.file is not None:
                 self.file.unlink(missing_ok=True)
             raise error
-        return manifests
+        return members
 
     def _read_new_requests(self) -> None:
         while self.store.check([key := f"request/{len(self.requests) + 1}"]):
@@ -344,8 +336,8 @@ class Join:
             "the world size",
         )
 
-    def _mismatch(self, manifests: Sequence[Mapping[str, str]]) -> Error | None:
-        lines = mismatches(manifests)
+    def _mismatch(self, members: Sequence[JoinRequest]) -> Error | None:
+        lines = mismatches([member.manifest for member in members])
         if not lines:
             return None
         return RanksDifferError(

@@ -152,7 +152,7 @@ def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) ->
     return join(
         topology,
         settings.init_method,
-        manifest=collect(topology, _compared(settings, environ)),
+        manifest=collect(_compared(settings, environ)),
         timeout=settings.join_timeout_s,
         attempt=".".join((*launch, str(_joins))),
     )

@@ -65,6 +65,8 @@ _FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 _NOT_A_STORE = "something listens there, but it is not a torch store"
 _ATTEMPT_S = 2.0
 """How long one attempt to connect, or to be answered, may take."""
+_OWN_STORE_S = 60.0
+"""How long a busy machine may take to answer itself."""
 _CLOSE_S, _REMOVAL_S = 5.0, 1.0
 _RANK_0_S = 2.0
 """How long a store may be served before rank 0 has said that it is there."""
@@ -79,8 +81,8 @@ class Joined:
     store: Store
     """For process groups and small messages, until `close`; whoever keeps it keeps port or file in
     use."""
-    manifests: Sequence[Mapping[str, str]]
-    """Each rank's, in the order of ranks."""
+    members: Sequence[JoinRequest]
+    """The processes of the run, in the order of ranks."""
     rank: int
     served_by_rank_0: bool
     file: Path | None
@@ -88,7 +90,7 @@ class Joined:
     @property
     def hosts(self) -> list[str]:
         """Of each rank."""
-        return [manifest["host"] for manifest in self.manifests]
+        return [member.host for member in self.members]
 
     @property
     def here(self) -> list[int]:
@@ -114,7 +116,7 @@ class Joined:
             if self.rank != 0:
                 store.set(f"left/{self.rank}", "")
                 return
-            others = [f"left/{rank}" for rank in range(1, len(self.manifests))]
+            others = [f"left/{rank}" for rank in range(1, len(self.members))]
             limit = time.monotonic() + _CLOSE_S
             left = others_leave and wait_until(partial(store.check, others), limit)
         del store
@@ -138,7 +140,7 @@ def join(
     Args:
         topology: who this process is.
         init_method: `env://` (also None), `tcp://host:port` or `file:///path`.
-        manifest: from `manifest.collect`; must be equal on all ranks but for host, pid and rank.
+        manifest: from `manifest.collect`; must be equal on all ranks.
         timeout: how long ranks wait for each other, in seconds.
         attempt: tells restarts apart that meet at the same store of a launcher.
 
@@ -169,11 +171,11 @@ def join(
             store = connect(where, timeout)
     scoped = _scope(store, attempt)
     try:
-        manifests = Join(scoped, topology, manifest, place, timeout, file).agree()
+        members = Join(scoped, topology, manifest, place, timeout, file).agree()
     except (JoinError, RanksDifferError) as error:
         failed = error.with_traceback(None)
     else:
-        return Joined(scoped, manifests, topology.rank, file is None and not of_launcher, file)
+        return Joined(scoped, members, topology.rank, file is None and not of_launcher, file)
     del store, scoped  # lets go of port and file even while the error is being looked at
     raise failed
 
@@ -327,8 +329,8 @@ def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:
 @cache
 def _greeting_is_current() -> bool:
     """Whether this torch's stores understand our greeting, tried on one; else all may be stores."""
-    store = serve_store(LOOPBACK, 0, timedelta(seconds=_ATTEMPT_S))
-    with socket.create_connection((LOOPBACK, store.port), timeout=_ATTEMPT_S) as connection:
+    store = serve_store(LOOPBACK, 0, timedelta(seconds=_OWN_STORE_S))
+    with socket.create_connection((LOOPBACK, store.port), timeout=_OWN_STORE_S) as connection:
         return answers_as_store(connection)
 
 

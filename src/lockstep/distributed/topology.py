@@ -184,40 +184,25 @@ def _slurm_task(environ: Environ) -> tuple[int, int] | None:
     return _pair(environ, _SLURM) if environ.get(_SLURM[1]) else None
 
 
-def _open_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    return _mpi(
-        environ,
-        "Open MPI",
-        _pair(environ, _OPEN_MPI),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-        pass_on="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
-    )
-
-
-def _mpich(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    ranks = _pair(environ, ("PMI_RANK", "PMI_SIZE"))
-    return _mpi(
-        environ,
-        "MPICH",
-        None if ranks == _slurm_task(environ) else ranks,  # `srun --mpi=pmi2` sets both
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        jobs=("PMI_JOBID",),
-        pass_on="mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
-    )
-
-
-def _mpi(
-    environ: Environ,
-    source: str,
-    ranks: tuple[int, int] | None,
-    local_names: tuple[str, str],
-    *,
-    jobs: tuple[str, ...],
-    pass_on: str,
-) -> Topology | None:
-    if ranks is None:
-        return None
+def _mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
+    ranks = _pair(environ, _OPEN_MPI)
+    if ranks is not None:
+        source = "Open MPI"
+        local_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        jobs: tuple[str, ...] = (
+            "PMIX_NAMESPACE",
+            "OMPI_MCA_ess_base_jobid",
+            "OMPI_MCA_orte_ess_jobid",
+        )
+        pass_on = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+    else:
+        ranks = _pair(environ, ("PMI_RANK", "PMI_SIZE"))
+        if ranks is None or ranks == _slurm_task(environ):  # `srun --mpi=pmi2` sets both
+            return None
+        source = "MPICH"
+        local_names = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        jobs = ("PMI_JOBID",)
+        pass_on = "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
     rank, size = ranks
     _same_world_size(environ, size, source)
     local = _pair(environ, local_names)
@@ -288,8 +273,7 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
 # The order is explained at the top of this file.
 _PARSERS: tuple[Callable[[Environ, Sequence[str]], Topology | None], ...] = (
     _torchrun,
-    _open_mpi,
-    _mpich,
+    _mpi,
     _slurm,
 )
 

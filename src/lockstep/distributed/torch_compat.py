@@ -318,14 +318,14 @@ def process_groups() -> list[dict[str, Any]]:
     ]
 
 
-def on_default_group(opened: Callable[[object], object]) -> Callable[[], None]:
-    """Calls `opened` with each default process group of this process; returns what ends that.
+def on_default_group(opened: Callable[[object], object]) -> None:
+    """Calls `opened` with each default process group of this process from now on.
 
     `init_process_group` and what calls it set the group by `_update_default_pg`, or reset it: None.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:  # a torch that was built without torch.distributed
-        return lambda: None
+        return
     original = c10d._update_default_pg
 
     def update(group: object) -> None:
@@ -333,11 +333,7 @@ def on_default_group(opened: Callable[[object], object]) -> Callable[[], None]:
         if group is not None:
             opened(group)
 
-    def end() -> None:
-        c10d._update_default_pg = original
-
     c10d._update_default_pg = update
-    return end
 
 
 # Processors of a rank

@@ -46,8 +46,8 @@ from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
 from lockstep.launcher.zygote import Event, Zygote
 from lockstep.watchdog import exit_status
-from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption, LostNode
-from lockstep.watchdog.first_failure import FirstFailure, first_failure, render
+from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption
+from lockstep.watchdog.first_failure import FirstFailure, first_failure, lost_node, render
 from lockstep.watchdog.probe import FLIGHT_RECORDER
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snapshot
@@ -484,12 +484,7 @@ class Agent(SimpleElasticAgent):
             interrupted=signals[0].interrupted if signals else None,
             # Those that are gone without a word about the end of their ranks.
             lost_nodes=[
-                LostNode(
-                    host=node.host,
-                    ranks=report.ranks if report else (),
-                    time=time.time(),
-                    reason=departure(node),
-                )
+                lost_node(node.host, report.ranks if report else (), time.time(), departure(node))
                 for node, report in gone
                 if report is None or not ended & set(report.ranks)
             ],

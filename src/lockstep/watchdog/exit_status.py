@@ -96,16 +96,6 @@ class Interruption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostNode:
-    """A machine whose launcher is no longer heard."""
-
-    host: str
-    ranks: tuple[int, ...]
-    time: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExitReport:
     """What one launcher knows of the end of its ranks, as it tells it to the others.
 

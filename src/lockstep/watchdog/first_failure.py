@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, grouped, name_ranks
-from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption, LostNode
+from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption
 from lockstep.watchdog.messages import Verdict, details
 
 FailureKind = Literal[
@@ -76,7 +76,7 @@ def first_failure(
     *,
     hang: Verdict | None = None,
     interrupted: Interruption | None = None,
-    lost_nodes: Sequence[LostNode] = (),
+    lost_nodes: Sequence[FirstFailure] = (),
     folder: str = "",
 ) -> FirstFailure | None:
     """The root cause, with what followed from it; None where nothing failed.
@@ -85,14 +85,14 @@ def first_failure(
         exits: of all ranks that have ended, on all hosts.
         hang: the hang detector's verdict, where it was fatal.
         interrupted: the signal that the launcher was sent.
-        lost_nodes: machines that have left the run.
+        lost_nodes: machines that have left the run, see `lost_node`.
         folder: where logs and snapshots are.
     """
     ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
     own = [e for e in exits if e not in ours]
     followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
     roots = [_of_exit(e) for e in own if e.code != 0 and e not in followers]
-    roots += [_of_lost_node(node) for node in lost_nodes]
+    roots += lost_nodes
     if hang is not None and not any(root.time <= hang.found_at + INSTANT_S for root in roots):
         roots += _of_hang(hang, own)
     if interrupted is not None:
@@ -220,13 +220,14 @@ def _oom_headline(end: ExitStatus) -> str:
     return f"{sure} by the kernel's out-of-memory killer (SIGKILL{peak}){detail}"
 
 
-def _of_lost_node(node: LostNode) -> FirstFailure:
+def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") -> FirstFailure:
+    """A machine whose launcher is no longer heard, as a root cause."""
     return FirstFailure(
         kind="node_lost",
-        ranks=node.ranks,
-        host=node.host,
-        time=node.time,
-        headline="the machine has left the run" + (f": {node.reason}" if node.reason else ""),
+        ranks=ranks,
+        host=host,
+        time=time,
+        headline="the machine has left the run" + (f": {reason}" if reason else ""),
         advice=(_BY_KIND["node_lost"],),
     )
 

@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from lockstep.distributed.torch_compat import (
     flight_record,
@@ -98,28 +98,21 @@ after the group was opened keep it in their default arguments. Here they were im
 
 
 class Probe:
-    """What `install` has set up in this process."""
+    """What `install` sets up in this process."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._undo = contextlib.ExitStack()
         self._map: mmap.mmap | None = None
         self._ask: int | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._show_stacks()
         self._start_heartbeat()
-        self._undo.callback(on_default_group(_kept_groups.append))
+        on_default_group(_kept_groups.append)
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget)
-        self._undo.callback(atexit.unregister, self.stop_answering)
         atexit.register(self.stop_answering)
-
-    def close(self) -> None:
-        """Takes everything out again; the files stay."""
-        self.stop_answering()
-        self._undo.close()
 
     def stop_answering(self) -> None:
         """Ends the thread that answers.
@@ -142,21 +135,17 @@ class Probe:
             self._ask = None
 
     def _show_stacks(self) -> None:
-        was_enabled = faulthandler.is_enabled()
         faulthandler.enable(self._open("crash.txt"))
-        self._undo.callback(faulthandler.enable if was_enabled else faulthandler.disable)
-        stacks = self._open("stacks.txt")
         # What faulthandler leaves behind at the interpreter's end: a late request kills nobody.
-        self._undo.callback(
-            signal.signal, STACK_SIGNAL, signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-        )
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
+        stacks = self._open("stacks.txt")
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
-        self._undo.callback(faulthandler.unregister, STACK_SIGNAL)
 
-    def _open(self, name: str) -> BinaryIO:
-        return self._undo.enter_context(open(self._folder / name, "ab", buffering=0))
+    def _open(self, name: str) -> int:
+        """A descriptor to append to a file by, until this process ends."""
+        return os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def _start_heartbeat(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -167,7 +156,7 @@ class Probe:
         with open(temporary, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _HEARTBEAT.size)
         temporary.replace(self._folder / "heartbeat")
-        self._undo.callback(register_optimizer_step_post_hook(self._counter()).remove)
+        register_optimizer_step_post_hook(self._counter())
 
     def _counter(self) -> Callable[..., None]:
         steps, last = 0, 0.0
@@ -243,23 +232,10 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
     }
 
 
-_installed: Probe | None = None
-
-
-def install(folder: Path) -> None:
-    """Makes this process visible, in the files of `folder`; torch has been imported.
+def install(folder: Path) -> Probe:
+    """Makes this process visible, until it ends, in the files of `folder`; torch has been imported.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    global _installed
-    uninstall()
-    _installed = Probe(folder)
-
-
-def uninstall() -> None:
-    """The opposite of `install`."""
-    global _installed
-    if _installed is not None:
-        _installed.close()
-        _installed = None
+    return Probe(folder)

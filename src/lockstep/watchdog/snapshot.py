@@ -181,22 +181,17 @@ def from_values(kind: type[_T], values: Any, frames: Sequence[Frame] | None = No
 _types_of_fields = functools.cache(get_type_hints)
 
 
-@dataclass(frozen=True)
-class Flight:
-    """One answer of a rank's Flight Recorder."""
-
-    calls: tuple[Call, ...]
-    completed: dict[str, int]
-    groups: tuple[Group, ...]
-    stacks: dict[int, Stack]
-    """By the thread's identifier."""
-
-
-def parse_flight(text: str) -> Flight | None:
-    """The answer that a probe writes; None where the recorder could not be read.
+def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
+    """A rank's state with the answer that its probe has written.
 
     torch's two forms are understood: that of `_dump_fr_trace_json` (numbers as texts, no frames)
-    and that of `_dump_fr_trace` turned into JSON.
+    and that of `_dump_fr_trace` turned into JSON. `answered` becomes None where the recorder could
+    not be read.
+
+    Args:
+        state: what is known so far.
+        text: of `flight.json`.
+        main_thread: the identifier of the rank's main thread; 0: not known.
     """
     try:
         data = json.loads(text)
@@ -210,15 +205,22 @@ def parse_flight(text: str) -> Flight | None:
             for number, status in (record.get("pg_status") or {}).items():
                 if str(number) in keys:
                     completed[keys[str(number)]] = int(status["last_completed_collective"])
-        calls.sort(key=lambda call: call.time_s)
-        stacks = {
+        stacks: dict[int, Stack] = {
             int(ident): tuple(Frame(*frame) for frame in stack)
             for ident, stack in data["stacks"].items()
         }
-        groups = from_values(tuple[Group, ...], data["groups"])
-        return Flight(tuple(calls), completed, groups, stacks)
+        return replace(
+            state,
+            answered=True,
+            calls=tuple(sorted(calls, key=lambda call: call.time_s)),
+            completed=completed,
+            groups=from_values(tuple[Group, ...], data["groups"]),
+            stack=stacks.pop(main_thread, state.stack),
+            threads=tuple(stacks.values()),
+            thread_ids=tuple(stacks),
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
+        return replace(state, answered=None)
 
 
 def _call(entry: Mapping[str, Any]) -> Call:

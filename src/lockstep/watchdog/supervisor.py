@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.distributed.network import wait_until
 from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Process
 from lockstep.launcher.rendezvous import Rendezvous
@@ -24,15 +25,14 @@ from lockstep.watchdog import hang
 from lockstep.watchdog.messages import Verdict, render, render_state
 from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat, write_whole
 from lockstep.watchdog.snapshot import (
-    Flight,
     RankState,
     Snapshot,
     from_json,
     merge,
-    parse_flight,
     read_process,
     shorten,
     to_json,
+    with_answer,
 )
 from lockstep.watchdog.stacks import parse_stack
 
@@ -87,7 +87,7 @@ class _Request:
         heartbeat = read_heartbeat(process.folder)
         if heartbeat is not None and heartbeat.pid != process.pid:
             heartbeat = None  # of the rank's earlier life, or of another
-        self._heartbeat = heartbeat
+        self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
         self._frozen = code is not None or (status is not None and status.state in "TZ")
         self._shows_stacks = status is not None and status.shows_stacks and not self._frozen
         self._stacks_from: int | None = None
@@ -152,19 +152,8 @@ class _Request:
             head = f'{{"request": {self._number},'
             with contextlib.suppress(OSError), open(folder / "flight.json") as file:
                 if file.read(len(head)) == head:  # an answer can be megabytes: none is read twice
-                    state = self._with_answer(state, parse_flight(head + file.read()))
+                    state = with_answer(state, head + file.read(), self._main_thread)
         self.state = state
-
-    def _with_answer(self, state: RankState, flight: Flight | None) -> RankState:
-        if flight is None:
-            return replace(state, answered=None)
-        if self._heartbeat is not None:
-            threads = dict(flight.stacks)
-            main = threads.pop(self._heartbeat.main_thread, state.stack)
-            others = tuple(threads.values())
-            state = replace(state, stack=main, threads=others, thread_ids=tuple(threads))
-        calls, completed, groups = flight.calls, flight.completed, flight.groups
-        return replace(state, answered=True, calls=calls, completed=completed, groups=groups)
 
 
 _HEARTBEATS_EVERY_S = 0.5
@@ -330,7 +319,6 @@ _CALLS, _FEW_CALLS = 100, 10
 _ANSWER_S, _LINES_S = 2.0, 5.0
 """The other launchers are waited for so long; those that fetch the lines of earlier collectives
 for longer."""
-_ANSWER_POLL_S = 0.02
 
 
 class SnapshotExchange:
@@ -367,13 +355,13 @@ class SnapshotExchange:
             return None
         lines = any(c.frames is not None for state in own.ranks for c in state.calls or ())
         self._send(own, asks=True, lines=lines)
-        limit = time.monotonic() + (_LINES_S if lines else _ANSWER_S)
-        while time.monotonic() < limit and not self._rendezvous.lost_nodes():
-            answers = self._unanswered()
-            if len(answers) == self._nodes - 1:
-                return merge([own, *(from_json(message["snapshot"]) for message in answers)])
-            time.sleep(_ANSWER_POLL_S)
-        return None
+        others = self._nodes - 1
+        wait_until(
+            lambda: bool(self._rendezvous.lost_nodes()) or len(self._unanswered()) == others,
+            time.monotonic() + (_LINES_S if lines else _ANSWER_S),
+        )
+        answers = [from_json(message["snapshot"]) for message in self._unanswered()]
+        return merge([own, *answers]) if len(answers) == others else None
 
     def answer(self) -> None:
         """Takes a snapshot of this machine's ranks if another launcher asks; call it often."""

@@ -266,9 +266,8 @@ class CallTable:
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, Call]]] = {}
         """By group and number: rank to call."""
-        self._first: dict[tuple[str, int], int] = {}
-        self._last: dict[tuple[str, int], int] = {}
-        """By group and rank the numbers of its first known call and of its last."""
+        self._numbers: dict[tuple[str, int], list[int]] = {}
+        """By group and rank the numbers of its known calls, the oldest first."""
         self._groups = {group.name: group for s in snapshot.ranks for group in s.groups or ()}
         self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
         for state in snapshot.ranks:
@@ -276,13 +275,12 @@ class CallTable:
                 if not call.p2p:
                     by_rank = self.calls.setdefault(call.key, {}).setdefault(call.seq, {})
                     by_rank[state.rank] = call
-                    self._first.setdefault((call.key, state.rank), call.seq)
-                    self._last[call.key, state.rank] = call.seq
+                    self._numbers.setdefault((call.key, state.rank), []).append(call.seq)
 
     def members(self, key: str) -> set[int]:
         """The ranks of a group; where torch did not say, those that have used it."""
         group = self._groups.get(key.partition(":")[2])
-        used = {rank for known, rank in self._last if known == key}
+        used = {rank for known, rank in self._numbers if known == key}
         return set(group.ranks) if group and group.ranks else used
 
     def name(self, key: str) -> str:
@@ -295,7 +293,7 @@ class CallTable:
     def absent(self, call: Call) -> set[int]:
         """The members that have not come to a call."""
         members = self.members(call.key)
-        return {rank for rank in members if self._last.get((call.key, rank), 0) < call.seq}
+        return {r for r in members if self._numbers.get((call.key, r), [0])[-1] < call.seq}
 
     def contradicts(self, call: Call) -> bool:
         """Whether another rank called something else in its place."""
@@ -304,7 +302,7 @@ class CallTable:
 
     def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
-        return rank not in self._unseen and seq >= self._first.get((key, rank), 0)
+        return rank not in self._unseen and seq >= self._numbers.get((key, rank), [0])[0]
 
 
 class WaitGraph:
