@@ -212,6 +212,12 @@ def normed() -> nn.Module:
     return nn.Sequential(*(m for norm in norms for m in (nn.Linear(WIDTH, WIDTH), norm)))
 
 
+def twice() -> nn.Module:
+    """A submodule stands in two places, in the first stage and in the second."""
+    first, a, b, last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return nn.Sequential(first, a, nn.Tanh(), a, b, nn.Tanh(), b, last)
+
+
 def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
@@ -230,6 +236,8 @@ MODELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "normed, interleaved": (normed, ["2", "4", "6"], {}),
     "detached": (Detaching, ["second"], {}),
     "unused": (Unused, ["second"], {}),
+    "twice": (twice, ["4"], {}),
+    "twice, interleaved": (twice, ["1", "4", "7"], {}),
     "unfrozen": (layers, ["3"], {"frozen": 6}),
     "recomputed": (layers, ["3"], {"recompute": nn.Linear}),
     "interrupted": (layers, ["3"], {"interrupt": True}),
@@ -541,7 +549,7 @@ def forget() -> int:
             for number in range(300):
                 y = model(torch.ones(1, WIDTH), number / 7)
             assert torch.equal(y, model(torch.ones(1, WIDTH), number / 7))
-        return sum(len(kinds) for wire in model._activations for kinds in wire._forms.values())
+        return sum(len(wire._forms) for wire in model._activations)
 
 
 class Scaled(nn.Module):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -284,37 +283,34 @@ class Activations(NamedTuple):
     """What it keeps if it does not."""
 
     def peak(self, recomputed: set[int]) -> int:
-        """Bytes at the worst moment: after the forward pass, or while a block is recomputed.
+        """Bytes at the worst moment: after the forward pass, or while a block is recomputed."""
+        return self._bytes(recomputed)[1]
+
+    def by_saving(self) -> list[int]:
+        """The blocks: those first whose recomputation saves most; of equals the first to run."""
+        return sorted(self.inside, key=lambda block: self._bytes({block})[0])
+
+    def _bytes(self, recomputed: set[int]) -> tuple[int, int]:
+        """After the forward pass, and at the worst moment.
 
         Backward goes from the last block to the first and lets go of what it has passed. What is
         kept outside of blocks is counted as if it stayed to the end.
         """
         held = dict(self.outside)
         total = worst = sum(held.values())
-        for i, inside in self.inside.items():
-            inputs = self.inputs[i]
-            if i in recomputed:
-                worst = max(worst, total + sum(_new(inputs | inside, held).values()))
-            new = _new(inputs if i in recomputed else inside, held)
-            held |= new
-            total += sum(new.values())
-        return max(worst, total)
-
-    def by_saving(self) -> list[int]:
-        """The blocks: those first whose recomputation saves most; of equals the first to run."""
-        holders = Counter(key for kept in (self.outside, *self.inside.values()) for key in kept)
-
-        def saved(i: int) -> int:
-            inside, inputs = self.inside[i], self.inputs[i]
-            own = {key for key in inside.keys() | inputs if holders[key] == (key in inside)}
-            let_go = sum(size for key, size in inside.items() if key in own)
-            return let_go - sum(size for key, size in inputs.items() if key in own)
-
-        return sorted(self.inside, key=saved, reverse=True)
+        for block, inside in self.inside.items():
+            inputs = self.inputs[block]
+            if block in recomputed:
+                worst = max(worst, total + _more(inputs | inside, held))
+            kept = inputs if block in recomputed else inside
+            total += _more(kept, held)
+            held |= kept
+        return total, max(worst, total)
 
 
-def _new(kept: Kept, held: Kept) -> Kept:
-    return {key: size for key, size in kept.items() if key not in held}
+def _more(kept: Kept, held: Kept) -> int:
+    """Bytes that are kept and not held yet."""
+    return sum(size for storage, size in kept.items() if storage not in held)
 
 
 def measure(

@@ -65,17 +65,10 @@ class PipelinedModule(nn.Module):
             self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
         self._model = model
         self._schedule = schedule
-        # Messages between two ranks arrive in the order in which they were sent. With one stage a
-        # rank all cuts share a group; with several, two cuts may lie between the same ranks, and
-        # each has a group of its own.
-        self._activations, self._gradients = (
-            [
-                Wire(group, run.device, tag=len(run.prepared))
-                for name, group in run.groups.items()
-                if name.startswith(what)
-            ]
-            for what in ("activations", "gradients")
-        )
+        tag = 2 * len(run.prepared)
+        self._activations = self._wires("activations", tag=tag)
+        self._gradients = self._wires("gradients", tag=tag)
+        self._outputs = self._wires("activations", tag=tag + 1)
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
         self._parameters_there = list(self.module.parameters())
         self._batch: Batch | None = None
@@ -207,8 +200,8 @@ class PipelinedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A copy of the weights on this rank (averages of them, say) that can evaluate."""
-        shared = [self.run, self.place, self._activations, self._gradients, self._copies]
-        shared += self.run.groups.values()
+        shared = [self.run, self.place, self._copies, *self.run.groups.values()]
+        shared += [self._activations, self._gradients, self._outputs]
         memo |= {id(thing): thing for thing in shared}
         made = PipelinedModule.__new__(PipelinedModule)
         memo[id(self)] = made
@@ -224,13 +217,30 @@ class PipelinedModule(nn.Module):
         for part in itertools.chain.from_iterable(map(nn.Module.modules, self._copies)):
             if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
                 part.process_group = None
-        self._activations.clear()
-        self._gradients.clear()
+        for wires in (self._activations, self._gradients, self._outputs):
+            wires.clear()
+
+    def _wires(self, name: str, *, tag: int) -> list[Wire]:
+        """One for each cut: that between stage n and the next one is at n.
+
+        Messages between two ranks arrive in the order in which they were sent. With one stage a
+        rank all cuts share a group; with several, two cuts may lie between the same ranks, and each
+        has a group of its own.
+        """
+        groups = [group for key, group in self.run.groups.items() if key.startswith(name)]
+        cuts = range(self.place.last_stage)
+        return [Wire(groups[cut % len(groups)], self.run.device, tag) for cut in cuts]
 
     def _do(self, batch: Batch) -> Any:
         action = batch.actions[batch.next]
         batch.next += 1
-        return (self._forward if action.forward else self._backward)(batch, action)
+        if not action.forward:
+            return self._backward(batch, action)
+        stage, number = action.stage, action.micro_batch
+        seed, more = mix_seed(batch.seed, number), number + 1 < batch.num_micro_batches
+        received, sent, output = self._through(stage, *batch.inputs[number], seed, more)
+        batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
+        return output
 
     def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Any:
         """Calls of one kind give activations of one form; None: unknown."""
@@ -243,13 +253,6 @@ class PipelinedModule(nn.Module):
         number, (before, begun) = self.run.step.number, self._begun
         self._begun = number, begun + 1 if number == before else 1
         return mix_seed(self.run.settings.seed, self.place.replica, *self._begun)
-
-    def _forward(self, batch: Batch, action: Action) -> Any:
-        stage, number = action.stage, action.micro_batch
-        seed, more = mix_seed(batch.seed, number), number + 1 < batch.num_micro_batches
-        received, sent, output = self._through(stage, *batch.inputs[number], seed, more)
-        batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
-        return output
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -271,14 +274,12 @@ class PipelinedModule(nn.Module):
         came = None
         with self._noticing():
             if stage:
-                source = self.place.rank_of(stage - 1)
-                wire = self._wire(self._activations, stage - 1)
-                came = wire.receive(source, kind and (stage, kind), more=more)
+                source, wire = self.place.rank_of(stage - 1), self._activations[stage - 1]
+                came = wire.receive(source, kind, more=more)
             sent, output = self._model.run(stage, came, arguments, seed)
             if sent is not None:
-                to = self.place.rank_of(stage + 1)
-                wire = self._wire(self._activations, stage)
-                wire.send(sent, to, kind and (stage + 1, kind), more=more)
+                to, wire = self.place.rank_of(stage + 1), self._activations[stage]
+                wire.send(sent, to, kind, more=more)
         return came or [], sent or [], output
 
     def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
@@ -291,14 +292,12 @@ class PipelinedModule(nn.Module):
                     loss()
             elif went:
                 expected = batch.expected.pop(action.micro_batch, None)
-                wire = self._wire(self._gradients, stage)
-                gradients = wire.take(expected or self._expect(wire, stage, went))
+                messages = self._gradients[stage].take(expected or self._expect(stage, went))
                 if not drop:
-                    self._go_back(went, gradients)
+                    self._go_back(went, messages)
             if stage:
                 back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
-                wire = self._wire(self._gradients, stage - 1)
-                wire.send_known(back, place.rank_of(stage - 1))
+                self._gradients[stage - 1].send_known(back, place.rank_of(stage - 1))
 
     @staticmethod
     def _go_back(went: list[Tensor], messages: list[Tensor]) -> None:
@@ -313,18 +312,12 @@ class PipelinedModule(nn.Module):
         stage, *others = self.place.stages
         if others or stage == self.place.last_stage:  # several stages come in another order
             return
-        wire, (_, went) = self._wire(self._gradients, stage), batch.kept[stage, number]
-        if wire.expects_early and went:
-            batch.expected[number] = self._expect(wire, stage, went)
+        if self._gradients[stage].expects_early:
+            batch.expected[number] = self._expect(stage, batch.kept[stage, number][1])
 
-    def _expect(self, wire: Wire, stage: int, went: list[Tensor]) -> list[Expected]:
+    def _expect(self, stage: int, went: list[Tensor]) -> list[Expected]:
         forms = [marked(tensor) for tensor in went]
-        return wire.expect(self.place.rank_of(stage + 1), forms)
-
-    @staticmethod
-    def _wire(wires: list[Wire], cut: int) -> Wire:
-        """That between stage `cut` and the next one."""
-        return wires[cut % len(wires)]
+        return self._gradients[stage].expect(self.place.rank_of(stage + 1), forms)
 
     def _catch_up(self, batch: Batch, drop: bool = False) -> None:
         """Ends a global batch of which no more comes: does what is left for what has come.
@@ -355,21 +348,24 @@ class PipelinedModule(nn.Module):
             self._leave_off()
 
     def _evaluate(self, arguments: Arguments) -> Any:
-        """The real output on every rank: the last stage sends it to all of the pipeline."""
+        """The real output on every rank: each sends it to the one before, the last one first."""
         self._drop_old()
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
             _, _, output = self._through(stage, arguments, kind, seed, False)
         leaves, spec = pytree.tree_flatten(output)
-        own = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if self.is_last else None
-        source = self.place.rank_of(self.place.last_stage)
-        shared = iter(self._activations[0].share(own, source))
+        found = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        position, rank_of = self.place.position, self.place.rank_of
+        if not self.is_last:  # stage n, for n < positions, is at position n
+            found = self._outputs[position].receive(rank_of(position + 1))
+        if position:
+            self._outputs[position - 1].send(found, rank_of(position - 1))
         # Not for gradients of a global batch under way: a rank may take them in its next turn.
-        for wire in self._activations:
+        for wire in self._activations + self._outputs:
             wire.wait()
         if self.is_last:
             return output
-        filled = [next(shared) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        filled = [found.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(filled, spec)
 
     def _stand_in(self, shape: Tensor) -> Tensor:

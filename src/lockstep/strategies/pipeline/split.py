@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -101,14 +101,13 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Where to cut a list into contiguous parts so that the most expensive one is cheapest.
 
+    Args:
+        costs: of what stays whole, in order.
+        parts: no more than there are costs.
+
     Returns:
         The first index of every part but the first; no part is empty.
-
-    Raises:
-        ValueError: fewer costs than parts.
     """
-    if len(costs) < parts:
-        raise ValueError(f"{len(costs)} costs for {parts} parts")
     sums = [0.0, *itertools.accumulate(costs)]
 
     @cache
@@ -181,8 +180,6 @@ def _has_state(module: nn.Module) -> bool:
 _TRIALS = 3
 _STATE = 4
 """Copies of a parameter on a device: itself, its gradient, two moments of Adam."""
-Call = tuple[Arguments, torch.dtype | None]
-"""How a submodule was called: with what, and under which autocast."""
 
 
 def measure(
@@ -209,56 +206,51 @@ def measure(
     module.eval()  # running statistics stay as they are, and a SyncBatchNorm waits for nobody
     try:
         with preserve_rng_state():
-            calls, kept = _record(module, parts, examples)
-            seconds = [
-                _seconds(part, calls[n]) if n in calls else 0.0 for n, part in enumerate(parts)
-            ]
+            measured = _measured(module, parts, examples)
     finally:
         for m in training:
             m.training = True
-    if not calls:
+    if measured is None:
         return sizes, "of parameters: no example to measure with"
-    memory = [_STATE * size + kept.get(n, 0) for n, size in enumerate(sizes)]
+    seconds, kept = measured
+    memory = [_STATE * size + more for size, more in zip(sizes, kept, strict=True)]
     total_time, total_memory = max(sum(seconds), 1e-12), max(sum(memory), 1)
-    costs = zip(seconds, memory, strict=True)
-    return (
-        [s / total_time + size / total_memory for s, size in costs],
-        "of time and memory, measured on an example",
-    )
+    costs = [s / total_time + m / total_memory for s, m in zip(seconds, memory, strict=True)]
+    return costs, "of time and memory, measured on an example"
 
 
-def _record(
+def _measured(
     module: nn.Module, parts: Sequence[nn.Module], examples: Sequence[Callable[[], Any]]
-) -> tuple[dict[int, Call], dict[int, int]]:
-    """Of one forward pass by the number of the part: how it was called, and the bytes it kept.
-
-    Nothing where no example fits.
-    """
+) -> tuple[list[float], list[int]] | None:
+    """Of every part the seconds and the bytes it keeps; None where no example fits."""
     device = next(module.parameters()).device
     for example in examples:
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), example())
-        for arguments in _ways(batch):
+        for args, kwargs in _ways(batch):
             with suppress(Exception):  # this is not how the model is called
-                return _calls(module, parts, arguments)
-    return {}, {}
+                kept = activation_checkpointing.measure(module, parts, args, kwargs).inside
+                sizes = [sum(kept.get(n, {}).values()) for n in range(len(parts))]
+                return _times(module, parts, (args, kwargs), device), sizes
+    return None
 
 
-def _calls(
-    module: nn.Module, parts: Sequence[nn.Module], arguments: Arguments
-) -> tuple[dict[int, Call], dict[int, int]]:
-    calls: dict[int, Call] = {}
-    kind = next(module.parameters()).device.type
+def _times(
+    module: nn.Module, parts: Sequence[nn.Module], arguments: Arguments, device: torch.device
+) -> list[float]:
+    """Each part's, measured where the model calls it first: with its inputs, under its autocast."""
+    seconds: dict[int, float] = {}
 
-    def record(part: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on = torch.is_autocast_enabled(kind)
-        calls.setdefault(part, ((args, kwargs), torch.get_autocast_dtype(kind) if on else None))
+    def before(part: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if part not in seconds:
+            seconds[part] = 0.0  # it is called again now
+            seconds[part] = _seconds(unit, (args, kwargs), device)
 
-    with ExitStack() as stack:
+    with torch.no_grad(), ExitStack() as stack:
         for number, part in enumerate(parts):
-            hook = partial(record, number)
-            stack.callback(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        found = activation_checkpointing.measure(module, parts, *arguments)
-    return calls, {number: sum(inside.values()) for number, inside in found.inside.items()}
+            hook = partial(before, number)
+            stack.enter_context(part.register_forward_pre_hook(hook, with_kwargs=True))
+        module(*arguments[0], **arguments[1])
+    return [seconds.get(number, 0.0) for number in range(len(parts))]
 
 
 def _ways(batch: Any) -> list[Arguments]:
@@ -269,30 +261,31 @@ def _ways(batch: Any) -> list[Arguments]:
     return [((batch,), {})]
 
 
-def _seconds(unit: nn.Module, call: Call) -> float:
+@torch.enable_grad()
+def _seconds(unit: nn.Module, arguments: Arguments, device: torch.device) -> float:
     """Of one forward and backward pass: the least of a few."""
-    arguments, autocast = call
-    trained = [p for p in unit.parameters() if p.requires_grad]
-    device = next(unit.parameters()).device
     best = float("inf")
     for _ in range(_TRIALS):
         args, kwargs = pytree.tree_map_only(Tensor, _fresh, arguments)
+        wanted = [*_trained(unit.parameters()), *_trained(pytree.tree_leaves((args, kwargs)))]
         _settle(device)
         begin = time.perf_counter()
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            output = unit(*args, **kwargs)
-        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-        roots = [leaf.sum() for leaf in leaves if leaf.requires_grad]
-        if roots:
-            torch.autograd.grad(roots, trained, allow_unused=True)
+        roots = [leaf.sum() for leaf in _trained(pytree.tree_leaves(unit(*args, **kwargs)))]
+        if roots and wanted:
+            torch.autograd.grad(roots, wanted, allow_unused=True)
         _settle(device)
         best = min(best, time.perf_counter() - begin)
     return best
 
 
+def _trained(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
 def _fresh(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().clone()
-    return copied.requires_grad_() if copied.is_floating_point() else copied
+    """A copy that may be written to, so no leaf."""
+    detached = tensor.detach()
+    return (detached.requires_grad_() if detached.is_floating_point() else detached).clone()
 
 
 def _settle(device: torch.device) -> None:

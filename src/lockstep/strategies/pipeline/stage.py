@@ -26,7 +26,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,8 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline.split import Arguments, Split
 
-_REMEMBERED = 64
-"""Kinds of input for which a submodule of another stage remembers its output."""
+_REMEMBERED = 256
+"""Kinds of input of which it is known what they give; then all are forgotten."""
 
 
 class StagedModel:
@@ -166,7 +166,10 @@ class Passage:
         """The first submodule of the stage is called: what was received takes the place."""
         self.outside.close()
         self.inside = True
-        received = [_writable(t) if t.requires_grad else t for t in self.received or ()]
+        received: list[Tensor] = [
+            _Received.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+            for tensor in self.received or ()
+        ]
         leaves, spec = pytree.tree_flatten(arguments)
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
@@ -189,8 +192,7 @@ class Passage:
     def go_outside(self) -> None:
         """From here on nothing but shapes is computed."""
         self.inside = False
-        self.outside.enter_context(torch.no_grad())
-        self.outside.enter_context(_Shapes(self.device))
+        self.outside.enter_context(_only_shapes(self.device))
 
 
 @dataclass(eq=False)
@@ -251,15 +253,12 @@ class _Piece:
         assert self.on_meta is not None  # this process runs another stage
         with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
             kind = signature(arguments)
-        if kind is not None and kind in self.known:
-            return self.known[kind]
-        args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
-        output = self.on_meta(*args, **kwargs)
-        if kind is not None:
-            if len(self.known) >= _REMEMBERED:
-                self.known.clear()
-            self.known[kind] = output
-        return output
+        if kind not in self.known:
+            args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
+            output = self.on_meta(*args, **kwargs)
+            remember(self.known, kind, output)
+            return output
+        return self.known[kind]
 
 
 class _Received(torch.autograd.Function):
@@ -279,31 +278,24 @@ class _Received(torch.autograd.Function):
         return gradient
 
 
-def _writable(leaf: Tensor) -> Tensor:
-    found: Tensor = _Received.apply(leaf)  # type: ignore[no-untyped-call]
-    return found
-
-
 def _move(
     module: nn.Module, split: Split, stages: frozenset[int], device: torch.device
 ) -> list[nn.Parameter]:
     """Moves everything to where it belongs: the device, or nowhere; returns what is gone."""
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
-        stage = split.stage_of(name)
-        for own, parameter in list(part._parameters.items()):
-            if parameter is None:
-                continue
-            if (split.own[f"{name}.{own}".lstrip(".")] if stage is None else stage) in stages:
+        named = part.named_parameters(name, recurse=False, remove_duplicate=False)
+        for path, parameter in list(named):
+            if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
                 shape = nn.Parameter(like(parameter), parameter.requires_grad)
-                part._parameters[own] = shape
+                part.register_parameter(path.rpartition(".")[2], shape)
                 gone += [parameter, shape]
+        stage = split.stage_of(name)
         here = stage is None or stage in stages
-        for own, buffer in list(part._buffers.items()):
-            if buffer is not None:
-                part._buffers[own] = buffer.to(device if here else "meta")
+        for own, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            part._buffers[own] = buffer.to(device if here else "meta")
     return gone
 
 
@@ -355,7 +347,7 @@ class Shape(Tensor):
     """
 
     on: ClassVar[torch.device | None] = None
-    """While `_Shapes` is on; None while torch itself looks."""
+    """Within `_only_shapes`; None while torch itself looks."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -366,19 +358,6 @@ class Shape(Tensor):
 class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        Shape.on = self._device
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        Shape.on = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -388,15 +367,34 @@ class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
-        Shape.on = None
+        on, Shape.on = Shape.on, None
         try:
             return func(*args, **kwargs)
         finally:
-            Shape.on = self._device
+            Shape.on = on
+
+
+@contextmanager
+def _only_shapes(device: torch.device) -> Iterator[None]:
+    """What is computed inside is shapes; these say that they are on `device`."""
+    Shape.on = device
+    try:
+        with torch.no_grad(), _Shapes():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        Shape.on = None
 
 
 def _as_shape(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Shape)
+
+
+def remember(known: dict[Any, Any], kind: Any, found: Any) -> None:
+    """Keeps what was found for a kind of input; nothing for None, which is unknown."""
+    if kind is not None:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known[kind] = found
 
 
 def signature(value: Arguments) -> Any:

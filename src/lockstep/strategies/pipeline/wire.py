@@ -14,8 +14,8 @@ another one, one that was made up answers first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,21 +25,13 @@ from torch import Tensor
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
 from lockstep.errors import UsageError
-
-_REMEMBERED = 256
-"""Kinds of which each side of a cut remembers the form. Both forget at the same moment."""
-_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+from lockstep.strategies.pipeline.stage import remember
 
 
-Kind = tuple[int, Hashable]
-"""Of a message: the stage it goes to, and what decides about its form."""
+class Form(NamedTuple):
+    """What a tensor looks like, in values that JSON can say."""
 
-
-@dataclass(frozen=True)
-class Form:
-    """What a tensor looks like."""
-
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     trained: bool = False
     """A gradient comes back for it."""
@@ -47,16 +39,17 @@ class Form:
     @property
     def size(self) -> int:
         """Bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * dtype.itemsize
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {self.shape} with{'' if self.trained else 'out'} a gradient"
+        return f"{self.dtype} {self.shape} with{'' if self.trained else 'out'} a gradient"
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
         """The form of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
 class Expected(NamedTuple):
@@ -68,7 +61,7 @@ class Expected(NamedTuple):
 
 
 class Wire:
-    """One direction between the ranks of a pipeline.
+    """One direction between two ranks of a pipeline, of which one sends and the other receives.
 
     Args:
         group: of the pipeline's ranks.
@@ -82,38 +75,38 @@ class Wire:
         self._tag = tag
         self._carrier = carrier_device(device, group)
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._forms: dict[int, dict[Hashable, list[Form]]] = {}
-        self._last_sent: list[Form] | None = None
-        self._last_received: list[Form] | None = None
+        self._forms: dict[Hashable, list[Form]] = {}
+        """By kind; both sides forget at the same moment."""
+        self._last: list[Form] | None = None
         self._asked: list[Form] | None = None
         """What the other side has asked for before its time."""
         self._expected: list[Expected] = []
         """What this side has asked for before its time."""
 
     def send(
-        self, tensors: Sequence[Tensor], to: int, kind: Kind | None, *, more: bool = False
+        self, tensors: Sequence[Tensor], to: int, kind: Hashable = None, *, more: bool = False
     ) -> None:
         """Starts to send; says first what it looks like, where the kind is new.
 
         Args:
             tensors: any.
             to: the rank that calls `receive`.
-            kind: of the message; None: unknown.
+            kind: what decides about the form; None: unknown.
             more: it will be followed by another one, on both sides.
 
         Raises:
             UsageError: other shapes than the last time for the same kind of input.
         """
         forms = [Form.of(tensor) for tensor in tensors]
-        known = self._known(kind)
+        known = self._forms.get(kind)
         if self._asked is not None and self._asked != known:
             for form in self._asked:
                 self._start(torch.zeros(form.size, dtype=torch.uint8, device=self._carrier), to)
         if known is None:
-            text = torch.tensor(_encoded(forms), dtype=torch.int64)
+            text = torch.tensor(list(json.dumps(forms).encode()), dtype=torch.uint8)
             self._start(torch.tensor([len(text)]), to)
             self._start(text, to)
-            self._remember(kind, forms)
+            remember(self._forms, kind, forms)
         elif known != forms:
             raise UsageError(
                 "a pipeline between whose stages the form of activations changes",
@@ -122,7 +115,7 @@ class Wire:
                 "unfreeze parameters between two global batches",
             )
         self.send_known(tensors, to)
-        repeats, self._last_sent = forms == self._last_sent, forms
+        repeats, self._last = forms == self._last, forms
         self._asked = forms if repeats and more and self.expects_early else None
 
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
@@ -131,9 +124,9 @@ class Wire:
             self._start(collectives.to_bytes(tensor).to(self._carrier), to)
         self._under_way = [(w, data) for w, data in self._under_way if not w.is_completed()]
 
-    def receive(self, source: int, kind: Kind | None, *, more: bool = False) -> list[Tensor]:
+    def receive(self, source: int, kind: Hashable = None, *, more: bool = False) -> list[Tensor]:
         """What `send` sends, with a gradient to come back where it needs one."""
-        forms = self._known(kind)
+        forms = self._forms.get(kind)
         expected, self._expected = self._expected, []
         if expected and [each.form for each in expected] != forms:
             self.take(expected)
@@ -141,12 +134,13 @@ class Wire:
         if forms is None:
             length = torch.empty(1, dtype=torch.int64)
             dist.recv(length, source, self._group, self._tag)
-            text = torch.empty(int(length), dtype=torch.int64)
+            text = torch.empty(int(length), dtype=torch.uint8)
             dist.recv(text, source, self._group, self._tag)
-            forms = _read(text.tolist())
-            self._remember(kind, forms)
+            said = json.loads(bytes(text.tolist()))
+            forms = [Form(dtype, tuple(shape), trained) for dtype, shape, trained in said]
+            remember(self._forms, kind, forms)
         tensors = self.take(expected or self.expect(source, forms))
-        repeats, self._last_received = forms == self._last_received, forms
+        repeats, self._last = forms == self._last, forms
         if repeats and more and self.expects_early:
             self._expected = self.expect(source, forms)
         for tensor, form in zip(tensors, forms, strict=True):
@@ -177,26 +171,8 @@ class Wire:
         for form, data, work in expected:
             if work is not None:
                 work.wait()
-            found.append(collectives.from_bytes(data.to(self._device), form.dtype, form.shape))
-        return found
-
-    def share(self, tensors: Sequence[Tensor] | None, source: int) -> list[Tensor]:
-        """Rank `source`'s tensors on all ranks of the group; the others pass None."""
-        mine = [] if tensors is None else [Form.of(tensor.detach()) for tensor in tensors]
-        text = torch.tensor(_encoded(mine), dtype=torch.int64)
-        length = torch.tensor([len(text)])
-        dist.broadcast(length, source, self._group)
-        text = text if tensors is not None else torch.empty(int(length), dtype=torch.int64)
-        dist.broadcast(text, source, self._group)
-        found = []
-        for place, form in enumerate(_read(text.tolist())):
-            if tensors is not None:
-                data = collectives.to_bytes(tensors[place]).to(self._carrier, copy=True)
-            else:
-                data = torch.empty(form.size, dtype=torch.uint8, device=self._carrier)
-            if form.size:
-                dist.broadcast(data, source, self._group)
-            found.append(collectives.from_bytes(data.to(self._device), form.dtype, form.shape))
+            dtype: torch.dtype = getattr(torch, form.dtype)
+            found.append(collectives.from_bytes(data.to(self._device), dtype, form.shape))
         return found
 
     def wait(self) -> None:
@@ -204,16 +180,6 @@ class Wire:
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
-
-    def _known(self, kind: Kind | None) -> list[Form] | None:
-        return None if kind is None else self._forms.get(kind[0], {}).get(kind[1])
-
-    def _remember(self, kind: Kind | None, forms: list[Form]) -> None:
-        if kind is not None:
-            known = self._forms.setdefault(kind[0], {})
-            if len(known) >= _REMEMBERED:
-                known.clear()
-            known[kind[1]] = forms
 
     def _start(self, data: Tensor, to: int) -> None:
         work = dist.isend(data, to, self._group, self._tag) if len(data) else None
@@ -223,7 +189,7 @@ class Wire:
 
 def marked(tensor: Tensor) -> Form:
     """Of the message with a tensor's gradient: its bytes, and one that says if there is any."""
-    return Form(torch.uint8, (tensor.numel() * tensor.element_size() + 1,))
+    return Form("uint8", (tensor.numel() * tensor.element_size() + 1,))
 
 
 def with_mark(tensor: Tensor) -> Tensor:
@@ -246,19 +212,3 @@ def without_mark(message: Tensor, tensor: Tensor) -> Tensor | None:
 
 def _in_words(forms: Sequence[Form]) -> str:
     return ", ".join(map(str, forms)) or "nothing"
-
-
-def _encoded(forms: Sequence[Form]) -> list[int]:
-    numbers = []
-    for form in forms:
-        numbers += [_DTYPES.index(form.dtype), form.trained, len(form.shape), *form.shape]
-    return numbers
-
-
-def _read(numbers: list[int]) -> list[Form]:
-    forms = []
-    while numbers:
-        dtype, trained, dims, *rest = numbers
-        forms.append(Form(_DTYPES[dtype], tuple(rest[:dims]), bool(trained)))
-        numbers = rest[dims:]
-    return forms
