@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -332,7 +333,7 @@ def test_where_a_fresh_process_can_import_the_function(
     main = ModuleType("__main__")
     main.__dict__.update(__file__=file, own=own)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    call = spawn.Call(own if module == "__main__" else os.getpid, ())
+    call = partial(own if module == "__main__" else os.getpid)
     assert isinstance(spawn._callable_elsewhere(call, "launch(f)"), bytes) == fresh
 
 

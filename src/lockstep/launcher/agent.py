@@ -19,7 +19,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from lockstep.distributed.network import socket_variables
+from lockstep.distributed.network import socket_variables, wait_until
 from lockstep.errors import JoinError, SettingError
 from lockstep.launcher import process as job
 from lockstep.launcher.machine import peak_memory, read_oom_counts
@@ -63,7 +63,6 @@ _STUCK_AT_EXIT_S = 10.0
 """A rank that has raised is given so long to end."""
 _OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
-_LOOK_S = 0.1
 _PEAKS_EVERY_S = 2.0
 _REPORT = "exit report"
 """What the launchers of a run tell each other."""
@@ -76,27 +75,7 @@ _ROOM_BYTES = 1 << 18
 """What a run's first files may need."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended on this machine."""
-
-    failure: FirstFailure | None
-    """None: all is well, or it was interrupted before a rank was started."""
-    interrupted: Interruption | None
-    attempt: Attempt | None
-    """The last one; None: no rank was started."""
-    late: tuple[int, ...]
-    """The ranks that were ended because the time was over."""
-
-    @property
-    def exit_code(self) -> int:
-        """See `lockstep.errors`."""
-        if self.failure is not None:
-            return self.failure.exit_code
-        return 0 if self.interrupted is None else 128 + self.interrupted.signal
-
-
-def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: Path) -> Outcome:
+def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: Path) -> Agent:
     """Meets the other machines, starts the ranks of this one and watches them to their end.
 
     Args:
@@ -104,6 +83,9 @@ def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: 
         flags: torchrun's.
         zygote: starts the ranks.
         folder: of the run; each attempt gets a folder in it.
+
+    Returns:
+        The agent, which knows how the run has ended on this machine.
 
     Raises:
         SettingError: a flag's value that cannot be honoured.
@@ -145,8 +127,7 @@ def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: 
             rendezvous.close(agent.failure.headline)
         elif agent.interrupted is not None:
             rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
-    attempt = agent.attempts[-1] if agent.attempts else None
-    return Outcome(agent.failure, agent.interrupted, attempt, agent.late)
+    return agent
 
 
 class Agent(SimpleElasticAgent):
@@ -204,39 +185,38 @@ class Agent(SimpleElasticAgent):
         self._supervisor: Supervisor | None = None
         self._exchange: SnapshotExchange
         self.attempts: list[Attempt] = []
+        """Of starting the ranks; empty: the run was interrupted before that."""
         self.interrupted: Interruption | None = None
         """The signal that ended the run from outside."""
         self.late: tuple[int, ...] = ()
-        """The ranks that still ran when the time was over."""
+        """The ranks that were ended because the time was over."""
 
     @property
     def failure(self) -> FirstFailure | None:
         """What failed first in the last attempt, once that is over."""
         return self.attempts[-1].failure if self.attempts else None
 
+    @property
+    def exit_code(self) -> int:
+        """See `lockstep.errors`."""
+        if self.failure is not None:
+            return self.failure.exit_code
+        return 0 if self.interrupted is None else 128 + self.interrupted.signal
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers = worker_group.workers
         folder = self._folder / f"attempt_{len(self.attempts)}"
         attempt = Attempt(
-            processes=[
-                Process(w.global_rank, w.local_rank, folder / f"rank_{w.global_rank}")
-                for w in workers
-            ],
+            processes=[],
             world_size=workers[0].world_size,
             node=worker_group.group_rank or 0,
             nodes=worker_group.group_world_size or 1,
             folder=folder,
         )
         self.attempts.append(attempt)
-        # Its process stays in the terminal's session where it is alone: pdb and input() work.
-        alone = self._plan.keyboard and attempt.world_size == 1 and job.in_foreground()
-        self._alone = attempt.processes[0] if alone else None
+        self._alone = None
         for worker in workers:
-            try:
-                self._start(worker_group, worker, attempt)
-            except BaseException:  # such as a full disk; what was never started has no end
-                del attempt.processes[worker.local_rank :]
-                raise
+            self._start(worker_group, worker, attempt)
         while any(process.pid is None for process in attempt.processes):
             self._read_events(timeout=1.0)
         if self._refused is not None:
@@ -245,9 +225,14 @@ class Agent(SimpleElasticAgent):
         return {process.local_rank: process.pid for process in attempt.processes}
 
     def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
-        process = attempt.processes[worker.local_rank]
+        rank, local_rank = worker.global_rank, worker.local_rank
+        process = Process(rank, local_rank, attempt.folder / f"rank_{rank}")
         process.folder.mkdir(parents=True)
-        command = self._plan.command.for_rank(process.local_rank)
+        alone = attempt.world_size == 1
+        # Its process stays in the terminal's session where it is alone: pdb and input() work.
+        if alone and self._plan.keyboard and job.in_foreground():
+            self._alone = process
+        command = self._plan.command.for_rank(local_rank)
         # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
         counted = self._rdzv.attempt
         restarts = self._failures if counted is None else counted
@@ -260,12 +245,10 @@ class Agent(SimpleElasticAgent):
             **command.environment,
             **self._variables,
         }
-        streams = self._console.open(
-            process.rank, process.local_rank, process.folder, alone=attempt.world_size == 1
-        )
+        streams = self._console.open(rank, local_rank, process.folder, alone=alone)
         try:
             self._zygote.start(
-                process.local_rank,
+                local_rank,
                 variables,
                 streams,
                 own_session=process is not self._alone,
@@ -274,6 +257,7 @@ class Agent(SimpleElasticAgent):
         finally:
             for stream in streams:
                 os.close(stream)
+        attempt.processes.append(process)
 
     def _watch(self, attempt: Attempt) -> None:
         """Begins to look after the ranks."""
@@ -429,9 +413,9 @@ class Agent(SimpleElasticAgent):
 
     # What the machines tell each other
 
-    def _report(self, attempt: Attempt) -> ExitReport:
-        supervisor = self._supervisor
-        return ExitReport(
+    def _tell(self, attempt: Attempt) -> ExitReport:
+        """Lets the other machines know what has become of the ranks of this one."""
+        report = ExitReport(
             host=socket.gethostname(),
             ranks=tuple(process.rank for process in attempt.processes),
             exits=tuple(
@@ -440,13 +424,9 @@ class Agent(SimpleElasticAgent):
                 if process.code is not None
             ),
             complete=not attempt.running,
-            hang=supervisor.verdict if supervisor else None,
+            hang=self._supervisor.verdict if self._supervisor else None,
             interrupted=self.interrupted or _ctrl_c(attempt),
         )
-
-    def _tell(self, attempt: Attempt) -> ExitReport:
-        """Lets the other machines know what has become of the ranks of this one."""
-        report = self._report(attempt)
         if attempt.nodes > 1:
             self._rdzv.publish(_REPORT, report.to_values())
         return report
@@ -465,12 +445,25 @@ class Agent(SimpleElasticAgent):
         if not attempt.told:
             attempt.told = True
             self._tell(attempt)
-        done = [report for report in self._others(attempt).values() if report.complete]
-        return len(done) < attempt.nodes - 1
+        return sum(report.complete for report in self._others(attempt).values()) < attempt.nodes - 1
 
     def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
         own = self._tell(attempt)
-        self._wait_for_others(attempt, own)
+
+        def all_said() -> bool:
+            """How their ranks ended; or no more of it is needed."""
+            others = self._others(attempt)
+            reports = [own, *others.values()]
+            told = {node for node, report in others.items() if report.complete}
+            gone = {_rank(node) for node in self._rdzv.lost_nodes()}
+            return (
+                len(told | gone) >= attempt.nodes - 1
+                or any(report.interrupted for report in reports)
+                or not any(report.failed for report in reports)
+            )
+
+        if self._rdzv.can_publish:
+            wait_until(all_said, time.monotonic() + _OTHERS_S)
         others = self._others(attempt)
         reports = [own, *others.values()]
         hangs = [report.hang for report in reports if report.hang is not None]
@@ -494,24 +487,6 @@ class Agent(SimpleElasticAgent):
             host = signals[0].host
             failure = replace(failure, headline=f"{failure.headline} on host {host}")
         return failure
-
-    def _wait_for_others(self, attempt: Attempt, own: ExitReport) -> None:
-        """Waits a few seconds at most for what the other machines say of the end of their ranks."""
-        if attempt.nodes == 1 or not self._rdzv.can_publish:
-            return
-        limit = time.monotonic() + _OTHERS_S
-        while time.monotonic() < limit:
-            others = self._others(attempt)
-            reports = [own, *others.values()]
-            told = {node for node, report in others.items() if report.complete}
-            gone = {_rank(node) for node in self._rdzv.lost_nodes()}
-            if (
-                len(told | gone) >= attempt.nodes - 1
-                or any(report.interrupted for report in reports)
-                or not any(report.failed for report in reports)
-            ):
-                return
-            time.sleep(_LOOK_S)
 
 
 def _rank(node: Node) -> int:

@@ -35,11 +35,13 @@ import secrets
 import socket
 import stat
 import threading
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -47,8 +49,8 @@ from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED, wait
 from lockstep.errors import SettingError
 
 T = TypeVar("T")
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-OnPeer = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[None]]
+Streams = tuple[StreamReader, StreamWriter]
+OnPeer = Callable[[StreamReader, StreamWriter, str], Awaitable[None]]
 
 STORE, PEER = b"S", b"P"
 """The purposes of a connection: to the store, or to talk with the other launchers (`peers`)."""
@@ -80,13 +82,20 @@ class NetworkThread:
     """The launcher's thread in which connections are carried."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-network", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels what is left
+            runner.run(self._until_closing())
+
+    async def _until_closing(self) -> None:
+        await self._closing.wait()
+        # A connection that was just accepted needs some turns of the loop to get to its handler,
+        # which closes it; a task that is cancelled before it has begun closes nothing.
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs `work` in the thread."""
@@ -108,31 +117,15 @@ class NetworkThread:
 
     def close(self) -> None:
         """Ends every connection, then the thread."""
-        if self._loop.is_closed():
-            return
-        with suppress(RuntimeError):
-            self.wait(_cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.soon(self._closing.set)
         self._thread.join()
-        self._loop.close()
-
-
-async def _cancel_all() -> None:
-    # A connection that was just accepted needs some turns of the loop to get to its handler, which
-    # closes it; a task that is cancelled before it has begun closes nothing.
-    for _ in range(5):
-        await asyncio.sleep(0)
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Carrier:
     """Listens, and carries each connection that comes; made and used in the event loop's thread."""
 
     def __init__(self) -> None:
-        self._open: set[asyncio.StreamWriter] = set()
+        self._open: set[StreamWriter] = set()
 
     async def listen(self, listener: socket.socket) -> None:
         """Takes connections on a socket that listens; returns at once."""
@@ -142,7 +135,7 @@ class _Carrier:
         """Takes no more connections."""
         self._server.close()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._open.add(writer)
         try:
             await self._carry(reader, writer)
@@ -154,7 +147,7 @@ class _Carrier:
             self._open.discard(writer)
             writer.close()
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
         raise NotImplementedError
 
 
@@ -169,7 +162,7 @@ class AuthProxy(_Carrier):
         self._turned_away: set[str] = set()
         self._unauthenticated = 0
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
         if self._unauthenticated >= _MAX_UNAUTHENTICATED:
             return
         address = str(writer.get_extra_info("peername")[0])
@@ -198,9 +191,7 @@ class AuthProxy(_Carrier):
             self._say(f"a connection from {address} was turned away: {why}")
 
 
-async def _challenge(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token
-) -> bytes:
+async def _challenge(reader: StreamReader, writer: StreamWriter, token: Token) -> bytes:
     """The proxy's side; returns the purpose, empty when the client does not have the token."""
     ours = secrets.token_bytes(_NONCE)
     writer.write(_MAGIC + ours)
@@ -227,7 +218,16 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
     """
     reader, writer = await _connect(address, port)
     try:
-        await asyncio.wait_for(_respond(reader, writer, token, purpose), _HANDSHAKE_S)
+        async with asyncio.timeout(_HANDSHAKE_S):
+            if await reader.readexactly(len(_MAGIC)) != _MAGIC:
+                raise ConnectionFailed(NOT_A_LAUNCHER)
+            theirs, ours = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
+            writer.write(ours + purpose + _mac(token, b"client", theirs, ours, purpose))
+            answer = await reader.readexactly(1 + _PROOF)
+        # A proxy that let us in without having the token would be somebody else's.
+        expected = b"\1" + _mac(token, b"server", theirs, ours, purpose)
+        if not hmac.compare_digest(answer, expected):
+            raise ConnectionFailed(TOKEN_DIFFERS)
     except BaseException as error:
         writer.transport.abort()
         if isinstance(error, TimeoutError):
@@ -238,21 +238,6 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
     return reader, writer
 
 
-async def _respond(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, purpose: bytes
-) -> None:
-    if await reader.readexactly(len(_MAGIC)) != _MAGIC:
-        raise ConnectionFailed(NOT_A_LAUNCHER)
-    theirs = await reader.readexactly(_NONCE)
-    ours = secrets.token_bytes(_NONCE)
-    writer.write(ours + purpose + _mac(token, b"client", theirs, ours, purpose))
-    answer = await reader.readexactly(1 + _PROOF)
-    # A proxy that let us in without having the token would be somebody else's.
-    expected = b"\1" + _mac(token, b"server", theirs, ours, purpose)
-    if not hmac.compare_digest(answer, expected):
-        raise ConnectionFailed(TOKEN_DIFFERS)
-
-
 class Forwarder(_Carrier):
     """Carries connections of this machine through the auth proxy of another one."""
 
@@ -261,7 +246,7 @@ class Forwarder(_Carrier):
         self._proxy = (address, port, token)
         self._closed = False
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(self, reader: StreamReader, writer: StreamWriter) -> None:
         if not self._closed:
             await relay((reader, writer), await authenticate(*self._proxy, STORE))
 
@@ -275,7 +260,7 @@ class Forwarder(_Carrier):
 async def relay(near: Streams, far: Streams) -> None:
     """Carries bytes between two connections until one of them ends, then ends the other."""
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def carry(reader: StreamReader, writer: StreamWriter) -> None:
         with suppress(OSError):
             while data := await reader.read(_CHUNK):
                 writer.write(data)
@@ -338,7 +323,10 @@ def find_token(environ: Mapping[str, str]) -> Token:
         return Token(_key(given), VARIABLE)
     path = token_file(environ)
     try:
-        return Token(_key(_read_or_make(path)), str(path))
+        if not path.exists():
+            _make(path)
+            wait_until(path.exists, monotonic() + _VISIBLE_WITHIN_S)
+        return Token(_key(_read(path)), str(path))
     except OSError as error:
         raise SettingError(
             f"a run on several machines, without {VARIABLE}",
@@ -357,34 +345,21 @@ def _key(text: str) -> bytes:
     return hashlib.sha256(b"lockstep token\n" + text.encode()).digest()
 
 
-def _read_or_make(path: Path) -> str:
-    if not path.exists():
-        _make(path)
-        wait_until(path.exists, monotonic() + _VISIBLE_WITHIN_S)
-    return _read(path)
-
-
 def _make(path: Path) -> None:
     """Writes a new token, unless another launcher was first; the file is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return
-    finally:
-        draft.unlink(missing_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.name}.") as draft:  # of mode 0600
+        draft.write(secrets.token_hex(32) + "\n")
+        draft.flush()
+        os.fsync(draft.fileno())
+        with suppress(FileExistsError):
+            os.link(draft.name, path)
 
 
 def _read(path: Path) -> str:
     with path.open() as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if mode & 0o077:
             raise SettingError(
                 f"the token of {path}",
                 f"other users may read or change the file (its mode is {mode:04o})",

@@ -18,6 +18,7 @@ import json
 import struct
 import threading
 import time
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -224,7 +225,7 @@ def announcer(say: Callable[[str], None]) -> Callable[[str], None]:
 class Connection:
     """One connection, by which both sides can tell that the other is there."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._missed = 0
 
@@ -299,9 +300,7 @@ class Server:
         self._clients: dict[int, Connection] = {}
         self._closing = False
 
-    async def attend(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
-    ) -> None:
+    async def attend(self, reader: StreamReader, writer: StreamWriter, address: str) -> None:
         """Talks with one client until it leaves; it has shown that it has the token."""
         connection = Connection(reader, writer)
         try:

@@ -105,7 +105,8 @@ class Rendezvous(RendezvousHandler):
         """Closed with the rendezvous."""
         self._closed = False
         self._torchs = self._handler()
-        """Of those that torch makes; None: there is none, or nothing is heard from it any more."""
+        """Of those that torch makes; None: there is none, or nothing is heard from it any more. Its
+        heartbeats end with it."""
         self.attempt: int | None = None
         """How many times the ranks were started before, counted by all nodes alike; None: unknown.
 
@@ -151,6 +152,7 @@ class Rendezvous(RendezvousHandler):
         if self._closed:
             return
         self._closed = True
+        self._torchs = None
         with self.opened:
             if why:
                 self._peers.update(state=LEFT, why=why)
@@ -524,30 +526,17 @@ class TorchsRendezvous(Rendezvous):
     def num_nodes_waiting(self) -> int:
         """As torch's; 0 when the node that serves has gone (see `lost_nodes`)."""
         if self._server_gone():
-            self.let_go()
-        if self._torchs is None:
-            return 0
+            self._torchs = None
         try:
-            return int(self._torchs.num_nodes_waiting())
+            return 0 if self._torchs is None else int(self._torchs.num_nodes_waiting())
         except RendezvousConnectionError:
-            self.let_go()
+            self._torchs = None
             return 0
 
     def shutdown(self) -> bool:
         """Ends the run for all nodes, and torch's heartbeats."""
-        torchs = self._torchs
-        done = torchs is None or self._server_gone() or bool(torchs.shutdown())
-        self.let_go()
-        return done
-
-    def close(self, why: str = "") -> None:
-        """See `Rendezvous.close`."""
-        self.let_go()
-        super().close(why)
-
-    def let_go(self) -> None:
-        """Ends torch's heartbeats without a word to the others; without the handler they end."""
-        self._torchs = None
+        torchs, self._torchs = self._torchs, None
+        return torchs is None or self._server_gone() or bool(torchs.shutdown())
 
 
 class DynamicRendezvous(TorchsRendezvous):

@@ -96,12 +96,12 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                     made.command.for_rank(rank)
             folder = make_folder(flags.log_dir, Path(spec.script).stem)
             announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
-            outcome = launch_agent(made, flags, zygote, folder)
+            agent = launch_agent(made, flags, zygote, folder)
         finally:
             zygote.close()
-    if outcome.failure is not None:
-        announce(render(outcome.failure))
-    return outcome.exit_code
+    if agent.failure is not None:
+        announce(render(agent.failure))
+    return agent.exit_code
 
 
 def _open_closed_streams() -> None:

@@ -8,6 +8,7 @@ imported torch. It then imports the user's script as a process of multiprocessin
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import mmap
@@ -21,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import RankFailedError, UsageError, name_ranks
 from lockstep.launcher import worker
@@ -35,7 +36,7 @@ from lockstep.launcher.script import large_modules, read_script
 from lockstep.launcher.zygote import FreshZygote, Zygote, serve
 
 if TYPE_CHECKING:
-    from lockstep.launcher.agent import Outcome
+    from lockstep.launcher.agent import Agent
     from lockstep.watchdog.first_failure import FirstFailure
 
 
@@ -57,11 +58,8 @@ zygote_main(*map(json.loads, sys.argv[2:]))
 """
 
 
-class Call(NamedTuple):
-    """What a rank is to do."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
+Call = functools.partial[Any]
+"""What a rank is to do."""
 
 
 class NoMainGuard(SystemExit):
@@ -113,12 +111,12 @@ def launch(
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {size} process{'' if size == 1 else 'es'}"
-    call = _callable_elsewhere(Call(fn, tuple(args)), was_set)
+    call = _callable_elsewhere(functools.partial(fn, *args), was_set)
     short = name.rpartition(".")[2]
     spec = LaunchSpec(script=short if short.isidentifier() else "launch", torchrun=_ONE_START)
     made = plan(spec, machine, os.environ, size, one_node=True)
     made = replace(made, timeout=timeout, keyboard=False, launcher="lockstep.launch")
-    if isinstance(call, Call):
+    if not isinstance(call, bytes):
         made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
         # Only now: it imports much, and the zygote has begun already.
@@ -130,9 +128,9 @@ def launch(
         keep = flags.log_dir is not None
         folder = make_folder(flags.log_dir, spec.script)
         try:
-            outcome = launch_agent(made, flags, zygote, folder)
-            _raise_if_interrupted(outcome)
-            return _values(outcome, was_set, timeout)
+            agent = launch_agent(made, flags, zygote, folder)
+            _raise_if_interrupted(agent)
+            return _values(agent, was_set, timeout)
         except RankFailedError:
             keep = True
             raise
@@ -178,7 +176,7 @@ def _callable_elsewhere(call: Call, was_set: str) -> Call | bytes:
 
 
 def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zygote:
-    if isinstance(call, Call):
+    if not isinstance(call, bytes):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             return Zygote(lambda: run_copy(call))
@@ -187,39 +185,47 @@ def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zyg
     except (TypeError, OSError):  # not a function of Python's
         source = ""
     modules = {*large_modules(sys.modules), *read_script(source).imports}
-    return start_fresh(call, made.environment, sorted(modules))
+    preparation = multiprocessing.spawn.get_preparation_data("")
+    # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
+    preparation["authkey"] = bytes(preparation["authkey"])
+    path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
+    with tempfile.TemporaryFile() as file:
+        pickle.dump(preparation, file)
+        file.write(call)
+        file.flush()
+        python = os.fsdecode(multiprocessing.spawn.get_executable())
+        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        given = (json.dumps(path), json.dumps(sorted(modules)), str(file.fileno()))
+        line = [python, *options, "-c", _FRESH, *given]
+        return FreshZygote(line, {**os.environ, **made.environment}, [file.fileno()])
 
 
-def _raise_if_interrupted(outcome: Outcome) -> None:
+def _raise_if_interrupted(agent: Agent) -> None:
     """Goes on with what a signal began; a rank that is alone may have had Ctrl-C for us."""
-    number = outcome.interrupted.signal if outcome.interrupted else 0
-    if outcome.failure is not None and outcome.failure.kind == "interrupted":
-        number = outcome.failure.exit_code - 128
+    number = agent.interrupted.signal if agent.interrupted else 0
+    if agent.failure is not None and agent.failure.kind == "interrupted":
+        number = agent.failure.exit_code - 128
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
         raise SystemExit(128 + number)
 
 
-def _values(outcome: Outcome, was_set: str, timeout: float | None) -> list[Any]:
-    if outcome.attempt is None:
-        raise TypeError("a run that was not interrupted has been started")
+def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
+    attempt = agent.attempts[-1]  # there is one: the run was not interrupted
     try:
-        if outcome.failure is not None:
-            raise _failed(outcome.failure, outcome.attempt, was_set)
-        if outcome.late:
+        if attempt.failure is not None:
+            raise _failed(attempt.failure, attempt, was_set)
+        if agent.late:
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
-                f"{name_ranks(outcome.late)} had not ended in time\n"
-                f"    logs: {outcome.attempt.folder}",
+                f"{name_ranks(agent.late)} had not ended in time\n    logs: {attempt.folder}",
                 "allow more time, or see what those ranks wait for",
-                outcome.late[0],
+                agent.late[0],
             )
-        return [
-            _read(process.folder, process.rank, was_set) for process in outcome.attempt.processes
-        ]
+        return [_read(process.folder, process.rank, was_set) for process in attempt.processes]
     finally:
-        for process in outcome.attempt.processes:
+        for process in attempt.processes:
             (process.folder / RESULT).unlink(missing_ok=True)
 
 
@@ -283,34 +289,8 @@ def run_copy(call: Call) -> NoReturn:
     worker.exit_now(codes[0] if codes else 1)
 
 
-def start_fresh(call: bytes, environment: Mapping[str, str], modules: Sequence[str]) -> FreshZygote:
-    """A zygote whose ranks run the pickled call.
-
-    Args:
-        call: a `Call`, pickled.
-        environment: variables in addition to ours.
-        modules: names of what the ranks would import.
-
-    Raises:
-        OSError: no process could be made.
-    """
-    preparation = multiprocessing.spawn.get_preparation_data("")
-    # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
-    preparation["authkey"] = bytes(preparation["authkey"])
-    path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
-    with tempfile.TemporaryFile() as file:
-        pickle.dump(preparation, file)
-        file.write(call)
-        file.flush()
-        python = os.fsdecode(multiprocessing.spawn.get_executable())
-        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        given = (json.dumps(path), json.dumps(modules), str(file.fileno()))
-        line = [python, *options, "-c", _FRESH, *given]
-        return FreshZygote(line, {**os.environ, **environment}, [file.fileno()])
-
-
 def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
-    """The life of a fresh zygote; see `start_fresh`."""
+    """The life of a fresh zygote; see `_start_zygote`."""
     os.set_inheritable(file, False)
     worker.import_for_ranks(modules)
     serve(control, lambda: _run_fresh(file))
@@ -344,7 +324,7 @@ def _name() -> str:
 def _run_call(call: Call, folder: Path) -> None:
     """Calls the function and writes what it returns."""
     try:
-        value = call.fn(*call.args)
+        value = call()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -353,8 +333,6 @@ def _run_call(call: Call, folder: Path) -> None:
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()
-    temporary = folder / f"{RESULT}.new"
-    with open(temporary, "wb") as file:
+    with open(folder / RESULT, "wb") as file:  # it is read where we end with exit code 0
         # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
         pickle.dump(value, file)
-    temporary.replace(folder / RESULT)

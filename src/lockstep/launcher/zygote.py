@@ -229,7 +229,8 @@ class Server:
             readable = select.select(watched, [], [], 0 if self.ahead else None)[0]
             if self.ahead and not readable:
                 self.ahead -= 1
-                self._make_spare()
+                with contextlib.suppress(OSError):  # what is missing is told when it is asked for
+                    self._make_spare()
             if self.wake in readable:
                 self._reap()
             if self.control in readable and not self._obey():
@@ -251,8 +252,9 @@ class Server:
     def _start(self, files: list[int]) -> None:
         request = _request_in(files)
         rank = request["rank"]
+        self.ahead = 0
         try:
-            pid = self._take_spare(files) or self._fork(lambda: files)
+            pid = self._give_to_copy(files)
         except OSError as error:  # no more processes, or no more memory
             self._report(Event(rank, None, reason=str(error.strerror)))
             return
@@ -265,49 +267,36 @@ class Server:
                 os.setpgid(pid, pid)
         self._report(Event(rank, pid))
 
-    def _take_spare(self, files: list[int]) -> int | None:
-        """Lets a process that was made before become the rank; its id."""
-        self.ahead = 0
-        while self.spares:
-            pid = next(iter(self.spares))
-            with self.spares.pop(pid) as channel, contextlib.suppress(BrokenPipeError):  # it ended
+    def _give_to_copy(self, files: list[int]) -> int:
+        """Lets a copy of this process become the rank that is asked for; its id."""
+        while True:
+            if not self.spares:
+                self._make_spare()
+            pid, channel = self.spares.popitem()
+            with channel, contextlib.suppress(BrokenPipeError):  # it has ended
                 socket.send_fds(channel, [b"start"], files)
                 return pid
-        return None
 
     def _make_spare(self) -> None:
-        ours, theirs = control_sockets()
-
-        def wait() -> list[int]:
-            ours.close()
-            with theirs:
-                return _receive(theirs)[1]
-
-        try:
-            self.spares[self._fork(wait)] = ours
-        except OSError:  # whether it is possible when it is asked for is seen then
-            self.ahead = 0
-            ours.close()
-        theirs.close()
-
-    def _fork(self, asked: Callable[[], list[int]]) -> int:
-        """Makes a copy of this process, which becomes the rank that it is asked to be; its id."""
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
+        """Makes a copy of this process, which waits until it is asked to be a rank."""
+        parent, (ours, theirs) = os.getpid(), control_sockets()
+        with theirs:
             try:
-                self._part(parent)
-                files = asked()
-                if files:
-                    request = _request_in(files)
-                    os.close(files.pop())
-                    self._become(request, files)
-                    if request["command"]:
-                        _execute(request["command"])
-                    self.work()
-            finally:
-                os._exit(1)
-        return pid
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                try:
+                    ours.close()
+                    self._part(parent)
+                    files = _receive(theirs)[1]
+                    theirs.close()
+                    if files:
+                        self._become(files)
+                finally:
+                    os._exit(1)
+        self.spares[pid] = ours
 
     def _part(self, parent: int) -> None:
         """In the copy: what it has from the zygote is given back."""
@@ -319,21 +308,26 @@ class Server:
         for channel in self.spares.values():
             channel.close()
 
-    def _become(self, request: dict[str, Any], streams: list[int]) -> None:
+    def _become(self, files: list[int]) -> NoReturn:
         """Makes the copy the rank that is asked for."""
+        request = _request_in(files)
+        os.close(files.pop())
         if request["own_session"]:
             os.setsid()
         else:
             os.setpgid(0, 0)
-            give_terminal(streams[0], os.getpgrp())
+            give_terminal(files[0], os.getpgrp())
         for number in (*HANDED_DOWN, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if number in self.ignored else default)
-        for target, stream in enumerate(streams):
+        for target, stream in enumerate(files):
             os.dup2(stream, target)  # dup2 makes them inheritable
             os.close(stream)
         os.environ.update(request["environment"])
         os.environ.pop(TOKEN, None)  # the launchers' alone
+        if request["command"]:
+            _execute(request["command"])
+        self.work()
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
