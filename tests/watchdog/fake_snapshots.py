@@ -131,8 +131,8 @@ def state(rank: int, stack: Stack | None = None, *calls: Call, **fields: Any) ->
     return RankState(rank=rank, **{**standard, **fields})
 
 
-def ended(rank: int, code: int | None = 0, signal: int | None = None) -> RankState:
-    return state(rank, alive=False, exit_code=code, signal=signal, answered=None)
+def ended(rank: int, code: int | None = 0) -> RankState:
+    return state(rank, alive=False, code=code, answered=None)
 
 
 def looks(

@@ -16,7 +16,7 @@ def full() -> Snapshot:
     return looks(
         state(0, in_backward(3), *made, threads=(at(9), ())),
         state(1, None, answered=False, calls=None, completed=None, groups=None, threads=None),
-        ended(2, None, 9),
+        ended(2, -9),
     )[1]
 
 

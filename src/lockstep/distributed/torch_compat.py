@@ -270,22 +270,15 @@ def flight_record(*, lines: bool) -> str:
     that has loaded torch's compiler (all that have used DDP have); elsewhere torch would load it
     now, in 2 s and with the interpreter's lock held, so the calls stay without.
     """
-    compiler = sys.modules.get("torch._dynamo")
-    lines = lines and not getattr(getattr(compiler, "__spec__", None), "_initializing", True)
-    texts = [text for name in RECORDERS if (text := _dump(name, lines)) is not None]
-    return f"[{', '.join(texts)}]"
-
-
-def _dump(name: str, lines: bool) -> str | None:
     import torch._C._distributed_c10d as c10d
 
-    found: Callable[..., bytes] | None = getattr(c10d, name if lines else f"{name}_json", None)
-    if found is None:
-        return None
-    written = found()
-    if not lines:
-        return written.decode(errors="replace")
-    return json.dumps(pickle.loads(written), default=str)  # made by torch, in this process
+    compiler = sys.modules.get("torch._dynamo")
+    lines = lines and not getattr(getattr(compiler, "__spec__", None), "_initializing", True)
+    names = [name if lines else f"{name}_json" for name in RECORDERS]
+    written: list[bytes] = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
+    if lines:  # made by torch, in this process
+        return json.dumps([pickle.loads(record) for record in written], default=str)
+    return f"[{', '.join(record.decode(errors='replace') for record in written)}]"
 
 
 def take_gpu() -> None:

@@ -70,11 +70,11 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
             if activity.kind is not Kind.EXITED
         )
     )
-    ages: dict[int, float] = {}
-    for rank in graph.waits_for if later.one_host else ():
-        call = activities[rank].call
-        if call is not None:
-            ages[rank] = max(0.0, later.time - call.time_s)
+    ages = {
+        rank: max(0.0, later.time - call.time_s)
+        for rank in graph.waits_for
+        if later.one_host and (call := activities[rank].call) is not None
+    }
     waited_s = max([waited_s, *ages.values()])
     case = Case(activities, table, graph, ages, waited_s, still)
     return next((v for verdict in VERDICTS if (v := verdict(case)) is not None), None)
@@ -131,7 +131,7 @@ class Case:
     def _row(self, activity: Activity, mismatched: Call | None) -> Row:
         state = activity.state
         does = _does(activity)
-        if activity.rank in self.graph.waits_for:
+        if state.rank in self.graph.waits_for:
             is_open = mismatched is not None and _is_open(mismatched, activity)
             call = mismatched if is_open else activity.call
             does = f"waits in {_named(call, activity.op)}"
@@ -141,7 +141,7 @@ class Case:
                 does += f", {activity.where}"
         if state.steps:
             does += f" (step {state.steps})"
-        return Row(activity.rank, state.host, does, activity.line, self.ages.get(activity.rank))
+        return Row(state.rank, state.host, does, activity.line, self.ages.get(state.rank))
 
     def awaited(self, what: str, ranks: Collection[int]) -> str:
         """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
@@ -215,7 +215,7 @@ def _gone(case: Case) -> Verdict | None:
     ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
     kind: VerdictKind = "stopped"
     if ended:
-        kind = "left" if all(state.exit_code == 0 for state in ended) else "lost"
+        kind = "left" if all(state.code == 0 for state in ended) else "lost"
     what = {"stopped": "is stopped by a signal", "left": "has ended without an error"}
     return case.verdict(kind, gone, case.awaited(what.get(kind, "has died"), gone), fatal=fatal)
 
@@ -359,9 +359,9 @@ def _named(call: Call | None, op: str) -> str:
 def _does(activity: Activity) -> str:
     state = activity.state
     if activity.kind is Kind.EXITED:
-        if state.signal is not None:
-            return f"was ended by signal {state.signal}"
-        return f"has ended with exit code {state.exit_code}"
+        if state.code is not None and state.code < 0:
+            return f"was ended by signal {-state.code}"
+        return f"has ended with exit code {state.code}"
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
     if is_leaving(state.stack):

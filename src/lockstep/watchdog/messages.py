@@ -146,8 +146,9 @@ def _wrap(lines: Iterable[str]) -> list[str]:
 def render_state(state: RankState) -> str:
     """All that is known of a rank, for people."""
     lines = [f"rank {state.rank} on {state.host}, process {state.pid}"]
-    if state.exit_code is not None or state.signal is not None:
-        lines[0] += f": ended, exit code {state.exit_code}, signal {state.signal}"
+    if state.code is not None:
+        how = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
+        lines[0] += f": ended, {how}"
     if state.steps is not None:
         lines.append(f"  optimizer steps: {state.steps}")
     lines += _stack_lines("main thread", state.stack)

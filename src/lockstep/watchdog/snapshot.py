@@ -73,9 +73,8 @@ class RankState:
     host: str
     pid: int
     alive: bool
-    exit_code: int | None = None
-    signal: int | None = None
-    """The number of the signal that ended it."""
+    code: int | None = None
+    """What it has ended with: its exit code, or minus the number of the signal that ended it."""
     state: str | None = None
     """The main thread's state as in `/proc/PID/stat`: R, S, D, T (stopped), t (traced), ..."""
     cpu_s: float | None = None

@@ -97,8 +97,7 @@ class _Request:
             host=socket.gethostname(),
             pid=process.pid or 0,
             alive=code is None and (status is None or status.state not in "ZX"),
-            exit_code=code if code is not None and code >= 0 else None,
-            signal=-code if code is not None and code < 0 else None,
+            code=code,
             state=None if status is None else status.state,
             cpu_s=None if status is None else status.cpu_s,
             main_cpu_s=None if status is None else status.main_cpu_s,
@@ -299,18 +298,16 @@ class Supervisor:
         self._slow = ranks
 
 
-def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict | None = None) -> Path:
-    """Writes `hang.json` and, for people, `hang.txt` into a folder; returns the latter's path.
+def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
+    """Writes `hang.json` and, for people, `hang.txt` into a folder.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "hang.json", to_json(snapshot))
-    parts = [] if verdict is None else [render(verdict)]
-    parts += [render_state(state) for state in snapshot.ranks]
+    parts = [render(verdict), *(render_state(state) for state in snapshot.ranks)]
     write_whole(folder / "hang.txt", "\n\n".join(parts) + "\n")
-    return folder / "hang.txt"
 
 
 _KEY = "snapshot"

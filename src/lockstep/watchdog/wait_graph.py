@@ -64,11 +64,6 @@ class Activity:
     """The collective it waits in, where the Flight Recorder knows it."""
 
     @property
-    def rank(self) -> int:
-        """Its rank."""
-        return self.state.rank
-
-    @property
     def line(self) -> Frame | None:
         """The user's own line that it is at; at its end that of a thread it waits for."""
         threads = self.state.threads if is_leaving(self.state.stack) else None
@@ -118,7 +113,7 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         seconds: between them.
     """
     if not later.alive:
-        ended = (later.exit_code, later.signal) != (None, None) and not earlier.alive
+        ended = later.code is not None and not earlier.alive
         return Activity(later, Kind.EXITED if ended else Kind.MOVING)
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
