@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -351,17 +352,12 @@ def measure(
 
     for tensor in [*module.parameters(), *module.buffers()]:
         count(tensor, there_anyway)
-    with ExitStack() as stack:
+    hooks = saved_tensors_hooks(lambda tensor: count(tensor, running), _cannot_give_back)
+    with hooks, torch.enable_grad(), ExitStack() as stack:
         for i, block in enumerate(blocks):
             entering = block.register_forward_pre_hook(partial(enter, i), with_kwargs=True)
             stack.enter_context(entering)
             stack.enter_context(block.register_forward_hook(leave, always_call=True))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: count(tensor, running), _cannot_give_back
-            )
-        )
         module(*args, **kwargs)
     return kept
 

@@ -18,7 +18,6 @@ Where a rank stands in a pipeline.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -81,11 +80,13 @@ def _interleaved(
     waiting = []
     for position in range(positions):
         stages = range(position, last + 1, positions)
-        own = itertools.product((False, True), stages, range(micro_batches))
-        waiting.append(sorted((Action(*each) for each in own), key=_urgency))
-    ends: dict[Action, int] = {}
-    place: dict[Action, int] = {}
-    """Before which place of the training loop an action is done."""
+        forward = [Action(True, stage, n) for n in range(micro_batches) for stage in stages]
+        backward = [
+            Action(False, stage, n) for n in range(micro_batches) for stage in reversed(stages)
+        ]
+        waiting.append(forward + backward)
+    done: dict[Action, tuple[int, int]] = {}
+    """When an action ends, and before which place of the training loop."""
     free, present = [0] * positions, [0] * positions
     tick = 0
     while any(waiting):
@@ -93,21 +94,17 @@ def _interleaved(
             for action in actions if free[position] <= tick else ():
                 here = max(present[position], 2 * action.micro_batch + (not action.forward))
                 needed = _needed(action, schedule, positions, last, micro_batches)
-                if all(ends.get(n, tick + 1) <= tick and place[n] <= here for n in needed):
+                known = [done.get(before, (tick + 1, 0)) for before in needed]
+                if all(end <= tick and before <= here for end, before in known):
                     orders[position].append(action)
                     actions.remove(action)
-                    place[action] = here
-                    ends[action] = free[position] = tick + (1 if action.forward else 2)
+                    free[position] = tick + (1 if action.forward else 2)
+                    done[action] = free[position], here
                     called = action.forward and action.stage > last - positions
                     present[position] = here + called
                     break
         tick += 1
     return orders
-
-
-def _urgency(action: Action) -> tuple[bool, int, int]:
-    stage = action.stage if action.forward else -action.stage
-    return not action.forward, action.micro_batch, stage
 
 
 def _needed(

@@ -46,8 +46,10 @@ class Split:
 
     def stage_of(self, name: str) -> int | None:
         """That of a module or parameter; None: a cut goes through the module."""
-        found = (k for piece, k in self.pieces.items() if _within(name, piece))
-        return next(found, self.own.get(name))
+        for piece, stage in self.pieces.items():
+            if not piece or f"{name}.".startswith(f"{piece}."):
+                return stage
+        return self.own.get(name)
 
 
 def units(module: nn.Module) -> list[str]:
@@ -163,10 +165,6 @@ def _check_shared(module: nn.Module, made: Split) -> None:
                 "only be on one rank",
                 "give them parameters of their own, or cut the model so that both are in one stage",
             )
-
-
-def _within(name: str, piece: str) -> bool:
-    return not piece or name == piece or name.startswith(f"{piece}.")
 
 
 def _has_state(module: nn.Module) -> bool:
