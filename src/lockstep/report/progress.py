@@ -334,8 +334,10 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, as `%g` writes them: `0.04120`, `12.35`, `1.200e-05`."""
-    return f"{value:#.4g}".rstrip(".")
+    """Four significant digits or all before the point: `0.04120`, `12.35`, `54321`, `1.200e-05`."""
+    # What `#.4g` would write with an exponent, as far as it can be read without one.
+    text = f"{value:.0f}" if 9999.5 <= abs(value) < 9999999.5 else f"{value:#.4g}"
+    return text.rstrip(".")
 
 
 def mean_words(means: Mapping[str, float]) -> list[str]:
