@@ -11,13 +11,13 @@ import random
 import threading
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import plan_of
 from problems import difference, mlp, tensors, weights
 from ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -43,10 +43,7 @@ FORKED = {"multiprocessing_context": "fork"}
 """For loader workers: another way of starting them leaves a process of its own behind."""
 
 
-OPEN = SimpleNamespace(
-    shares=False, micro_batch_size=True, open_shares=False, open_micro_batch_size=True,
-    found=SimpleNamespace(tried=False),
-)  # fmt: skip
+CPU = torch.device("cpu")
 
 
 class Numbers(IterableDataset[int]):
@@ -139,11 +136,11 @@ def every_nth(opened: list[int], start: int, step: int) -> Iterator[int]:
 
 def make(data: Any, batch_size: int | None = None, **options: Any) -> Loader:
     """A loader on one process."""
-    names = ("micro_batch_size", "shares", "sample_rng", "request")
+    names = ("micro_batch_size", "shares", "sample_rng", "open_size")
     own = {name: options.pop(name) for name in names if name in options}
-    collectives = Collectives(Topology(), torch.device("cpu"))
-    settings = {"seed": 3, "shares": (1,), "collectives": collectives, "step": Step()} | own
-    return make_loader(make_source(data, batch_size, **options), **settings)
+    collectives, source = Collectives(Topology(), CPU), make_source(data, batch_size, **options)
+    plan = plan_of(source, collectives, own, open_size=own.pop("open_size", False))
+    return make_loader(source, plan=plan, seed=3, collectives=collectives, step=Step(), **own)
 
 
 def read(loader: Loader) -> list[list[Any]]:
@@ -402,12 +399,7 @@ def test_a_position_is_refused_where_it_means_other_samples():
         (DataError, "is an iterator", iter(Numbers()), {}),
         (DataError, "beside a dataset", Numbers(), {"options": {"sampler": range(3)}}),
         (DataError, "at least 1", Numbers(), {"batch_size": 0}),
-        (
-            SettingError,
-            "leave shard out",
-            Numbers(),
-            {"shard": False, "micro_batch_size": "auto", "request": OPEN},
-        ),
+        (SettingError, "leave shard out", Numbers(), {"shard": False, "open_size": True}),
         (SettingError, "all parts are equal", Numbers(), {"shard": every_nth, "shares": (1, 2)}),
     ],
 )

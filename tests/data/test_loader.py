@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from problems import Augmented, tensors
 from torch.utils.data import (
     BatchSampler,
@@ -43,8 +44,8 @@ def make(source: Source, rank: int = 0, size: int = 1, **options: Any) -> Loader
     """The loader of one rank, without processes: reading needs no other rank."""
     collectives = Collectives(Topology(rank=rank, size=size, local_size=size, local_rank=rank),
                               torch.device("cpu"))  # fmt: skip
-    options = {"shares": (1,) * size, "seed": 3, **options}
-    return Loader(source, collectives=collectives, step=Step(), **options)
+    plan = plan_of(source, collectives, options)
+    return Loader(source, plan=plan, collectives=collectives, step=Step(), **{"seed": 3, **options})
 
 
 def numbers(length: int, batch_size: int, **options: Any) -> Source:

@@ -69,7 +69,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def draw_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bar_module.Bar, "interval", 0.0)
-    monkeypatch.setattr(progress_module.LogLines, "interval", 0.0)
+    monkeypatch.setattr(progress_module.Display, "interval", 0.0)
 
 
 def untimed(text: str) -> str:

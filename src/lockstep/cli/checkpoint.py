@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +42,12 @@ def command() -> None:
     "--sort",
     type=click.Choice(["size", "file"]),
     default="size",
-    show_default=True,
     help="The largest first, or the order of the file.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=40,
-    show_default=True,
     metavar="ROWS",
     help="Most tensors shown; 0: all.",
 )
@@ -92,7 +91,7 @@ def inspect_command(
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="Y",
-    help="Values are equal where |a - b| <= X + Y * |b|.  [default: only if they are the same]",
+    help="Values are equal where |a - b| <= X + Y * |b|; with 0 only if they are the same.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show the tensors that are equal too.")
 @click.pass_context
@@ -152,7 +151,7 @@ def diff_command(
     type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Of the tensors with fractions.  [default: as they are]",
 )
-@click.option("--prefix", default="", metavar="TEXT", help="Put before every name.")
+@click.option("--prefix", metavar="TEXT", help="Put before every name.")
 @click.option(
     "--remove-prefix",
     multiple=True,
@@ -162,7 +161,6 @@ def diff_command(
 @click.option(
     "--shard-size",
     default="5GB",
-    show_default=True,
     metavar="SIZE",
     help="Above it, safetensors are several files and an index.",
 )
@@ -173,7 +171,7 @@ def convert_command(
     name: str | None,
     trust: bool,
     dtype: str | None,
-    prefix: str,
+    prefix: str | None,
     remove_prefix: tuple[str, ...],
     shard_size: str,
     overwrite: bool,
@@ -198,7 +196,7 @@ def convert_command(
         out,
         dtype=None if dtype is None else DTYPES[dtype],
         remove=remove_prefix,
-        add=prefix,
+        add=prefix or "",
         shard_size=size,
     )
     what = contents.facts.get("read", "")
@@ -273,13 +271,14 @@ def _as_json(found: Inspection) -> dict[str, Any]:
 
 def _tensor_rows(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
     from lockstep.checkpoint.contents import tied_to
+    from lockstep.checkpoint.sharding import dtype_name
 
     ties = tied_to(tensors)
     return [
         {
             "name": name,
             "shape": list(tensor.shape),
-            "dtype": _dtype(tensor),
+            "dtype": dtype_name(tensor.dtype),
             "bytes": tensor.nbytes,
             "tied_to": ties.get(name),
         }
@@ -302,42 +301,40 @@ def _show_health(found: Inspection) -> None:
 
 
 def _show_contents(contents: Contents, sort: str, limit: int) -> None:
-    from lockstep.checkpoint.contents import tied_to, totals
+    from lockstep.checkpoint.contents import totals
 
     _say(f"{contents.source.path}: {contents.source.kind}")
     for key, value in contents.facts.items():
         _say(f"  {key.replace('_', ' '):12} {value}")
     if len(contents.source.modules) > 1:
         _say(f"  {'models':12} {', '.join(contents.source.modules)}")
-    for name, size in contents.files.items():
-        _say(f"  {'file':12} {name}, {_size(size)}")
-    shown = list(contents.tensors.items())
+    for name, length in contents.files.items():
+        _say(f"  {'file':12} {name}, {_size(length)}")
+    shown = _tensor_rows(contents.tensors)
     if sort == "size":
-        shown.sort(key=lambda item: -item[1].nbytes)
+        shown.sort(key=itemgetter("bytes"), reverse=True)
     kept = shown[:limit] if limit else shown
-    ties = tied_to(contents.tensors)
     _say()
-    rows = [
-        (name, _shape(t), _dtype(t), f"is {ties[name]}" if name in ties else _size(t.nbytes))
-        for name, t in kept
-    ]
+    rows = []
+    for row in kept:
+        size = f"is {row['tied_to']}" if row["tied_to"] else _size(row["bytes"])
+        rows.append((row["name"], str(row["shape"]), row["dtype"], size))
     _table(("name", "shape", "dtype", "size"), rows, right=(3,))
     if len(kept) < len(shown):
         _say(f"... and {len(shown) - len(kept)} more (--limit 0 shows all)")
     _say()
-    _show_total("total", totals(contents.tensors.values()))
+    parts = {"total": contents.tensors}
     if contents.training:
-        _show_total("besides, of the training", totals(contents.training.values()))
+        parts["besides, of the training"] = contents.training
+    for what, tensors in parts.items():
+        total = totals(tensors.values())
+        kinds = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
+        _say(
+            f"{what}: {total['tensors']} tensors ({kinds or 'none'}), {total['values']:,} "
+            f"values, {_size(total['bytes'])}"
+        )
     if contents.extra:
         _say(f"no tensors: {', '.join(contents.extra)}")
-
-
-def _show_total(what: str, total: dict[str, Any]) -> None:
-    kinds = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
-    _say(
-        f"{what}: {total['tensors']} tensors ({kinds or 'none'}), {total['values']:,} values, "
-        f"{_size(total['bytes'])}"
-    )
 
 
 def _tensors(contents: Contents) -> dict[str, LazyTensor]:
@@ -346,8 +343,10 @@ def _tensors(contents: Contents) -> dict[str, LazyTensor]:
 
 
 def _difference(pair: Pair) -> tuple[str, ...]:
+    from lockstep.checkpoint.sharding import dtype_name
+
     a, b, values = pair.a, pair.b, pair.values
-    sides = ["" if side is None else _kind(side) for side in (a, b)]
+    sides = ["" if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (a, b)]
     if a is None or b is None:
         return (pair.name, f"in {'b' if a is None else 'a'} alone", *sides, "", "", "")
     if values is None:
@@ -362,18 +361,6 @@ def _difference(pair: Pair) -> tuple[str, ...]:
         else ("0", "", "")
     )
     return (pair.name, ", ".join(what) or "equal", *sides, *measures)
-
-
-def _kind(stored: LazyTensor) -> str:
-    return f"{_dtype(stored)} {_shape(stored)}"
-
-
-def _dtype(stored: LazyTensor) -> str:
-    return str(stored.dtype).removeprefix("torch.")
-
-
-def _shape(stored: LazyTensor) -> str:
-    return f"[{', '.join(map(str, stored.shape))}]"
 
 
 def _table(

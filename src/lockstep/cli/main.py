@@ -12,27 +12,21 @@ import click
 from lockstep import __version__
 from lockstep.errors import LockstepError
 
-COMMANDS = {
-    "run": "lockstep.cli.run",
-    "verify": "lockstep.cli.verify",
-    "ledger": "lockstep.cli.ledger",
-    "checkpoint": "lockstep.cli.checkpoint",
-    "explain": "lockstep.cli.explain",
-}
+COMMANDS = ("run", "verify", "ledger", "checkpoint", "explain")
 
 
 class LazyGroup(click.Group):
     """Imports a command's module when it is needed, and prints our errors without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order of the table."""
+        """The commands, the most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, which its module calls `command`."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(COMMANDS[cmd_name]).command
+        command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
         return command
 
     def resolve_command(
@@ -63,7 +57,9 @@ class LazyGroup(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="lockstep")
 def main() -> None:
     """Trains a PyTorch model on any number of devices and gets the same numbers."""

@@ -96,20 +96,17 @@ def samples_or_auto(
     "--warm/--no-warm",
     default=True,
     help="Copy the ranks from a process that has imported torch, or start an interpreter for each.",
-    show_default=True,
 )
 @click.option(
     "--on-hang",
     type=click.Choice(["stop", "report"]),
     default="stop",
-    show_default=True,
     help="End a run that cannot go on, or only say so.",
 )
 @click.option(
     "--hang-after",
     type=click.FloatRange(min=1.0),
     default=HangRules.after,
-    show_default=True,
     metavar="SECONDS",
     help="Without a step for so long, the ranks are looked at closely.",
 )

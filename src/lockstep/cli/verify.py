@@ -32,7 +32,6 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     "--nproc",
     type=click.IntRange(min=2),
     default=2,
-    show_default=True,
     metavar="N",
     help="Processes to compare with one.",
 )
@@ -40,7 +39,6 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     "--steps",
     type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     metavar="K",
     help="Optimizer steps to compare.",
 )
@@ -58,7 +56,6 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     "--precision",
     type=click.Choice(["fp64", "fp32"]),
     default="fp64",
-    show_default=True,
     help="In float32 rounding differs: small differences are then passed over.",
 )
 @click.option(

@@ -51,7 +51,7 @@ class IterableLoader(Loader):
         self._raw: list[Any] = []
         """All samples of the global batch in which something is measured."""
         self._raw_begins = 0
-        if source.shard is not None and self._plan.undecided:
+        if source.shard is not None and self._plan.request.undecided:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are measured on a global batch that every rank has read as a whole",
@@ -101,7 +101,7 @@ class IterableLoader(Loader):
     def _pairs(self, epoch: int, position: int, training: bool) -> Generator[WithBatch, None, None]:
         """The micro-batches from a global batch on, each with its batch on the device."""
         try:
-            while training and self._plan.undecided:
+            while training and self._plan.request.undecided:
                 self._raw = self._iterable.read_whole(epoch, position)
                 count, size = len(self._raw), self.batch_size
                 if not count or (count < size and self.source.drop_last):

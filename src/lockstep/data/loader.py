@@ -19,7 +19,6 @@ from lockstep.data.batch_plan import EpochPlan, parts
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Workers, to_device
 from lockstep.data.micro_batches import (
-    AutotuneRequest,
     MicroBatchPlan,
     PlannedMicroBatch,
     Segment,
@@ -49,9 +48,7 @@ class Loader:
 
     Args:
         source: the data and its order.
-        shares: one whole number a rank.
-        micro_batch_size: the most samples this rank computes at a time; None: its whole part.
-            `"auto"` is None until it is found.
+        plan: how its global batches are divided.
         weight: a batch's weight in the mean, instead of its number of samples.
         sample_rng: give every sample random streams of its own.
         seed: of the run.
@@ -59,37 +56,24 @@ class Loader:
         step: the present optimizer step, kept up to date while iterating.
         evaluates_together: forward passes without gradients involve other ranks too, so every
             rank gets every micro-batch of an evaluation, one without samples as well.
-        min_micro_batches: of a global batch.
-        request: what of shares and micro_batch_size is found in the first pass that trains.
     """
 
     def __init__(
         self,
         source: Source,
         *,
-        shares: tuple[int, ...],
-        micro_batch_size: int | str | None = None,
+        plan: MicroBatchPlan,
         weight: Weight | None = None,
         sample_rng: bool = True,
         seed: int,
         collectives: Collectives,
         step: Step,
         evaluates_together: bool = False,
-        min_micro_batches: int = 1,
-        request: AutotuneRequest | None = None,
     ) -> None:
         self.source = source
         self.weight = weight
         self.seed = seed
-        self._plan = MicroBatchPlan(
-            source.batch_size,
-            collectives.data_parallel,
-            varying=source.batch_sampler is not None,
-            shares=shares,
-            micro_batch_size=micro_batch_size,
-            min_micro_batches=min_micro_batches,
-            request=request,
-        )
+        self._plan = plan
         self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
@@ -157,7 +141,7 @@ class Loader:
             how += f" on ranks 0 to {len(of_rank) - 1}"
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
-        if self._plan.undecided:
+        if self._plan.request.undecided:
             how += "; how to divide it is measured in the first that is trained on"
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, split_batch
-from lockstep.data.shares import first_micro_batch, parse_micro_batch
+from lockstep.data.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, RanksDifferError
@@ -88,6 +88,11 @@ class AutotuneRequest:
         """It is wanted and not known yet."""
         return self.micro_batch_size and not self.found.tried
 
+    @property
+    def undecided(self) -> bool:
+        """One of them is."""
+        return self.open_shares or self.open_micro_batch_size
+
 
 @dataclass
 class Segment:
@@ -100,69 +105,40 @@ class Segment:
     """Of what this rank was handed of the first of these global batches before."""
 
 
+@dataclass(kw_only=True)
 class MicroBatchPlan:
-    """How the global batches of a loader are divided.
+    """How the global batches of a loader are divided."""
 
-    Args:
-        batch_size: samples of a global batch.
-        data_parallel: this rank among those that compute parts.
-        varying: global batches may be of any size: each is divided by its own.
-        shares: one whole number a rank.
-        micro_batch_size: the most samples a rank computes at a time; None: its whole part. `"auto"`
-            is None until it is found.
-        min_micro_batches: of a global batch.
-        request: what is found in the first pass that trains; None: nothing.
-    """
+    batch_size: int
+    """Samples of a global batch."""
+    varying: bool
+    """Global batches may be of any size: each is divided by its own."""
+    data_parallel: DataParallelRank
+    """This rank among those that compute parts."""
+    first_shares: tuple[int, ...]
+    """One whole number a rank, until others are found."""
+    first_micro_batch_size: int | None = None
+    """The most samples a rank computes at a time, likewise; None: its whole part."""
+    min_micro_batches: int = 1
+    """Of a global batch."""
+    request: AutotuneRequest
+    """What is found in the first pass that trains."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        data_parallel: DataParallelRank,
-        *,
-        varying: bool,
-        shares: tuple[int, ...],
-        micro_batch_size: int | str | None,
-        min_micro_batches: int,
-        request: AutotuneRequest | None,
-    ) -> None:
-        self._shares = shares
-        self.batch_size = batch_size
-        self._data_parallel = data_parallel
-        self._varying = varying
-        self._micro_batch_size = parse_micro_batch(micro_batch_size)
-        self._min_micro_batches = min_micro_batches
-        self._request = request
-        self._needed(batch_size)  # refuses a size that cannot be
-
-    @property
-    def open_shares(self) -> bool:
-        """They are still to be found."""
-        return self._request is not None and self._request.open_shares
-
-    @property
-    def open_micro_batch_size(self) -> bool:
-        """It is still to be found."""
-        return self._request is not None and self._request.open_micro_batch_size
-
-    @property
-    def undecided(self) -> bool:
-        """Something is."""
-        return self.open_shares or self.open_micro_batch_size
+    def __post_init__(self) -> None:
+        self._needed(self.batch_size)  # refuses a size that cannot be
 
     @property
     def shares(self) -> tuple[int, ...]:
         """As given, or as found in the meantime, by whichever loader."""
-        request = self._request
-        found = request.found.shares if request is not None and request.shares else None
-        return self._shares if found is None else found
+        found = self.request.found.shares if self.request.shares else None
+        return self.first_shares if found is None else found
 
     @property
     def micro_batch_size(self) -> int | None:
         """The most samples a rank computes at a time: likewise."""
-        request = self._request
-        if request is not None and request.micro_batch_size and request.found.tried:
-            return request.found.micro_batch_size
-        return self._micro_batch_size
+        if self.request.micro_batch_size and self.request.found.tried:
+            return self.request.found.micro_batch_size
+        return self.first_micro_batch_size
 
     @property
     def num_micro_batches(self) -> int:
@@ -171,7 +147,7 @@ class MicroBatchPlan:
 
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
-        needed = self._needed(count) if self._varying else self.num_micro_batches
+        needed = self._needed(count) if self.varying else self.num_micro_batches
         return split_batch(count, self.shares, needed)
 
     def of_epoch(self, plan: EpochPlan, start: int) -> list[PlannedMicroBatch]:
@@ -192,7 +168,7 @@ class MicroBatchPlan:
             start: the first step.
             weighed: the user's weight of a global batch has to be known when it begins.
         """
-        while start < len(plan) and self.undecided:
+        while start < len(plan) and self.request.undecided:
             yield from self.autotuned(start, plan[start], weighed=weighed)
             start += 1
         yield Segment(self.of_epoch(plan, start))
@@ -201,20 +177,17 @@ class MicroBatchPlan:
         self, step: int, batch: Indices, *, weighed: bool
     ) -> Generator[Segment, None, None]:
         """One global batch, in which something of what is not known is found."""
-        request = self._request
         count, planned = len(batch), self.split(len(batch))
-        first = None
-        if request is not None:
-            most = self.micro_batch_size
-            first = first_micro_batch(count, self.shares, planned, most, whole=request.whole)
-        if request is None or first is None:  # it is too short
+        most, whole = self.micro_batch_size, self.request.whole
+        first = first_micro_batch(count, self.shares, planned, most, whole=whole)
+        if first is None:  # it is too short
             yield Segment(self._of_rank(step, batch, planned))
             return
         done = int(first[0, -1, 1])
         segment = Segment(self._of_rank(step, batch, first))
         if weighed:
             segment.ahead = self._of_rank(step, batch, self._rest(count, done))
-        with request.profile(self, segment.micro_batches[0].micro_batch.local):
+        with self.request.profile(self, segment.micro_batches[0].micro_batch.local):
             yield segment
         if done < count:
             rest = self._of_rank(step, batch, self._rest(count, done))
@@ -222,7 +195,7 @@ class MicroBatchPlan:
 
     def _needed(self, count: int) -> int:
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-        return max(needed, min(self._min_micro_batches, count))
+        return max(needed, min(self.min_micro_batches, count))
 
     def _rest(self, count: int, done: int) -> Indices:
         """The parts of a global batch after its first samples: as planned, where that can be."""
@@ -236,7 +209,7 @@ class MicroBatchPlan:
         """This rank's micro-batches of what of a global batch is in `parts`."""
         if not len(parts):
             return []
-        rank, sizes = self._data_parallel.rank, parts[..., 1] - parts[..., 0]
+        rank, sizes = self.data_parallel.rank, parts[..., 1] - parts[..., 0]
         opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == len(batch))
         return [
             PlannedMicroBatch(step, micro, batch[begin:end], bool(of_ranks.all()))

@@ -54,40 +54,6 @@ class World(Protocol):
     collectives: Collectives
 
 
-class LogLines:
-    """Stands in for the bar where there is no terminal: now and then a plain line."""
-
-    interval = 10.0
-    """Seconds between two lines, at least."""
-
-    def draw(self, at: PassState) -> None:
-        """Prints the state."""
-        print_line(plain_line(at))
-
-    def close(self) -> None:
-        """Nothing stays on the display."""
-
-
-class LauncherBar:
-    """The bar where a launcher has the terminal: it keeps an unfinished line under the others.
-
-    The carriage return comes last, so that what the script prints next takes the line.
-    """
-
-    interval = 0.1
-    """Seconds between two drawings, at least."""
-
-    def draw(self, at: PassState) -> None:
-        """Shows the state."""
-        console = open_console()
-        console.print(_row(at, console), end="\r", soft_wrap=True)
-
-    def close(self) -> None:
-        """Takes it away: nothing but a blank is left of the line."""
-        sys.stdout.write(" \r")
-        sys.stdout.flush()
-
-
 def check_loader(loader: object) -> None:
     """Raises UsageError where it is no prepared loader."""
     if not isinstance(loader, Loader):
@@ -135,7 +101,10 @@ def progress(
     means = RunningMeans(world.collectives, reduce_every(steps) if torch.is_grad_enabled() else 0)
     display = None
     if world.collectives.topology.is_main:
-        display = _Display(PassState(description, begun=done, done=done, total=steps))
+        kind = Bar if on_terminal() else Display
+        if launcher_columns() is not None:
+            kind = LauncherBar
+        display = kind(PassState(description, begun=done, done=done, total=steps))
     outer, world.means = world.means, means
     complete = False
     try:
@@ -161,69 +130,92 @@ def reduce_every(steps: int | None) -> int:
     return 10 if steps is None else max(1, min(50, steps // _REDUCTIONS))
 
 
-class _Display:
-    """What rank 0 shows of a pass, and when."""
+class Display:
+    """What rank 0 shows of a pass, and when: now and then a plain line, where there is no terminal.
+
+    Args:
+        at: the state of the pass, kept up to date here.
+    """
+
+    interval = 10.0
+    """Seconds between two drawings, at least."""
 
     def __init__(self, at: PassState) -> None:
-        self._at = at
-        self._view: Bar | LauncherBar | LogLines
-        if launcher_columns() is not None:
-            self._view = LauncherBar()
-        else:
-            self._view = Bar() if on_terminal() else LogLines()
+        self.at = at
         self._start = time.perf_counter()
-        self._due = self._start + self._view.interval
+        self._due = self._start + self.interval
+
+    def draw(self) -> None:
+        """Shows the state."""
+        print_line(plain_line(self.at))
+
+    def clear(self) -> None:
+        """Takes away what is shown and must not stay."""
 
     def step(self, samples: int, means: Mapping[str, float]) -> None:
         """One global batch of so many samples is done."""
-        self._at.done += 1
-        self._at.samples += samples
-        self._at.means = means
+        self.at.done += 1
+        self.at.samples += samples
+        self.at.means = means
         now = time.perf_counter()
         if now >= self._due:
-            self._at.seconds = now - self._start
-            self._view.draw(self._at)
-            self._due = time.perf_counter() + self._view.interval
+            self.at.seconds = now - self._start
+            self.draw()
+            self._due = time.perf_counter() + self.interval
 
     def close(self, exact: RunningMeans | None) -> None:
-        """Replaces the bar by one line that stays.
+        """Replaces what is shown by one line that stays.
 
         Args:
             exact: the means of a pass that came to its end; None: it did not. What stopped it may
                 have broken the device, so nothing is asked of it here.
         """
-        at = self._at
+        at = self.at
         at.seconds = time.perf_counter() - self._start
         if exact is not None:
             at.samples, at.means = exact.total_samples, exact.values
-        self._view.close()
+        self.clear()
         # A pass kept in a variable is closed last of all, and a traceback must stay the end.
         if not sys.is_finalizing():
             print_line(summary_line(at, complete=exact is not None))
+
+
+class LauncherBar(Display):
+    """The bar where a launcher has the terminal: it keeps an unfinished line under the others.
+
+    The carriage return comes last, so that what the script prints next takes the line.
+    """
+
+    interval = 0.1
+
+    def draw(self) -> None:
+        """Shows the state."""
+        console = open_console()
+        console.print(_row(self.at, console), end="\r", soft_wrap=True)
+
+    def clear(self) -> None:
+        """Nothing but a blank is left of the line."""
+        sys.stdout.write(" \r")
+        sys.stdout.flush()
 
 
 _rows: list[Bar] = []
 _live: Live | None = None
 
 
-class Bar:
-    """One row of the display; the first one drawn opens it and the last one closed ends it."""
+class Bar(Display):
+    """A row of the terminal's display, which the first one drawn opens and the last one ends."""
 
     interval = 0.1
-    """Seconds between two drawings, at least."""
 
-    def __init__(self) -> None:
-        self.at = PassState()
-
-    def draw(self, at: PassState) -> None:
+    def draw(self) -> None:
         """Shows the state."""
-        self.at = at
         if self not in _rows:
             _rows.append(self)
         live = _live or _open()
         live.refresh()
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Takes the row away; a second call does nothing."""
         if self in _rows:
             _rows.remove(self)

@@ -256,7 +256,7 @@ class Autotune:
     def __post_init__(self) -> None:
         self.request(None, None)
 
-    def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest | None:
+    def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
         """What a loader leaves open, which was told this itself (None: as the run was told).
 
         Raises:
@@ -273,22 +273,18 @@ class Autotune:
             )
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
+        open_size = is_auto(micro_batch_size)
         open_shares = is_auto(settings.shares if shares is None else shares)
-        if not (open_shares or is_auto(micro_batch_size)):
-            return None
-        if not self.plan.autotunes:
+        if (open_shares or open_size) and not self.plan.autotunes:
             raise SettingError(
                 "shares='auto'" if open_shares else "micro_batch_size='auto'",
                 f"strategy {self.strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
-        several = self.plan.devices > 1
-        if not is_auto(micro_batch_size) and not several:
-            return None
         return AutotuneRequest(
             found=self.found,
-            shares=open_shares and several,
-            micro_batch_size=is_auto(micro_batch_size),
+            shares=open_shares and self.plan.devices > 1,
+            micro_batch_size=open_size,
             profile=self._profile,
             as_planned=self._as_planned,
         )
@@ -306,7 +302,7 @@ class Autotune:
         self._stop()
         search = _Search(self.run, self.plan, division, local, calls)
         shares = division.shares
-        if division.open_shares:
+        if division.request.open_shares:
             before, after, times = search.shares()
             kind = "rank"
             if len(self.plan.own_devices) == 1:
@@ -317,12 +313,12 @@ class Autotune:
                     if isinstance(module, DataParallel):
                         module.set_shares(after)
             self._say(_shares_in_words(before, after, times, kind))
-        if division.open_micro_batch_size:
+        if division.request.open_micro_batch_size:
             self.found.micro_batch_size = search.micro_batch_size(shares)
             most = max(parts(division.batch_size, shares))
             self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
             self.found.tried = True
-        if division.open_shares:
+        if division.request.open_shares:
             self.found.shares = shares
 
     def _say(self, text: str) -> None:
@@ -386,7 +382,7 @@ class _Search(ProfilingRun):
             before = (1,) * self._devices
         # Where the parts may be computed in micro-batches, memory does not bound them.
         given = self._division.micro_batch_size
-        bound = given is None and not self._division.open_micro_batch_size
+        bound = given is None and not self._division.request.open_micro_batch_size
         shares = before
         tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
@@ -469,7 +465,9 @@ class _Search(ProfilingRun):
         problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
         if problems:
             raise UsageError(
-                "shares='auto'" if self._division.open_shares else "micro_batch_size='auto'",
+                "shares='auto'"
+                if self._division.request.open_shares
+                else "micro_batch_size='auto'",
                 f"the model could not be tried at other sizes; {problems[0]}",
                 "give numbers instead, such as shares='2:3' and micro_batch_size=16",
             ) from cause

@@ -27,7 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lockstep.data.consistency import check_samples
 from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
-from lockstep.data.shares import first_shares
+from lockstep.data.micro_batches import MicroBatchPlan
+from lockstep.data.shares import first_shares, parse_micro_batch
 from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
@@ -113,16 +114,22 @@ class Preparer:
         request = self._autotune.request(shares, micro_batch_size)
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
+        division = MicroBatchPlan(
+            batch_size=source.batch_size,
+            varying=source.batch_sampler is not None,
+            data_parallel=self.run.collectives.data_parallel,
+            first_shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
+            first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
+            min_micro_batches=plan.num_micro_batches,
+            request=request,
+        )
         made = make_loader(
             source,
-            request=request,
-            shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
-            micro_batch_size=plan.micro_batch_size(micro_batch_size),
+            plan=division,
             seed=settings.seed,
             collectives=self.run.collectives,
             step=self.run.step,
             evaluates_together=plan.evaluates_together,
-            min_micro_batches=plan.num_micro_batches,
             **options,
         )
         self.choices.append(made.choice(next(self._numbers)))
