@@ -89,7 +89,7 @@ def test_nothing_is_said_where_all_is_right():
 def test_a_pass_that_was_resumed_in_its_middle():
     ranks = three()
     hand_out(ranks, PLAN, start=100)
-    assert ranks[0]._planned[0] == 1000 - 700
+    assert ranks[0]._tallies[0, 0] == 1000 - 700
     assert settle(ranks) == [None] * 3
 
 

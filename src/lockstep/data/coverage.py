@@ -49,8 +49,8 @@ class Coverage:
         self._may_repeat = (  # an order written down is meant
             order is None or hasattr(order, "__getitem__") or type(order) is SequentialSampler
         )
-        self._planned, self._delivered = np.zeros((2, 2), np.uint64)
-        """Tallies of the passes that are not compared yet."""
+        self._tallies = np.zeros((2, 2), np.uint64)
+        """Of what the passes had that are not compared yet: planned, and delivered here."""
         self._open: _OpenPass | None = None
         """The latest pass; one around it is not compared."""
         self._orders = 0
@@ -91,9 +91,9 @@ class Coverage:
         if not self._due:
             return
         self._due, self._steps = False, 0
-        mine = [self._orders, *self._planned.tolist(), *self._delivered.tolist(), *evaluated]
+        mine = [self._orders, *self._tallies.flatten().tolist(), *evaluated]
         self._orders = 0
-        self._planned, self._delivered = np.zeros((2, 2), np.uint64)
+        self._tallies[:] = 0
         rows = collectives.exchange(mine)
         _check_orders(rows)
         self._check_evaluations([row[5:] for row in rows])
@@ -130,8 +130,7 @@ class Coverage:
     def _end(self, done: _OpenPass) -> None:
         self._open = None
         order = done.plan.order[done.plan.bounds[done.start] :]
-        self._planned += _tally(order)
-        self._delivered += _tally(np.concatenate(done.delivered))
+        self._tallies += [_tally(order), _tally(np.concatenate(done.delivered))]
         self._orders = zlib.crc32(np.ascontiguousarray(order).data, self._orders)
         self._passes += 1
         self._steps += len(done.plan) - done.start

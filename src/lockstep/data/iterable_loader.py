@@ -108,8 +108,7 @@ class IterableLoader(Loader):
                     return
                 self._raw_begins = position * size
                 batch = np.arange(self._raw_begins, self._raw_begins + count, dtype=np.int64)
-                segments = self._plan.autotuned(position, batch, weighed=self.weight is not None)
-                yield from self._of_segments(epoch, segments)
+                yield from self._of_segments(epoch, self._plan.autotuned(position, batch))
                 self._raw = []
                 position += 1
             rest = self._rest(epoch, position, training)

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -251,7 +252,8 @@ class RankFile:
     name: str
     ranks: int = 0
     loaders: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    parts: list[list[Row]] = field(default_factory=lambda: [[]])
+    """What was trained; a new part begins where the run went back to an earlier step."""
     cut: bool = False
     """The last record is not whole."""
     damaged: list[int] = field(default_factory=list)
@@ -539,23 +541,14 @@ def read_folder(folder: Path) -> list[Attempt]:
             "the folder holds none" if folder.is_dir() else "there is no such folder",
             "train with lockstep run --ledger FOLDER, and give that folder",
         )
-    return [part for name, files in starts.items() for part in _forward(name, files)]
-
-
-def _forward(name: str, files: Mapping[int, RankFile]) -> Iterator[Attempt]:
-    """A start in parts in which the steps go forward: a script may resume in mid-run."""
-    ranks = max(file.ranks for file in files.values())
-    left = {rank: file.rows for rank, file in files.items()}
-    while True:
-        present: dict[int, list[Row]] = {}
-        for rank, rows in left.items():
-            backward = (i for i in range(1, len(rows)) if rows[i].step < rows[i - 1].step)
-            cut = next(backward, len(rows))
-            present[rank], left[rank] = rows[:cut], rows[cut:]
-        yield Attempt(name, ranks, files, present)
-        files = {}
-        if not any(left.values()):
-            return
+    attempts = []
+    for name, files in starts.items():
+        ranks = max(file.ranks for file in files.values())
+        of_ranks = (file.parts for file in files.values())
+        for n, parts in enumerate(zip_longest(*of_ranks, fillvalue=[])):
+            rows = dict(zip(files, parts, strict=True))
+            attempts.append(Attempt(name, ranks, {} if n else files, rows))
+    return attempts
 
 
 def read_file(path: Path) -> RankFile:
@@ -578,7 +571,9 @@ def read_file(path: Path) -> RankFile:
             after = begin + 1 + STEP.size
             samples = np.frombuffer(data, "<i8", (end - after) // 8, after)
             step, loader, epoch, position, total = STEP.unpack_from(data, begin + 1)
-            file.rows.append(Row(step, loader, epoch, position, total, samples))
+            if file.parts[-1] and step < file.parts[-1][-1].step:
+                file.parts.append([])
+            file.parts[-1].append(Row(step, loader, epoch, position, total, samples))
             continue
         values = json.loads(data[begin + 1 : end])
         if "loader" in values:

@@ -219,7 +219,7 @@ class Loader:
         if training:
             self._custom_plan = plan if self.source.custom_order else None
             self.coverage.begin(epoch, start, plan)
-            segments = self._plan.segments(plan, start, weighed=self.weight is not None)
+            segments = self._plan.segments(plan, start)
             return self._run(epoch, start, self._of_segments(epoch, segments), training)
         wanted = self._plan.of_epoch(plan, start)
         some_skip = False
@@ -289,17 +289,19 @@ class Loader:
 
         Nothing is read of a segment before the one before it has been worked on.
         """
+        weight_before = 0.0  # of what this rank was handed of the same global batch
         with closing(segments):
-            for segment in segments:
-                pairs = self._with_batches(epoch, [*segment.micro_batches, *segment.ahead])
-                if self.weight is not None:
-                    weight_before = segment.weight_before
-                    if segment.ahead:
-                        read = list(pairs)
-                        segment.weight_before = weigh(self.weight, *read[0])
-                        pairs = iter(read)
-                    whole = weighted(pairs, self.weight, self._collectives, epoch, weight_before)
-                    pairs = islice(whole, len(segment.micro_batches))
+            for wanted, ahead in segments:
+                if self.weight is None:
+                    pairs = self._with_batches(epoch, wanted)
+                else:  # of which the whole global batch has to be read
+                    read = self._with_batches(epoch, [*wanted, *ahead])
+                    handed = 0.0
+                    if ahead:
+                        whole = list(read)
+                        handed, read = weigh(self.weight, *whole[0]), iter(whole)
+                    scaled = weighted(read, self.weight, self._collectives, epoch, weight_before)
+                    pairs, weight_before = islice(scaled, len(wanted)), handed
                 yield from to_device(pairs, self._collectives.device)
 
     def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:

@@ -15,9 +15,9 @@ alone is not taken for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -94,15 +94,12 @@ class AutotuneRequest:
         return self.open_shares or self.open_micro_batch_size
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Micro-batches that are planned and read together."""
 
     micro_batches: list[PlannedMicroBatch]
-    ahead: list[PlannedMicroBatch] = field(default_factory=list)
-    """The rest of the global batch, where it must be read already to weigh the whole."""
-    weight_before: float = 0.0
-    """Of what this rank was handed of the first of these global batches before."""
+    ahead: Sequence[PlannedMicroBatch] = ()
+    """The rest of the global batch, as divided so far; the next segment has it as it is then."""
 
 
 @dataclass(kw_only=True)
@@ -158,24 +155,14 @@ class MicroBatchPlan:
             for micro in self._of_rank(step, plan[step], self.split(len(plan[step])))
         ]
 
-    def segments(
-        self, plan: EpochPlan, start: int, *, weighed: bool
-    ) -> Generator[Segment, None, None]:
-        """A pass that trains, from a step on; in its first global batches finds what is open.
-
-        Args:
-            plan: of the epoch.
-            start: the first step.
-            weighed: the user's weight of a global batch has to be known when it begins.
-        """
+    def segments(self, plan: EpochPlan, start: int) -> Generator[Segment, None, None]:
+        """A pass that trains, from a step on; in its first global batches finds what is open."""
         while start < len(plan) and self.request.undecided:
-            yield from self.autotuned(start, plan[start], weighed=weighed)
+            yield from self.autotuned(start, plan[start])
             start += 1
         yield Segment(self.of_epoch(plan, start))
 
-    def autotuned(
-        self, step: int, batch: Indices, *, weighed: bool
-    ) -> Generator[Segment, None, None]:
+    def autotuned(self, step: int, batch: Indices) -> Generator[Segment, None, None]:
         """One global batch, in which something of what is not known is found."""
         count, planned = len(batch), self.split(len(batch))
         most, whole = self.micro_batch_size, self.request.whole
@@ -184,14 +171,11 @@ class MicroBatchPlan:
             yield Segment(self._of_rank(step, batch, planned))
             return
         done = int(first[0, -1, 1])
-        segment = Segment(self._of_rank(step, batch, first))
-        if weighed:
-            segment.ahead = self._of_rank(step, batch, self._rest(count, done))
-        with self.request.profile(self, segment.micro_batches[0].micro_batch.local):
-            yield segment
+        now, rest = self._of_rank(step, batch, first), self._rest(count, done)
+        with self.request.profile(self, now[0].micro_batch.local):
+            yield Segment(now, ahead=self._of_rank(step, batch, rest))
         if done < count:
-            rest = self._of_rank(step, batch, self._rest(count, done))
-            yield Segment(rest, weight_before=segment.weight_before)
+            yield Segment(self._of_rank(step, batch, self._rest(count, done)))
 
     def _needed(self, count: int) -> int:
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
@@ -250,60 +234,49 @@ def micro_batches(
     ]
 
 
-class _WeighedBatch:
-    """One global batch: its micro-batches, their weights, and the sum that is on its way.
+def _begin_sum(
+    pairs: list[WithBatch],
+    weight: Weight,
+    collectives: Collectives,
+    epoch: int,
+    weight_before: float,
+) -> Callable[[], list[WithBatch]]:
+    """Begins to sum up the weight of one global batch; see `weighted`.
 
-    Args:
-        pairs: its micro-batches.
-        weight: of a batch.
-        collectives: of the run.
-        epoch: of the pass.
-        weight_before: of what this rank was given of the global batch before.
+    Returns:
+        What waits for the sum and gives the micro-batches with their exact scales; it raises
+        RanksDifferError where another rank is at another global batch.
     """
+    weights = [weigh(weight, *pair) for pair in pairs]
+    own = weight_before + sum(weights) if collectives.contributes else 0.0
+    place = epoch, pairs[0][0].step
+    # Over the ranks: weight, epoch, position.
+    sums = torch.tensor([own, *place], dtype=torch.float64)
+    work = None if collectives.alone else dist.all_reduce(sums, async_op=True)
 
-    def __init__(
-        self,
-        pairs: list[WithBatch],
-        weight: Weight,
-        collectives: Collectives,
-        epoch: int,
-        weight_before: float,
-    ) -> None:
-        self._pairs, self._collectives = pairs, collectives
-        self._weights = [weigh(weight, each, batch) for each, batch in pairs]
-        own = weight_before + sum(self._weights) if collectives.contributes else 0.0
-        self._place = epoch, pairs[0][0].step
-        # Over the ranks: weight, epoch, position.
-        self._total = torch.tensor([own, *self._place], dtype=torch.float64)
-        self._work = None if collectives.alone else dist.all_reduce(self._total, async_op=True)
-
-    def scaled(self) -> list[WithBatch]:
-        """The micro-batches with their exact scales, when the sum has come.
-
-        Raises:
-            RanksDifferError: another rank is at another global batch.
-        """
-        topology, ranks = self._collectives.topology, self._collectives.data_parallel.size
-        if self._work is not None:
-            self._work.wait()
-        if self._total[1:].tolist() != [topology.size * number for number in self._place]:
-            epoch, position = self._place
+    def scaled() -> list[WithBatch]:
+        topology, ranks = collectives.topology, collectives.data_parallel.size
+        if work is not None:
+            work.wait()
+        total, *places = sums.tolist()
+        if places != [topology.size * number for number in place]:
             raise RanksDifferError(
                 "the same global batch on every rank, which weight= sums up over the ranks",
-                f"rank {topology.rank} is at number {position} of epoch {epoch}, and another rank "
-                "is elsewhere",
+                f"rank {topology.rank} is at number {place[1]} of epoch {place[0]}, and another "
+                "rank is elsewhere",
                 "leave the training loop at the same step on every rank: decide break, continue "
                 "and return by what is equal everywhere, such as the step or world.mean(loss)",
             )
-        total = float(self._total[0])
-        alone = ranks == 1 and len(self._pairs) == 1 and self._pairs[0][0].micro_batch.first
+        alone = ranks == 1 and len(pairs) == 1 and pairs[0][0].micro_batch.first
         found = []
-        for (planned, batch), own in zip(self._pairs, self._weights, strict=True):
+        for (planned, batch), own in zip(pairs, weights, strict=True):
             scale = own * ranks / total if total else 0.0
             scale = 1.0 if alone and total else scale
             micro = replace(planned.micro_batch, scale=scale, plain=alone)
             found.append((planned._replace(micro_batch=micro), batch))
         return found
+
+    return scaled
 
 
 def weighted(
@@ -325,18 +298,17 @@ def weighted(
     Raises:
         RanksDifferError: another rank is at another global batch.
     """
-    ahead: _WeighedBatch | None = None
+    ahead: Callable[[], list[WithBatch]] = list  # nothing yet
     group: list[WithBatch] = []
     for pair in pairs:
         group.append(pair)
         if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
-            ready = [] if ahead is None else ahead.scaled()
-            ahead = _WeighedBatch(group, weight, collectives, epoch, weight_before)
+            ready = ahead()
+            ahead = _begin_sum(group, weight, collectives, epoch, weight_before)
             group, weight_before = [], 0.0
             yield from ready
-    if ahead is not None:
-        yield from ahead.scaled()
+    yield from ahead()
 
 
 def weigh(weight: Weight, planned: PlannedMicroBatch, batch: Any) -> float:

@@ -17,7 +17,6 @@ from lockstep.settings import Choice
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 
 _INDENT = 2
@@ -95,11 +94,13 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
         for parts in choice_rows(title, choices, None):
             print_line("".join(parts))
         return
+    from rich.text import Text
+
     console = open_console()
     width = launcher_columns() or (console.width if on_terminal() else None)
     for parts in choice_rows(title, choices, width):
-        text = _styled(*(encodable(part, console.encoding) for part in parts))
-        console.print(text, soft_wrap=True)
+        name, value, reason = (encodable(part, console.encoding) for part in parts)
+        console.print(Text.assemble((name, "dim"), (value, "bold"), reason), soft_wrap=True)
 
 
 def _may_be_styled() -> bool:
@@ -146,9 +147,3 @@ def _wrap(text: str, width: int | None, hanging: int = 0) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [text]
-
-
-def _styled(name: str, value: str, reason: str) -> Text:
-    from rich.text import Text
-
-    return Text.assemble((name, "dim"), (value, "bold"), reason)
