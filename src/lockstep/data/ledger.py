@@ -379,10 +379,11 @@ def _batches(
                     "written it down; that step is left out"
                 )
                 continue
-            fault = _fault(rows, absent, attempt.ranks)
-            if fault is not None:
-                faults[number, fault.code].append(fault)
-                if fault.code == "LS109":  # its parts are of different global batches
+            code, what = _fault(rows, absent, attempt.ranks)
+            if code:
+                what = f"step {step}: {what}"
+                faults[number, code].append(Finding(code, what, step, loader, first.epoch))
+                if code == "LS109":  # its parts are of different global batches
                     continue
             samples = np.concatenate([row.samples for row in rows.values()])
             epochs[loader, first.epoch].append(first._replace(samples=samples))
@@ -392,31 +393,23 @@ def _batches(
     return epochs
 
 
-def _fault(rows: Mapping[int, Row], absent: Sequence[int], ranks: int) -> Finding | None:
-    """Why what the ranks trained in a step does not make a global batch."""
+def _fault(rows: Mapping[int, Row], absent: Sequence[int], ranks: int) -> tuple[str, str]:
+    """Why what the ranks trained in a step does not make a global batch: code and words."""
     (rank, first), *others = rows.items()
     place = f"global batch {first.position} of epoch {first.epoch}"
     found = sum(len(row.samples) for row in rows.values())
     other = next(((r, row) for r, row in others if row[:5] != first[:5]), None)
     if other is not None:
         r, row = other
-        code = "LS109"
-        what = (
-            f"rank {rank} trained {place} ({first.total} samples), rank {r} global batch "
-            f"{row.position} of epoch {row.epoch} ({row.total} samples)"
-        )
-    elif absent:
-        code = "LS102"
-        what = f"{name_ranks(absent)} did not record {place}"
-    elif len(rows) == ranks and found != first.total:
-        code = "LS102" if found < first.total else "LS101"
-        what = (
-            f"{place} has {first.total} samples, and the parts of the ranks have {found} together"
-        )
-    else:
-        return None
-    what = f"step {first.step}: {what}"
-    return Finding(code, what, first.step, first.loader, first.epoch)
+        here = f"rank {rank} trained {place} ({first.total} samples)"
+        there = f"global batch {row.position} of epoch {row.epoch} ({row.total} samples)"
+        return "LS109", f"{here}, rank {r} {there}"
+    if absent:
+        return "LS102", f"{name_ranks(absent)} did not record {place}"
+    if len(rows) < ranks or found == first.total:
+        return "", ""
+    what = f"{place} has {first.total} samples, and the parts of the ranks have {found} together"
+    return "LS102" if found < first.total else "LS101", what
 
 
 def _check_steps(steps: Mapping[int, int], report: Report) -> None:
