@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import SettingError
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.output import choose_streams
-from lockstep.launcher.worker import Command
+from lockstep.launcher.worker import MACRO, Command, Script
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -76,12 +76,9 @@ class Plan:
     """The choices made automatically, each with its reason."""
     flags: tuple[str, ...]
     """For torch's elastic launcher."""
-    script: tuple[str, ...]
-    """The script or module, and its own arguments."""
+    script: Script
     own_processes: bool = False
     """The one process started here starts the ranks itself; it is not told that it is one."""
-    local_rank_flag: str | None = None
-    """The argument in which the script wants its local rank."""
     command: Command = _NOTHING
     """What a rank executes; empty: it is a copy of a process that knows its work."""
     hang: HangRules = HangRules()
@@ -95,7 +92,7 @@ class Plan:
     @property
     def arguments(self) -> tuple[str, ...]:
         """What would follow `torchrun`."""
-        return (*self.flags, *self.script)
+        return (*self.flags, self.script.path, *self.script.arguments)
 
     def describe(self) -> str:
         """The plan as text, for `--dry-run`."""
@@ -110,13 +107,12 @@ class Plan:
         return "\n".join(lines)
 
     def _plainly(self) -> str:
-        name, *arguments = self.script
+        script, flag = self.script, self.script.local_rank_flag
         if self.own_processes:
-            module = ["-m"] if "--module" in self.flags else []
-            return shlex.join(["python", *module, *self.script])
-        if self.local_rank_flag:
-            arguments.insert(0, f"{self.local_rank_flag}=${{local_rank}}")  # torchrun fills it in
-        return shlex.join(["torchrun", *self.flags, name, *arguments])
+            module = ["-m"] if script.module else []
+            return shlex.join(["python", *module, script.path, *script.arguments])
+        given = [f"{flag}={MACRO}"] if flag else []  # torchrun fills it in
+        return shlex.join(["torchrun", *self.flags, script.path, *given, *script.arguments])
 
 
 def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
@@ -190,7 +186,7 @@ def plan(
             f"--nproc-per-node={nproc}",
             *(["--module"] if spec.module else []),
         ),
-        script=(spec.script, *spec.arguments),
+        script=Script(path=spec.script, arguments=spec.arguments, module=spec.module),
         hang=spec.hang,
     )
 

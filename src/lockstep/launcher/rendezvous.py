@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from json import dumps
 from typing import Any
@@ -322,8 +322,7 @@ class _OneOfSeveral:
             inside.set(key, "")
 
         with ExitStack() as stack:
-            thread = auth.NetworkThread()
-            stack.callback(thread.close)
+            thread = stack.enter_context(closing(auth.NetworkThread()))
             server = peers.Server(nodes, self._say, forget)
             nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
             proxy = auth.AuthProxy(self._token, store.port, server.attend, self._say)
@@ -338,8 +337,7 @@ class _OneOfSeveral:
     def _connect(self, patience: float) -> Rendezvous:
         endpoint = self._endpoint
         with ExitStack() as stack:
-            thread = auth.NetworkThread()
-            stack.callback(thread.close)
+            thread = stack.enter_context(closing(auth.NetworkThread()))
             address, streams = self._authenticate(thread, patience)
             connection = peers.Connection(*streams)
             stack.callback(lambda: thread.wait(connection.close()))

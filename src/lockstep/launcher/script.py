@@ -225,12 +225,11 @@ def _with_notes(made: Plan, script: Script, hints: SourceHints, cold: str | None
     if cold is not None:
         notes.append(f"fresh interpreters ({cold})")
     own = hints.own_processes and made.nproc == 1 and made.one_node
-    flag = None if own else script.local_rank_flag
     if own:
         notes.append("the script starts its own processes")
-    if flag is not None:
-        notes.append(f"the script is given {flag}")
-    return replace(made, notes=tuple(notes), own_processes=own, local_rank_flag=flag)
+    elif script.local_rank_flag is not None:
+        notes.append(f"the script is given {script.local_rank_flag}")
+    return replace(made, notes=tuple(notes), own_processes=own, script=script)
 
 
 def _why_cold(
