@@ -24,7 +24,6 @@ from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batc
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, SettingError
-from lockstep.settings import Choice
 
 _COMPARED_EVERY = 100
 """Global batches between two looks at whether the ranks read the same stream."""
@@ -63,18 +62,6 @@ class IterableLoader(Loader):
                 "a rank reads every n-th sample of it, so all parts are equal",
                 "leave shares out for this loader (shares=(1, 1, ...)), or leave shard out",
             )
-
-    def choice(self, number: int) -> Choice:
-        """How the global batch is computed, in words; `number` is that of this loader."""
-        said = super().choice(number)
-        if self._collectives.data_parallel.size == 1:
-            return said
-        sharding = {
-            "whole": "every rank reads the whole stream and keeps its part",
-            "seek": "every rank reads its part of the stream",
-            "own": "the stream splits itself over the ranks",
-        }[self.source.sharding]
-        return Choice(said.name, said.value, f"{said.reason}; {sharding}")
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes up the position; the next pass begins there.

@@ -28,7 +28,7 @@ from lockstep.data.micro_batches import (
     weighted,
 )
 from lockstep.data.pytree import emptied, map_tensors
-from lockstep.data.source import Source
+from lockstep.data.source import SHARDING, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
@@ -143,6 +143,8 @@ class Loader:
             how += f", in {self.micro_batches} micro-batches"
         if self._plan.request.undecided:
             how += "; how to divide it is measured in the first that is trained on"
+        if self.source.sharding is not None and len(of_rank) > 1:
+            how += f"; {SHARDING[self.source.sharding]}"
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")

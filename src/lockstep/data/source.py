@@ -54,6 +54,14 @@ Shard = Callable[[int, int], Iterable[Any]] | Literal[False] | None
 over the ranks; None: every rank reads the whole of it and keeps its part."""
 
 
+SHARDING = {
+    "whole": "every rank reads the whole stream and keeps its part",
+    "seek": "every rank reads its part of the stream",
+    "own": "the stream splits itself over the ranks",
+}
+"""What `Source.sharding` means."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A dataset and how its samples are ordered and grouped."""
