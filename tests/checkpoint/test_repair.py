@@ -185,7 +185,7 @@ def test_what_another_version_wrote_is_left(tmp_path: Path) -> None:
 
 def test_set_aside_stays_while_it_is_sound(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    aside = save(tmp_path, 2).rename(layout.replaced_folder(tmp_path, 2))
+    aside = save(tmp_path, 2).rename(tmp_path / ".step-000000002.replaced")
     assert plan(tmp_path) == []
     cut(aside / "model.safetensors")
     assert [(r.what, r.path) for r in plan(tmp_path)] == [("remove", aside)]

@@ -272,7 +272,8 @@ class _Encoder:
 
     def _add(self, tensor: Tensor, path: tuple[object, ...]) -> Tree:
         name = self._free_name(path)
-        if self._store(name, tensor):
+        self._store(name, tensor)
+        if tensor.dtype not in _AS_BYTES:
             return {"$tensor": name}
         return {"$tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
 
@@ -284,14 +285,13 @@ class _Encoder:
             name = f"{plain}#{number}"
         return name
 
-    def _store(self, name: str, tensor: Tensor) -> bool:
-        """Keeps a tensor under a name; False where it is kept as bytes, flat."""
-        self.tensors[name] = tensor = separate(tensor, self._memory)
-        if tensor.dtype not in _AS_BYTES:
-            return True
-        flat = tensor.reshape(-1) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
-        self.tensors[name] = flat.view(torch.uint8)
-        return False
+    def _store(self, name: str, tensor: Tensor) -> None:
+        """Keeps a tensor under a name, some dtypes as bytes."""
+        own = separate(tensor, self._memory)
+        if own.dtype in _AS_BYTES:
+            flat = own.reshape(-1) if own.numel() else torch.empty(0, dtype=own.dtype)
+            own = flat.view(torch.uint8)
+        self.tensors[name] = own
 
     def _refused(self, path: tuple[object, ...], problem: str) -> CheckpointError:
         place = self.inside

@@ -109,14 +109,7 @@ def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     listed = manifest.get("files")
     if not isinstance(listed, dict) or listed.keys() != _needed(manifest).keys():
         return ["the list of files in the manifest is not that of its state"]
-    wrong = []
-    for name, size in listed.items():
-        file = path / name
-        if not file.is_file() or file.is_symlink():
-            wrong.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            wrong.append(f"{name} has {file.stat().st_size} bytes, the manifest says {size}")
-    return wrong
+    return layout.wrong_sizes(path, listed)
 
 
 def _wrong_inside(path: Path, name: str, needed: set[str]) -> str:

@@ -52,11 +52,6 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}"
 
 
-def replaced_folder(folder: Path, step: int) -> Path:
-    """Where a step's former checkpoint waits while a new one takes its place."""
-    return folder / f".step-{step:09d}.replaced"
-
-
 def temporary_folder(folder: Path, step: int) -> Path:
     """A name that no other process uses."""
     return folder / f".step-{step:09d}.tmp-{secrets.token_hex(8)}"
@@ -163,13 +158,24 @@ def _if_complete(path: Path) -> dict[str, Any] | None:
     try:
         manifest = parsed(manifest_text(path))
         files = manifest["files"]
-        there = bool(files) and all(
-            is_plain(name) and type(size) is int and size_of(path / name) == size
-            for name, size in files.items()
-        )
+        there = bool(files) and all(map(is_plain, files)) and not wrong_sizes(path, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if there else None
+
+
+def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
+    """Which files of a checkpoint are not there in the sizes of its manifest, in words."""
+    wrong = []
+    for name, size in files.items():
+        try:
+            found = size_of(path / name)
+        except (FileNotFoundError, ValueError):
+            wrong.append(f"{name} is missing")
+        else:
+            if type(size) is not int or found != size:
+                wrong.append(f"{name} has {found} bytes, the manifest says {size}")
+    return wrong
 
 
 def manifest_text(path: Path) -> bytes:

@@ -175,8 +175,8 @@ def write_checkpoint(
     Raises:
         CheckpointError: no space is left, or a file of another rank is not to be seen.
     """
-    folder, step = temporary.parent, int(manifest["step"])
-    final = layout.step_folder(folder, step)
+    folder = temporary.parent
+    final = layout.step_folder(folder, int(manifest["step"]))
     with layout.plain_errors("saving the checkpoint", final):
         try:
             reports = {0: part.write(temporary), **others()}
@@ -188,7 +188,7 @@ def write_checkpoint(
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, storage.sealed(full))
             storage.sync_folder(temporary)
-            _put_in_place(temporary, final, step)
+            _put_in_place(temporary, final)
         except BaseException:
             _remove_if_possible(temporary)
             raise
@@ -247,9 +247,9 @@ def _make_folders(folder: Path) -> None:
     storage.sync_folder(folder.parent)
 
 
-def _put_in_place(temporary: Path, final: Path, step: int) -> None:
+def _put_in_place(temporary: Path, final: Path) -> None:
     """Renames; a complete checkpoint of the same step steps aside and can be read until then."""
-    aside = layout.replaced_folder(final.parent, step)
+    aside = final.with_name(f".{final.name}.replaced")
     if layout.is_complete(final):
         if aside.exists():
             storage.remove_tree(aside)
@@ -381,7 +381,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._gpus: set[torch.device] = set()
         """Those that copy now: one process may have spread its model over several."""
-        self._buffers: list[Tensor | None] = []
+        self._buffers: dict[int, Tensor] = {}
+        """By their places in the order of the copies."""
         self._next = 0
         self._own: set[int] = set()
 
@@ -399,16 +400,13 @@ class HostCopies:
         """A tensor's values in contiguous CPU memory; complete when `finish` has returned."""
         if value.device.type == "cpu" and value.untyped_storage().data_ptr() not in self._own:
             return on_cpu(value)
-        place = self._next
-        self._next += 1
-        if place == len(self._buffers):
-            self._buffers.append(None)
-        buffer = self._buffers[place]
+        buffer = self._buffers.pop(self._next, None)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            self._buffers[place] = buffer = None  # gone before there is another one
+            buffer = None  # gone before there is another one
             pinned = value.is_cuda and value.numel() > 0
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            self._buffers[place] = buffer
+        self._buffers[self._next] = buffer
+        self._next += 1
         if value.is_cuda:
             self._gpus.add(value.device)
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
@@ -417,4 +415,4 @@ class HostCopies:
         """Returns when the copies are complete; memory that was not used again goes."""
         while self._gpus:
             torch.cuda.current_stream(self._gpus.pop()).synchronize()
-        del self._buffers[self._next :]
+        self._buffers = {place: self._buffers[place] for place in range(self._next)}

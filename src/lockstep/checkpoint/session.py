@@ -297,13 +297,12 @@ class Checkpoint:
         answer["stores"] = bool(answer["held"]) or has_shards(states)
         return states, answer
 
-    def _held(self, states: Mapping[str, Any]) -> dict[str, list[int]]:
+    def _held(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:
         """Of states of which this rank may have a part only: the entries that it has."""
         held = {}
         for name, value in self._state.items():
             if isinstance(value, nn.Module) and any(map(is_meta, states[name].values())):
-                entries = enumerate(states[name].values())
-                held[name] = [i for i, entry in entries if not is_meta(entry)]
+                held[name] = [key for key, entry in states[name].items() if not is_meta(entry)]
             elif getattr(value, "partial", False):
                 held[name] = list(states[name]["state"])
         return held

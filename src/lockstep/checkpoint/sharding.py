@@ -263,14 +263,14 @@ def has_shards(state: Any) -> bool:
 
 
 def stored_entries(
-    state: Mapping[str, Any], held: Sequence[Collection[int] | None], rank: int
+    state: Mapping[str, Any], held: Sequence[Collection[int | str] | None], rank: int
 ) -> dict[str, Any]:
     """Of a state of which each rank has a part: what this rank stores, the first that has it.
 
     Args:
         state: of a module, with what another rank has on the meta device; or of an optimizer, with
             an entry for each parameter that this rank has under `state`.
-        held: of every rank, the numbers of the entries that it has (None: all).
+        held: of every rank, the keys of the entries that it has (None: all).
         rank: this one.
 
     Returns:
@@ -279,17 +279,14 @@ def stored_entries(
     """
     sets = [None if mine is None else frozenset(mine) for mine in held]
 
-    def is_here(entry: int) -> bool:
-        first = (other for other, mine in enumerate(sets) if mine is None or entry in mine)
+    def is_here(key: int | str) -> bool:
+        first = (other for other, mine in enumerate(sets) if mine is None or key in mine)
         return next(first, 0) == rank
 
     if isinstance(state.get("state"), dict):
-        own = {number: value for number, value in state["state"].items() if is_here(number)}
+        own = {key: value for key, value in state["state"].items() if is_here(key)}
         return {**state, "state": own}
-    found = OrderedDict(
-        (name, value if is_here(entry) else None)
-        for entry, (name, value) in enumerate(state.items())
-    )
+    found = OrderedDict((key, value if is_here(key) else None) for key, value in state.items())
     set_state_dict_metadata(found, state_dict_metadata(state))
     return found
 
