@@ -91,13 +91,12 @@ def _needed(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     Raises:
         ValueError: a tensor of the state has no name.
     """
-    places = [place for tree in layout.states_of(manifest).values() for place in leaves(tree)]
-    if not all(isinstance(p.get("$tensor", p.get("$sharded")), str) for p in places):
-        raise ValueError("a tensor of the state has no name")
-    needed = {
-        layout.tensor_file(name): {leaf["$tensor"] for leaf in leaves(tree) if "$tensor" in leaf}
-        for name, tree in layout.states_of(manifest).items()
-    }
+    needed = {}
+    for name, tree in layout.states_of(manifest).items():
+        places = list(leaves(tree))
+        if not all(isinstance(p.get("$tensor", p.get("$sharded")), str) for p in places):
+            raise ValueError("a tensor of the state has no name")
+        needed[layout.tensor_file(name)] = {p["$tensor"] for p in places if "$tensor" in p}
     for name, tensors in layout.shards_in(manifest).items():
         for tensor, shards in tensors.items():
             for rank, _, _ in shards:

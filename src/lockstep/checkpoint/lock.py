@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import layout, storage
 from lockstep.errors import CheckpointError
 
 NAME = ".lock"
@@ -165,9 +165,7 @@ def _identity() -> dict[str, Any]:
 
 def _identity_in(text: bytes) -> dict[str, Any]:
     with suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
+        return layout.parsed(text)
     return {}
 
 

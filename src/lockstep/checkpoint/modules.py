@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.formats.safetensors import short
-from lockstep.checkpoint.sharding import LazyTensor, reshard
+from lockstep.checkpoint.sharding import LazyTensor, resharded
 from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
 from lockstep.errors import some
 
@@ -61,9 +61,10 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
     wrappers = _wrappers(module)
     own = module.state_dict()
     named: OrderedDict[str, Any] = OrderedDict(
-        (name, state[plain]) for name in own if (plain := _plain(name, wrappers)) in state
+        (name, resharded(state[plain], value))
+        for name, value in own.items()
+        if (plain := _plain(name, wrappers)) in state
     )
-    named.update(reshard(named, own))
     versions = state_dict_metadata(state)
     if versions is not None:
         of_paths = OrderedDict(

@@ -445,20 +445,19 @@ def _check_metric(metrics: list[float | None]) -> None:
 
 def _check_found(folder: Path, chosen: Finding, seen_by: list[str]) -> None:
     """Whether the ranks see one folder, and there is something sound in it, or nothing at all."""
-    if chosen.name is not None or not (chosen.passed_over or seen_by):
-        return
-    if chosen.passed_over:
+    if chosen.name is None and chosen.passed_over:
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.words}",
             f"look at it with `lockstep checkpoint repair {folder}`; to begin anew, choose another "
             "folder",
         )
-    raise CheckpointError(
-        f"resuming from {folder}",
-        f"rank {', '.join(seen_by)} sees a complete checkpoint there, rank 0 sees none",
-        "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
-    )
+    if chosen.name is None and seen_by:
+        raise CheckpointError(
+            f"resuming from {folder}",
+            f"rank {', '.join(seen_by)} sees a complete checkpoint there, rank 0 sees none",
+            "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
+        )
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

@@ -291,11 +291,6 @@ def stored_entries(
     return found
 
 
-def reshard(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state by name, sharded as those of the same name in `like` are."""
-    return {name: _resharded(value, like.get(name)) for name, value in state.items()}
-
-
 def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
     """An optimizer's state, sharded as its parameters are.
 
@@ -308,7 +303,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
     }
 
     def of_parameter(index: Any, entry: Any) -> Any:
-        return _map(lambda leaf: _in_memory(_resharded(leaf, parameters.get(index))), entry)
+        return _map(lambda leaf: _in_memory(resharded(leaf, parameters.get(index))), entry)
 
     return {
         **state,
@@ -335,7 +330,8 @@ def _in_memory(value: Any) -> Any:
     return value.clone() if plain else value
 
 
-def _resharded(value: Any, own: Any) -> Any:
+def resharded(value: Any, own: Any) -> Any:
+    """What was read, sharded as this run's own tensor is; None: that is not known."""
     if is_meta(own):
         return own
     known = isinstance(value, Tensor | ShardedEntry)

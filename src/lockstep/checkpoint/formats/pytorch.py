@@ -508,10 +508,9 @@ def _nested(ends: Mapping[str, Any], paths: Any) -> dict[str, Any]:
     tree: dict[Any, Any] = {}
     for name, entry in ends.items():
         path = (name,) if paths is None else paths[name]
-        if type(path) is not tuple or not path or len(path) > 64:
-            raise ValueError(f"{name} has no place in what was saved")
-        if not all(type(key) in (str, int) for key in path):
-            raise ValueError(f"{name} is to be under a key that is no text")
+        sound = type(path) is tuple and 0 < len(path) <= 64
+        if not sound or not all(type(key) in (str, int) for key in path):
+            raise ValueError(f"{name} has no place by names and numbers in what was saved")
         inner = tree
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
