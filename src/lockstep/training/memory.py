@@ -232,14 +232,11 @@ def _replicas(
         for n, (size, kept) in enumerate(zip(sizes, activations, strict=True))
     ]
     loss = None if samples is None else 0
-    others: dict[str, Any] = {
-        "parameters": 0,
-        "copies": home.parameters,
-        "state": 0,
-        "loss": loss,
-        "peak": None,
-    }
-    return [made[0], *(replace(row, **others) for row in made[1:])]
+    copies = home.parameters
+    others = [
+        replace(row, parameters=0, copies=copies, state=0, loss=loss, peak=None) for row in made[1:]
+    ]
+    return [made[0], *others]
 
 
 def _gathered(units: Sequence[nn.Module]) -> int:
@@ -315,18 +312,14 @@ def _training_steps(
     preparer: Preparer, model: nn.Module, optimizer: Any, loader: Any, loss: Any
 ) -> TrainingSteps:
     """Raises UsageError where a part is missing or not prepared, or the loader is in use."""
-    if loss is None or not isinstance(optimizer, PreparedOptimizer):
+    prepared = isinstance(optimizer, PreparedOptimizer) and isinstance(loader, Loader)
+    if loss is None or not prepared:
+        given = ", ".join(type(part).__name__ for part in (optimizer, loader, loss))
         raise UsageError(
-            "world.memory with a loader or a loss alone",
-            "to take training steps it needs the model, the optimizer, the loader and the loss",
-            "call world.memory(model, optimizer, loader, loss) with what world.prepare "
-            "returned, or world.memory(model, optimizer) to count without a step",
-        )
-    if not isinstance(loader, Loader):
-        raise UsageError(
-            f"world.memory with a {type(loader).__name__} as the loader",
-            "it is not a prepared loader",
-            "give what world.prepare or world.loader returned for it",
+            f"world.memory with {given} as optimizer, loader and loss",
+            "training steps need all three, and the first two as world.prepare returned them",
+            "call world.memory(model, optimizer, loader, loss) with these, or "
+            "world.memory(model, optimizer) to count without a step",
         )
     if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
         raise UsageError(

@@ -76,14 +76,14 @@ class PreparedOptimizer(_Around, Optimizer):
         """The global batch in which `step()` was last called."""
         self._taken: tuple[Pass, int] | None = None
         """That in which a step was last taken."""
-        self._rates: list[Any] = []
+        self._rates: tuple[tuple[Pass, int] | None, list[Any]] = None, []
+        """The learning rates when `step()` was last called, and in which global batch."""
         self.places: list[list[int]] | None = None
         """Where the parameters of each group stand among all, of which other ranks have some."""
         self.counts: list[int] = []
         """How many each group has over all ranks, where `places` are set."""
         self.scheduled = False
         """A scheduler that drives it is prepared, or it was warned of one that is not."""
-        self._last_rates: tuple[Pass, list[Any]] | None = None
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         self._dropped: tuple[Pass, int] | None = None
         """The global batch in which a clearing was last put off."""
@@ -109,14 +109,10 @@ class PreparedOptimizer(_Around, Optimizer):
                 "the closure would be evaluated on a part of the global batch",
                 "leave micro_batch_size out, or use an optimizer without closures",
             )
-        if not present.first:
-            self._check_rates()
+        self._check_rates()
         self._asked = batch = running, running.number
         if not present.last:
-            self._rates = self._learning_rates()
             return None
-        if not self.scheduled and ("step" in vars(self.inner) or "step" in vars(self)):
-            self._check_schedule(running)
         if closure is None:
             self._before()
         evaluate = None if closure is None else partial(self._evaluate, closure)
@@ -241,37 +237,33 @@ class PreparedOptimizer(_Around, Optimizer):
             code=None if present.plain else "LS206",
         )
 
-    def _learning_rates(self) -> list[Any]:
-        return [group["lr"] for group in self.inner.param_groups if "lr" in group]
-
     def _check_rates(self) -> None:
-        rates = self._learning_rates()
-        if self._asked == self._step.batch and rates != self._rates:
+        """Whether a scheduler that is not prepared steps in the loop.
+
+        Raises:
+            UsageError: it has stepped between the micro-batches of a global batch.
+        """
+        batch, rates = self._step.batch, [g["lr"] for g in self.inner.param_groups if "lr" in g]
+        (asked, before), self._rates = self._rates, (batch, rates)
+        # A rate that is a tensor is changed in place: it is one object, and nobody waits for it.
+        if asked is None or asked[0] is not batch[0] or rates == before:
+            return
+        if asked == batch and not self._step.current.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
-                f"it was {_shown(self._rates)} and is {_shown(rates)}: a scheduler steps once per "
+                f"it was {_shown(before)} and is {_shown(rates)}: a scheduler steps once per "
                 "micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
-
-    def _check_schedule(self, running: Pass) -> None:
-        """Warns of a scheduler that steps in the loop and is not prepared.
-
-        Torch's schedulers put a `step` of their own on the optimizer that they drive; that of an
-        epoch, which is right as it is, does not change the rate within a pass.
-        """
-        if not self._step.inside:
-            return
-        rates = self._learning_rates()
-        before, self._last_rates = self._last_rates, (running, rates)
-        if any(isinstance(rate, torch.Tensor) for rate in rates):
-            self.scheduled = True  # looking at them would make the host wait for the device
-        elif before is not None and before[0] is running and before[1] != rates:
+        # Torch's schedulers put a `step` of their own on the optimizer that they drive; that of an
+        # epoch, which is right as it is, does not change the rate within a pass.
+        driven = "step" in vars(self.inner) or "step" in vars(self)
+        if driven and self._step.inside and not self.scheduled:
             self.scheduled = True
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
-                f"the rate went from {_shown(before[1])} to {_shown(rates)}; with micro-batches it "
+                f"the rate went from {_shown(before)} to {_shown(rates)}; with micro-batches it "
                 "would step once for each of them",
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
