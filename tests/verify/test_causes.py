@@ -14,6 +14,7 @@ from lockstep.verify.compare import (
     Divergence,
     RankUpdate,
     Taken,
+    Update,
     first_divergence,
 )
 
@@ -50,8 +51,14 @@ def update(gradient: np.ndarray, *batches: Taken, **values: Any) -> RankUpdate:
 ALONE = update(WHOLE, taken(0, 1, 2, 3))
 
 
+def parting(
+    reference: Sequence[Sequence[RankUpdate]], other: Sequence[Sequence[RankUpdate]]
+) -> Divergence | None:
+    return first_divergence(list(map(Update, reference)), list(map(Update, other)), FLOAT64)
+
+
 def found(many: Sequence[RankUpdate], one: RankUpdate = ALONE) -> tuple[Divergence, Cause]:
-    divergence = first_divergence([[one]], [many], FLOAT64)
+    divergence = parting([[one]], [many])
     assert divergence is not None
     cause = cause_of(divergence)
     assert cause.code in ENTRIES
@@ -67,15 +74,15 @@ def two(gradient: np.ndarray, **values: Any) -> list[RankUpdate]:
 
 
 def test_what_is_equal_has_no_divergence() -> None:
-    assert first_divergence([[ALONE]], [two(WHOLE)], FLOAT64) is None
+    assert parting([[ALONE]], [two(WHOLE)]) is None
     almost = WHOLE * (1 + 1e-12)
-    assert first_divergence([[ALONE]], [two(almost)], FLOAT64) is None
+    assert parting([[ALONE]], [two(almost)]) is None
 
 
 def test_a_gradient_that_vanishes_may_differ_by_rounding() -> None:
     one = update(WHOLE, taken(0), gradients={"w": WHOLE, "bias": np.full(3, 1e-18)})
     many = [update(WHOLE, taken(0), gradients={"w": WHOLE, "bias": np.full(3, -2e-17)})]
-    assert first_divergence([[one]], [many], FLOAT64) is None
+    assert parting([[one]], [many]) is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +191,7 @@ def test_samples_that_are_known_by_their_content_are_told_by_their_index() -> No
 
 def test_the_order_within_the_global_batch_does_not_matter() -> None:
     many = [update(WHOLE, taken(3, 1)), update(WHOLE, taken(0, 2))]
-    assert first_divergence([[ALONE]], [many], FLOAT64) is None
+    assert parting([[ALONE]], [many]) is None
 
 
 def test_a_stream_that_is_the_same_on_all_ranks() -> None:
@@ -216,7 +223,7 @@ def test_datasets_that_are_parts_of_one_are_known_by_their_content() -> None:
         update(WHOLE, taken(0, 1)),
         update(WHOLE, taken(0, 1, contents=("content 2", "content 3"))),
     ]
-    assert first_divergence([[ALONE]], [many], FLOAT64) is None
+    assert parting([[ALONE]], [many]) is None
 
 
 def test_content_is_compared_only_where_the_samples_have_one_shape() -> None:
@@ -224,7 +231,7 @@ def test_content_is_compared_only_where_the_samples_have_one_shape() -> None:
         update(WHOLE, taken(0, 1, contents=("padded", "padded too"), shape="longer")),
         update(WHOLE, taken(2, 3)),
     ]
-    assert first_divergence([[ALONE]], [many], FLOAT64) is None
+    assert parting([[ALONE]], [many]) is None
 
 
 def test_what_comes_after_equal_gradients() -> None:
@@ -249,14 +256,14 @@ def test_a_rate_that_parts_later_is_the_schedules() -> None:
     later = update(WHOLE, taken(4), step=1)
     faster = update(WHOLE, taken(4), step=1, rates=(0.05,))
     reference, other = [[ALONE], [later]], [two(WHOLE), [faster]]
-    divergence = first_divergence(reference, other, FLOAT64)
+    divergence = parting(reference, other)
     assert divergence is not None
     assert divergence.update == 1
     assert cause_of(divergence).code == "LS401"
 
 
 def test_fewer_steps() -> None:
-    divergence = first_divergence([[ALONE], [ALONE]], [two(WHOLE)], FLOAT64)
+    divergence = parting([[ALONE], [ALONE]], [two(WHOLE)])
     assert divergence is not None
     cause = cause_of(divergence)
     assert cause.code == "LS405"

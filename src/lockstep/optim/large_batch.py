@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.optimizer import ParamsT
 
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, grouped
 
 _AT_LEAST_0 = (lambda x: x >= 0, "a number from 0 up")
 _ABOVE_0 = (lambda x: x > 0, "a number above 0")
@@ -310,14 +310,12 @@ def _adapts(group: dict[str, Any], parameter: Tensor) -> bool:
 
 def _sharded_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those whose norms are summed over the same ranks together, all others alone."""
-    lots: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
+
+    def lot(parameter: Tensor) -> Any:
         mesh: Any = getattr(parameter, "device_mesh", None)
-        lot: Any = id(parameter)
-        if mesh is not None:
-            lot = mesh, _summed_over(parameter), parameter.device
-        lots.setdefault(lot, []).append(parameter)
-    return list(lots.values())
+        return id(parameter) if mesh is None else (mesh, _summed_over(parameter), parameter.device)
+
+    return list(grouped((lot(parameter), parameter) for parameter in parameters).values())
 
 
 def _summed_over(parameter: Any) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.data.pytree import map_fields
 from lockstep.distributed.torch_compat import pytree
@@ -68,17 +67,15 @@ class Precision:
         self._unscaled: set[int] = set()
         self._used = False
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Runs the module's forward under autocast; returns the handles that undo it.
-
-        Under fp64 the module itself is converted, for good.
-        """
+    def attach(self, module: nn.Module) -> None:
+        """Has the module's forward pass run so; under fp64 the module itself is converted."""
         if self.dtype is None:
-            return []
+            return
         if self.dtype == torch.float64:
             module.double()
             hook = module.register_forward_pre_hook
-            return [hook(lambda _, *called_with: in_double(called_with), with_kwargs=True)]
+            hook(lambda _, *called_with: in_double(called_with), with_kwargs=True)
+            return
         running: list[torch.autocast] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -90,10 +87,8 @@ class Precision:
             running.pop().__exit__(None, None, None)
             return _map_tensors(output, self._to_fp32)
 
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
 
     def _to_fp32(self, tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == self.dtype else tensor

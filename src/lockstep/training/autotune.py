@@ -254,10 +254,10 @@ class Autotune:
     _recording: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.request(None, None)
+        self.request(None, self.run.settings.micro_batch_size)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
-        """What a loader leaves open, which was told this itself (None: as the run was told).
+        """What a loader leaves open, which was told this (shares None: as the run was told).
 
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
@@ -271,8 +271,6 @@ class Autotune:
                 "give the shares to lockstep.init, or --shares; model.set_shares(...) changes them "
                 "later",
             )
-        if micro_batch_size is None:
-            micro_batch_size = settings.micro_batch_size
         open_size = is_auto(micro_batch_size)
         open_shares = is_auto(settings.shares if shares is None else shares)
         if (open_shares or open_size) and not self.plan.autotunes:

@@ -74,10 +74,10 @@ class PreparedOptimizer(_Around, Optimizer):
         self._whole = whole
         self._asked: tuple[Pass, int] | None = None
         """The global batch in which `step()` was last called."""
+        self._rates: list[Any] = []
+        """The learning rates then."""
         self._taken: tuple[Pass, int] | None = None
         """That in which a step was last taken."""
-        self._rates: tuple[tuple[Pass, int] | None, list[Any]] = None, []
-        """The learning rates when `step()` was last called, and in which global batch."""
         self.places: list[list[int]] | None = None
         """Where the parameters of each group stand among all, of which other ranks have some."""
         self.counts: list[int] = []
@@ -244,11 +244,11 @@ class PreparedOptimizer(_Around, Optimizer):
             UsageError: it has stepped between the micro-batches of a global batch.
         """
         batch, rates = self._step.batch, [g["lr"] for g in self.inner.param_groups if "lr" in g]
-        (asked, before), self._rates = self._rates, (batch, rates)
+        before, self._rates = self._rates, rates
         # A rate that is a tensor is changed in place: it is one object, and nobody waits for it.
-        if asked is None or asked[0] is not batch[0] or rates == before:
+        if self._asked is None or self._asked[0] is not batch[0] or rates == before:
             return
-        if asked == batch and not self._step.current.first:
+        if self._asked == batch and not self._step.current.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
                 f"it was {_shown(before)} and is {_shown(rates)}: a scheduler steps once per "

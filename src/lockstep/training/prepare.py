@@ -111,7 +111,6 @@ class Preparer:
         self, source: Source, shares: Any = None, micro_batch_size: Any = None, **options: Any
     ) -> Loader:
         plan, settings = self._plan, self.run.settings
-        request = self._autotune.request(shares, micro_batch_size)
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
         division = MicroBatchPlan(
@@ -121,7 +120,7 @@ class Preparer:
             first_shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
             min_micro_batches=plan.num_micro_batches,
-            request=request,
+            request=self._autotune.request(shares, micro_batch_size),
         )
         made = make_loader(
             source,
@@ -263,10 +262,10 @@ class Preparer:
         run = self.run
         if run.collectives.data_parallel.size > 1:
             self._convert(module)
-        handles = self.precision.attach(module)
-        if handles and self.precision.name == "fp64":
+        self.precision.attach(module)
+        if self.precision.name == "fp64":
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
-        elif handles:
+        elif self.precision.dtype is not None:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         own = list(module.parameters())
         shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]

@@ -28,18 +28,9 @@ from lockstep.verify.compare import (
     Divergence,
     Sample,
     Update,
-    backward_passes,
-    batches_of,
-    contents_of,
     contents_that_differ,
-    count_of,
     first_divergence,
-    indices_of,
     largest,
-    loss_of,
-    merged,
-    ranks_that_differ,
-    replicas_that_differ,
     same_samples,
 )
 from lockstep.verify.record import Recorded
@@ -59,7 +50,7 @@ class Cause:
 
 
 def _of_initial(case: Divergence) -> Cause:
-    apart = ranks_that_differ(case.many, "initial", case.tolerance)
+    apart = case.many.ranks_that_differ("initial", case.tolerance)
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {_ranks(apart)} had other values than rank 0"
@@ -67,7 +58,7 @@ def _of_initial(case: Divergence) -> Cause:
 
 
 def _of_replicas(case: Divergence) -> Cause:
-    apart = replicas_that_differ(case.many)
+    apart = case.many.replicas_that_differ()
     number = case.many[0].step
     seen = f"before step {number} {_ranks(apart)} held other parameters than rank 0"
     after = ["the last step itself left all ranks with the same"] if number else []
@@ -75,14 +66,14 @@ def _of_replicas(case: Divergence) -> Cause:
 
 
 def _of_gradients(case: Divergence) -> Cause:
-    apart = ranks_that_differ(case.many, "gradients", case.tolerance)
+    apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
         return _not_averaged(case, tuple(apart))
     for call in _calls(case.many):
         if call.of_graph and call.name.startswith("all_gather"):
             seen = f"{call.name} was given a tensor with a gradient, which its result has lost"
             return Cause("LS207", (seen, call.line, *_patterns(case)))
-    expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
+    expected, found = case.one.merged("gradients"), case.many.merged("gradients")
     ratio = constant_ratio(expected, found, case.exact)
     if ratio is not None:
         return _of_ratio(case, ratio)
@@ -94,7 +85,7 @@ def _calls(update: Update) -> list[Call]:
 
 
 def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
-    total = len(merged(case.many, "gradients"))
+    total = len(case.many.merged("gradients"))
     seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
     new = {name for rank in case.many for name in rank.not_averaged}
     if new and set(names) <= new:
@@ -120,7 +111,7 @@ def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
 
 
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
-    size, one, many = case.size, backward_passes(case.one), backward_passes(case.many)
+    size, one, many = case.size, case.one.backward_passes, case.many.backward_passes
     seen = f"all gradients are {_times(ratio, size)} those of one process"
     if one != many and one and many:
         for code, expected in (("LS203", many / one), ("LS204", one / many)):
@@ -133,9 +124,7 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
             return Cause(code, (seen, *more), ratio=ratio)
     steps = []
     for one_step, step in zip(case.reference, case.other, strict=False):
-        of_step = constant_ratio(
-            merged(one_step, "gradients"), merged(step, "gradients"), case.exact
-        )
+        of_step = constant_ratio(one_step.merged("gradients"), step.merged("gradients"), case.exact)
         steps.append("none" if of_step is None else f"{of_step:.6g}")
     others = [f"step by step: {', '.join(steps)}"] if len(steps) > 1 else []
     return Cause("LS209", (seen, *others), ratio=ratio)
@@ -178,7 +167,7 @@ def _of_weights(
 
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
     """What each backward pass may weigh, by what was counted in its batch."""
-    batches = batches_of(case.many)
+    batches = case.many.batches
     if len(batches) != parts:
         return {}
     # What is plainest first: samples, labels that count, then what is not padding.
@@ -198,8 +187,8 @@ def _of_coupling(case: Divergence) -> Cause:
     if draws:
         seen = "random numbers were drawn between a batch and its step"
         return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns))
-    moved = any(name.endswith("running_mean") for name in merged(case.many, "buffers"))
-    if moved and backward_passes(case.one) != backward_passes(case.many):
+    moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
+    if moved and case.one.backward_passes != case.many.backward_passes:
         return Cause("LS307", (_passes(case), *patterns))
     if any(rank.local for rank in case.many) and case.size > 1:
         seen = "no weighting of the ranks' own gradients gives that of one process"
@@ -209,7 +198,7 @@ def _of_coupling(case: Divergence) -> Cause:
 
 def _patterns(case: Divergence) -> tuple[str, ...]:
     """How many gradients are right, and what the others are."""
-    expected, found = merged(case.one, "gradients"), merged(case.many, "gradients")
+    expected, found = case.one.merged("gradients"), case.many.merged("gradients")
     wrong = [name for name in case.names if name in expected]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in wrong if name in found):
@@ -222,7 +211,7 @@ def _patterns(case: Divergence) -> tuple[str, ...]:
 
 
 def _of_loss(case: Divergence) -> Cause:
-    one, many = loss_of(case.one), loss_of(case.many)
+    one, many = case.one.loss, case.many.loss
     seen = f"{one:.9g} on one process, {many:.9g} on {case.size}, with equal gradients"
     return Cause("LS501", (seen,))
 
@@ -250,7 +239,7 @@ def _scheduled(updates: Sequence[Update]) -> int:
 
 
 def _of_parameters(case: Divergence) -> Cause:
-    apart = ranks_that_differ(case.many, "parameters", case.tolerance)
+    apart = case.many.ranks_that_differ("parameters", case.tolerance)
     seen = "gradients and learning rates are equal, and the parameters after the step are not"
     if apart:
         return Cause("LS304", (seen, f"rank 0 has others than {_ranks(apart)}"), tuple(apart))
@@ -262,7 +251,7 @@ def _of_buffers(case: Divergence) -> Cause:
     if not all(name.endswith(ends) for name in case.names):
         return Cause("LS309", (f"after the step: {shown(case.names)}",))
     layers = _local_statistics(case)
-    equal = backward_passes(case.one) == backward_passes(case.many)
+    equal = case.one.backward_passes == case.many.backward_passes
     return Cause("LS306" if layers or equal else "LS307", (layers or _passes(case),))
 
 
@@ -272,7 +261,7 @@ def _of_length(case: Divergence) -> Cause:
 
 
 def _passes(case: Divergence) -> str:
-    one, many = backward_passes(case.one), backward_passes(case.many)
+    one, many = case.one.backward_passes, case.many.backward_passes
     return f"backward passes for this step: {one} on one process, {many} on each rank"
 
 
@@ -315,18 +304,18 @@ Identity = Callable[[Update], list[Sample] | None]
 def _of_samples(case: Divergence) -> Cause:
     # Where indices and contents differ, the contents say more: ranks may have other datasets.
     by_content = same_samples(case.one, case.many)[1] is not None
-    identity: Identity = contents_of if by_content else indices_of
+    identity: Identity = Update.contents if by_content else Update.indices
     expected, found = Counter(identity(case.one)), Counter(identity(case.many))
     total, wanted = found.total(), expected.total()
     numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
     before = _all(case.other[: case.update], identity).keys() - expected.keys()
     again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
     if again:
-        per_rank = [Counter(identity([rank])) for rank in case.many if rank.counts]
+        per_rank = [Counter(identity(Update([rank]))) for rank in case.many if rank.counts]
         every = all(one == per_rank[0] for one in per_rank)
         what = "every rank trained the same ones" if every else _which(again, case)
         text = f"{len(again)} of them were trained before, or by several ranks: {what}"
-        return Cause("LS108" if indices_of(case.many) is None else "LS101", (numbers, text))
+        return Cause("LS108" if case.many.indices() is None else "LS101", (numbers, text))
     if wanted and total > wanted and total % wanted == 0:
         text = f"the global batch is {total // wanted} times as large, in as few steps"
         return Cause("LS110", (numbers, text))
@@ -371,7 +360,7 @@ def _which(samples: Iterable[Sample], case: Divergence) -> str:
     index_of = {
         content: index
         for update in case.reference
-        for content, index in zip(contents_of(update) or (), indices_of(update) or (), strict=False)
+        for content, index in zip(update.contents() or (), update.indices() or (), strict=False)
     }
     return shown([index_of.get(sample, sample) for sample in samples])
 
@@ -523,7 +512,7 @@ class Verdict:
             "way": self.other.way.name,
             "processes": self.other.way.nproc,
             "steps": len(self.reference.updates),
-            "losses": [loss_of(update) for update in self.reference.updates],
+            "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.other.notes),
             "findings": found,
         }
@@ -576,11 +565,11 @@ def _compared(updates: Sequence[Update]) -> str:
     first = updates[0]
     kinds = [
         f"{len(updates)} optimizer steps",
-        f"{count_of(first)} samples each" if count_of(first) else "",
-        "losses" if loss_of(first) is not None else "",
-        f"{len(merged(first, 'gradients'))} gradients",
-        f"{len(merged(first, 'parameters'))} parameters",
-        f"{len(merged(first, 'buffers'))} buffers" if merged(first, "buffers") else "",
+        f"{first.samples} samples each" if first.samples else "",
+        "losses" if first.loss is not None else "",
+        f"{len(first.merged('gradients'))} gradients",
+        f"{len(first.merged('parameters'))} parameters",
+        f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
         "learning rates",
     ]
     return ", ".join(filter(None, kinds))

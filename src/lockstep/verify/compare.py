@@ -92,62 +92,79 @@ class RankUpdate:
     """After the update."""
 
 
-Update = Sequence[RankUpdate]
-"""One update on all ranks."""
-
-
-def merged(update: Update, what: str) -> dict[str, Any]:
-    """The arrays of all ranks, by name; of what several have, that of the lowest rank."""
-    found: dict[str, Any] = {}
-    for rank in reversed(update):
-        found.update(getattr(rank, what))
-    return found
-
-
-def losses_of(update: Update) -> list[float]:
-    """Of each rank that has any, the sum of its losses."""
-    return [sum(rank.losses) for rank in update if rank.counts and rank.losses]
-
-
-def loss_of(update: Update) -> float | None:
-    """The mean over ranks of the sums of their losses; None: no rank had one."""
-    sums = losses_of(update)
-    return sum(sums) / len(sums) if sums else None
-
-
-def backward_passes(update: Update) -> int:
-    """On the rank that made the most."""
-    return max((len(rank.losses) for rank in update), default=0)
-
-
-def batches_of(update: Update) -> list[Taken]:
-    """All that were taken, in the order of ranks."""
-    return [taken for rank in update if rank.counts for taken in rank.taken]
-
-
 Sample = tuple[int, int, int | str]
 """Loader, epoch, and the index or a digest of the content."""
 
 
-def indices_of(update: Update) -> list[Sample] | None:
-    """All samples of the update in the order of ranks; None: some have no known index."""
-    batches = batches_of(update)
-    if any(taken.ids is None for taken in batches):
-        return None
-    return [(taken.loader, taken.epoch, sample) for taken in batches for sample in taken.ids or ()]
+class Update(tuple[RankUpdate, ...]):
+    """One update on all ranks."""
 
+    __slots__ = ()
 
-def contents_of(update: Update) -> list[Sample] | None:
-    """The same by their content; None: it cannot be told, or is drawn anew by every process."""
-    batches = batches_of(update)
-    if any(t.stream or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
-        return None
-    return [(taken.loader, taken.epoch, sample) for taken in batches for sample in taken.contents]
+    def merged(self, what: str) -> dict[str, Any]:
+        """The arrays of all ranks, by name; of what several have, that of the lowest rank."""
+        found: dict[str, Any] = {}
+        for rank in reversed(self):
+            found.update(getattr(rank, what))
+        return found
 
+    @property
+    def losses(self) -> list[float]:
+        """Of each rank that has any, the sum of its losses."""
+        return [sum(rank.losses) for rank in self if rank.counts and rank.losses]
 
-def count_of(update: Update) -> int:
-    """Samples of the update."""
-    return sum(len(taken.ids or taken.contents) for taken in batches_of(update))
+    @property
+    def loss(self) -> float | None:
+        """The mean over ranks of the sums of their losses; None: no rank had one."""
+        sums = self.losses
+        return sum(sums) / len(sums) if sums else None
+
+    @property
+    def backward_passes(self) -> int:
+        """On the rank that made the most."""
+        return max((len(rank.losses) for rank in self), default=0)
+
+    @property
+    def batches(self) -> list[Taken]:
+        """All that were taken, in the order of ranks."""
+        return [taken for rank in self if rank.counts for taken in rank.taken]
+
+    @property
+    def samples(self) -> int:
+        """How many it is made of."""
+        return sum(len(taken.ids or taken.contents) for taken in self.batches)
+
+    def indices(self) -> list[Sample] | None:
+        """All samples in the order of ranks; None: some have no known index."""
+        batches = self.batches
+        if any(t.ids is None for t in batches):
+            return None
+        return [(t.loader, t.epoch, index) for t in batches for index in t.ids or ()]
+
+    def contents(self) -> list[Sample] | None:
+        """The same by their content; None: it cannot be told, or is drawn anew by every process."""
+        batches = self.batches
+        if any(t.stream or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
+            return None
+        return [(t.loader, t.epoch, digest) for t in batches for digest in t.contents]
+
+    def ranks_that_differ(self, what: str, tolerance: Tolerance) -> dict[str, list[int]]:
+        """By name, the ranks whose array is not that of the first rank that has it."""
+        scale = max(scale_of(getattr(rank, what)) for rank in self)
+        return self._apart(what, lambda one, other: tolerance.differ(one, other, scale))
+
+    def replicas_that_differ(self) -> dict[str, list[int]]:
+        """By name, the ranks that held another parameter before the update than rank 0."""
+        return self._apart("held", operator.ne)
+
+    def _apart(self, what: str, differ: Callable[[Any, Any], bool]) -> dict[str, list[int]]:
+        first = self.merged(what)
+        found: dict[str, list[int]] = defaultdict(list)
+        for number, rank in enumerate(self):
+            for name, value in getattr(rank, what).items():
+                if differ(first[name], value):
+                    found[name].append(number)
+        return found
 
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
@@ -243,13 +260,13 @@ def _differences(
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """What differs in an update, the names of it, and how many were compared: causes first."""
     yield from _of_tensors("initial", one, many, tolerance)
-    parted = replicas_that_differ(many)
+    parted = many.replicas_that_differ()
     if parted:
-        yield "replicas", parted, len(merged(many, "held"))
+        yield "replicas", parted, len(many.merged("held"))
     by_index, by_content = same_samples(one, many)
     same = by_index if by_content is None else by_content
     if same is False and by_index is not True:
-        yield "samples", (), count_of(one)
+        yield "samples", (), one.samples
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
     yield from _of_tensors("gradients", one, many, tolerance)
@@ -265,7 +282,7 @@ def _of_tensors(
     what: str, one: Update, many: Update, tolerance: Tolerance
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """The arrays of a kind that are not the reference's on some rank, if any."""
-    expected, found = merged(one, what), merged(many, what)
+    expected, found = one.merged(what), many.merged(what)
     scale = scale_of(expected)
     wrong = expected.keys() ^ found.keys()
     for rank in many:
@@ -278,7 +295,7 @@ def _of_tensors(
 
 
 def _losses_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
-    a, each = loss_of(one), losses_of(many)
+    a, each = one.loss, many.losses
     if a is None or not each:
         return False
     # A script that averages or adds up gradients itself has losses that mean the one or the other.
@@ -295,9 +312,9 @@ def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:
     longest have several. Indices of datasets that are not the same on all ranks mean nothing where
     the contents are known.
     """
-    shapes = {batch.shape for batch in batches_of([*one, *many]) if batch.contents}
-    by_content = _same(contents_of(one), contents_of(many)) if len(shapes) == 1 else None
-    return _same(indices_of(one), indices_of(many)), by_content
+    shapes = {batch.shape for batch in Update((*one, *many)).batches if batch.contents}
+    by_content = _same(one.contents(), many.contents()) if len(shapes) == 1 else None
+    return _same(one.indices(), many.indices()), by_content
 
 
 def _same(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
@@ -306,28 +323,7 @@ def _same(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
     return Counter(one) == Counter(many)
 
 
-def ranks_that_differ(update: Update, what: str, tolerance: Tolerance) -> dict[str, list[int]]:
-    """By name, the ranks whose array is not that of the first rank that has it."""
-    scale = max(scale_of(getattr(rank, what)) for rank in update)
-    return _apart(update, what, lambda one, other: tolerance.differ(one, other, scale))
-
-
-def replicas_that_differ(update: Update) -> dict[str, list[int]]:
-    """By name, the ranks that held another parameter before the update than rank 0."""
-    return _apart(update, "held", operator.ne)
-
-
-def _apart(update: Update, what: str, differ: Callable[[Any, Any], bool]) -> dict[str, list[int]]:
-    first = merged(update, what)
-    found: dict[str, list[int]] = defaultdict(list)
-    for number, rank in enumerate(update):
-        for name, value in getattr(rank, what).items():
-            if differ(first[name], value):
-                found[name].append(number)
-    return found
-
-
-def contents_that_differ(one: Update, many: Update) -> list[int]:
+def contents_that_differ(one: Update, many: Sequence[RankUpdate]) -> list[int]:
     """Samples that have an index, and other content than the reference's under it.
 
     Only where the samples have one shape: batches padded to their longest have several.
@@ -336,7 +332,7 @@ def contents_that_differ(one: Update, many: Update) -> list[int]:
     return [key[-1] for key in found if key in expected and found[key] != expected[key]]
 
 
-def _contents(update: Update) -> Mapping[tuple[int, int, str, int], set[str]]:
+def _contents(update: Sequence[RankUpdate]) -> Mapping[tuple[int, int, str, int], set[str]]:
     """By loader, epoch, shape and index."""
     found: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
     for batch in (batch for rank in update for batch in rank.taken):

@@ -175,7 +175,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     lost = "the loss of a process" if len(ends) < way.nproc else ""
     return Recorded(
         way,
-        [list(update) for update in zip(*map(_read_rank, ranks), strict=False)],
+        list(map(Update, zip(*map(_read_rank, ranks), strict=False))),
         first.get("error", lost),
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",

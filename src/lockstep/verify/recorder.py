@@ -376,8 +376,7 @@ class Models:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each with a name that is the same on every rank; a tied one under its first name."""
-        named = self._named("named_parameters")
-        return ((name, tensor) for name, tensor in named if isinstance(tensor, nn.Parameter))
+        return self._named("named_parameters")
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Each with a name that is the same on every rank."""
