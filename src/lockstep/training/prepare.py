@@ -114,13 +114,13 @@ class Preparer:
         if micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
         division = MicroBatchPlan(
+            request=self._autotune.request(shares, micro_batch_size),
             batch_size=source.batch_size,
             varying=source.batch_sampler is not None,
             data_parallel=self.run.collectives.data_parallel,
             first_shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
             min_micro_batches=plan.num_micro_batches,
-            request=self._autotune.request(shares, micro_batch_size),
         )
         made = make_loader(
             source,
