@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S
 
-from lockstep.distributed.process_group import CUDA_BACKENDS, choose_backend, close_group
+from lockstep.distributed.network import wait_until
+from lockstep.distributed.process_group import (
+    CUDA_BACKENDS,
+    choose_backend,
+    close_group,
+    open_group,
+)
+from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -71,6 +80,27 @@ def test_what_cannot_be_had(
 
 def test_closing_without_a_group_is_nothing() -> None:
     close_group()
+
+
+def test_no_rank_goes_on_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that left at once, its strategy refused, say, would break the others' connecting."""
+    store, connected = dist.HashStore(), threading.Barrier(2)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: connected.wait(HANG_S))
+    first = threading.Thread(target=open_rank, args=(0, store))
+    first.start()
+    connected.wait(HANG_S)  # rank 0 is connected, and rank 1 has yet to be
+    assert wait_until(lambda: store.add("connected", 0) == 1, time.monotonic() + HANG_S)
+    assert first.is_alive()
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    open_rank(1, store)
+    first.join(HANG_S)
+    assert not first.is_alive()
+    close_group()
+
+
+def open_rank(rank: int, store: dist.Store) -> None:
+    topology = Topology(rank=rank, size=2, local_rank=rank, local_size=2)
+    open_group(topology, "gloo", CPU, store, timeout=None)
 
 
 NODES = ("lockstep-a", "lockstep-b")

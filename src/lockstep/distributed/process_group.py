@@ -441,6 +441,11 @@ def open_group(
         # NCCL then connects now, not in the first collective, and knows the device.
         device_id=device if "nccl" in backend else None,
     )
+    # A rank that left now, as its strategy is refused, would close connections that others have
+    # yet to accept, and they would tell of that instead.
+    store.add("connected", 1)
+    patience = (timeout or default_pg_timeout).total_seconds()
+    wait_until(lambda: store.add("connected", 0) == topology.size, time.monotonic() + patience)
     return interface or "by host name", reason
 
 
