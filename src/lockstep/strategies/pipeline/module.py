@@ -293,19 +293,13 @@ class PipelinedModule(nn.Module):
             elif went:
                 expected = batch.expected.pop(action.micro_batch, None)
                 messages = self._gradients[stage].take(expected or self._expect(stage, went))
-                if not drop:
-                    self._go_back(went, messages)
+                gradients = [without_mark(m, t) for m, t in zip(messages, went, strict=True)]
+                used = [t for t, g in zip(went, gradients, strict=True) if g is not None]
+                if used and not drop:
+                    torch.autograd.backward(used, [g for g in gradients if g is not None])
             if stage:
                 back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
                 self._gradients[stage - 1].send_known(back, place.rank_of(stage - 1))
-
-    @staticmethod
-    def _go_back(went: list[Tensor], messages: list[Tensor]) -> None:
-        """The backward pass from those outputs for which a gradient has come."""
-        found = [without_mark(m, t) for m, t in zip(messages, went, strict=True)]
-        used = [t for t, gradient in zip(went, found, strict=True) if gradient is not None]
-        if used:
-            torch.autograd.backward(used, [g for g in found if g is not None])
 
     def _ask_early(self, batch: Batch, number: int) -> None:
         """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
@@ -372,10 +366,10 @@ class PipelinedModule(nn.Module):
         """What a rank without the output returns for it: no memory, and nobody mistakes it."""
         if not shape.is_meta:
             return shape
-        if not (shape.is_floating_point() or shape.is_complex()):
-            return torch.zeros((), dtype=shape.dtype, device=self.run.device).expand(shape.shape)
-        nothing = torch.full((), torch.nan, dtype=shape.dtype, device=self.run.device)
-        return nothing.requires_grad_().expand(shape.shape)
+        real = shape.is_floating_point() or shape.is_complex()
+        value = torch.nan if real else 0
+        nothing = torch.full((), value, dtype=shape.dtype, device=self.run.device)
+        return nothing.requires_grad_(real).expand(shape.shape)
 
 
 def _check_rates(optimizer: Optimizer, run: Run) -> None:

@@ -112,7 +112,6 @@ class StagedModel:
                 if stage:
                     passage.go_outside()
                 output = self.module(*arguments[0], **arguments[1])
-                finished = passage.inside if stage == self._last else passage.sent is not None
         except RuntimeError as error:
             if "meta" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
                 raise _reaches_back(stage) from error
@@ -120,7 +119,7 @@ class StagedModel:
         finally:
             self.passage = None
         last = stage == self._last
-        if not finished:
+        if not (passage.inside if last else passage.sent is not None):
             raise _out_of_order(f"the first submodule of stage {stage + (not last)}", stage)
         if last and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(output)):
             raise _reaches_back(stage)
