@@ -270,6 +270,11 @@ def norms(strategy: Any) -> dict[str, Tensor]:
         for kind in (2.0, 3.0, float("inf")):
             found[f"{kind}"] = world.clip_grad_norm_(model, 1e9, kind)
         found["smallest"] = world.clip_grad_norm_(model.head, 1e9, float("-inf"))
+        if world.is_main:
+            gradient = model.head.weight.grad
+            getattr(gradient, "to_local", lambda: gradient)().fill_(torch.nan)
+        for kind in (2.0, float("inf"), float("-inf")):
+            assert world.clip_grad_norm_(model, 1e9, kind).isnan()
         return found
 
 

@@ -387,8 +387,13 @@ def uses() -> None:
         assert len(held) == (8 if world.rank == 0 else 6)
         if world.rank == 1:
             held[0].grad.fill_(torch.nan)
-        for norm_type in (2.0, float("inf")):
+        for norm_type in (2.0, float("inf"), float("-inf")):
             assert world.clip_grad_norm_(model, 1e9, norm_type).isnan()
+        for p in held:
+            p.grad.fill_(1.0 + world.rank)
+        for part, smallest, largest in ((model, 1, 2), (model.module[0], 1, 1)):
+            assert world.clip_grad_norm_(part, 1e9, float("-inf")) == smallest
+            assert world.clip_grad_norm_(part, 1e9, float("inf")) == largest
         for p in held:
             p.grad.fill_(1.0)
         optimizer.param_groups[0]["lr"] += world.rank

@@ -37,14 +37,14 @@ def map_tensors(
         return change(batch)
     children = _children(batch)
     if children is None:
-        return opaque(batch) if _is_opaque(batch) else batch
+        return opaque(batch) if is_opaque(batch) else batch
     changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
     return _rebuilt(batch, changed)
 
 
 def tensors(batch: Any) -> list[Tensor]:
     """All tensors of a pytree, in order."""
-    return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -69,8 +69,8 @@ def pin(batch: Any) -> Any:
 def all_dense(batch: Any) -> bool:
     """Whether all that `move` moves are tensors of one storage each, which streams can share."""
     return all(
-        _is_dense(leaf) if isinstance(leaf, Tensor) else not _is_opaque(leaf)
-        for leaf in _leaves(batch)
+        _is_dense(leaf) if isinstance(leaf, Tensor) else not is_opaque(leaf)
+        for leaf in leaves(batch)
     )
 
 
@@ -95,7 +95,7 @@ def emptied(batch: Any, count: int | None = None) -> Any:
         raise _cannot_be_empty(f"{type(batch).__name__} of layout {batch.layout}")
     if isinstance(batch, np.ndarray) and batch.ndim:
         return batch[:0].copy()
-    if _is_opaque(batch):
+    if is_opaque(batch):
         raise _cannot_be_empty(type(batch).__name__)
     children = _children(batch)
     if children is None:
@@ -136,7 +136,7 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
 
 def _children(batch: Any) -> dict[Any, Any] | None:
     """What a container holds, by key, position or field; None: it is a leaf."""
-    if isinstance(batch, Tensor) or _is_opaque(batch):
+    if isinstance(batch, Tensor) or is_opaque(batch):
         return None
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -152,7 +152,7 @@ def _is_of_plain_data(batch: Any) -> bool:
     """Whether it lists text or numbers, one for each sample; a tuple of numbers may be a size."""
     if isinstance(batch, list):
         return not any(
-            isinstance(v, Tensor) or _is_opaque(v) or _children(v) is not None for v in batch
+            isinstance(v, Tensor) or is_opaque(v) or _children(v) is not None for v in batch
         )
     # What default_collate makes of text.
     return type(batch) is tuple and bool(batch) and all(isinstance(v, str | bytes) for v in batch)
@@ -186,7 +186,7 @@ def _cannot_be_empty(kind: str) -> DataError:
     )
 
 
-def _is_opaque(value: Any) -> bool:
+def is_opaque(value: Any) -> bool:
     """Whether it moves itself. A dictionary with `.to`, as of a tokenizer, is walked all the same:
     its tensors can then be copied ahead and emptied.
     """
@@ -204,13 +204,14 @@ def _is_dense(tensor: Tensor) -> bool:
     )
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
+    """All that is no container, in order."""
     children = _children(batch)
     if children is None:
         yield batch
         return
     for child in children.values():
-        yield from _leaves(child)
+        yield from leaves(child)
 
 
 def _rebuilt(batch: Any, children: dict[Any, Any]) -> Any:

@@ -41,12 +41,11 @@ def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, s
     Raises:
         SettingError: an unknown name; the message suggests the nearest.
     """
-    if choice is None:
-        if size == 1:
-            return _made("single"), "one process"
-        return _made("ddp"), f"{size} processes"
     if isinstance(choice, Strategy):
         return choice, "set in the script"
+    reason = "as set"
+    if choice is None:
+        choice, reason = ("single", "one process") if size == 1 else ("ddp", f"{size} processes")
     if choice not in _NAMES:
         near = difflib.get_close_matches(str(choice), _NAMES, n=1, cutoff=0.3)
         raise SettingError(
@@ -54,12 +53,7 @@ def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, s
             "strategies are " + ", ".join(_NAMES),
             f"did you mean {near[0]!r}?" if near else "choose one of them",
         )
-    return _made(choice), "as set"
-
-
-def _made(name: str) -> Strategy:
-    made: Strategy = __getattr__(_NAMES[name])()
-    return made
+    return __getattr__(_NAMES[choice])(), reason
 
 
 def __getattr__(name: str) -> Any:

@@ -129,18 +129,26 @@ class DDP(Strategy):
     def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_cap_mb is not None:
             return Choice("bucket", f"{self.bucket_cap_mb:g} MiB", "as set")
-        if size <= 2**20 * _TORCH_BUCKET_MIB:
-            return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", "torch's default; one holds all")
         reason = "torch's default: large enough to fill a link, small enough to overlap"
+        if size <= 2**20 * _TORCH_BUCKET_MIB:
+            reason = "torch's default; one holds all"
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
 class _AroundWrapper:
-    """A pre-hook of the wrapped module: refuses forward passes that go around the wrapper."""
+    """A pre-hook of the wrapped module: refuses forward passes that go around the wrapper.
+
+    It counts those that do not.
+    """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = (lambda: None) if module is None else weakref.ref(module)
         self.allowed = False
+        # Counted here, as the attributes of a module are slow to set.
+        self.forwards = 0
+        """Forward passes with gradients."""
+        self.at_backward = 0
+        """How many there were at the last backward pass."""
 
     def __reduce__(self) -> tuple[type[_AroundWrapper], tuple[()]]:
         """Copies of the module may be called; nor is the process group part of them."""
@@ -159,15 +167,6 @@ class _AroundWrapper:
             )
 
 
-@dataclass(slots=True)
-class _Forwards:
-    """Counts forward passes with gradients; beside the module, whose attributes are slow to set."""
-
-    number: int = 0
-    at_backward: int = 0
-    """How many there were at the last backward pass."""
-
-
 class ExactDDP(DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
@@ -175,7 +174,6 @@ class ExactDDP(DistributedDataParallel):
         super().__init__(module, **torch_options)
         self.run = run
         self.options = options
-        self._forwards = _Forwards()
         self._around = _AroundWrapper(module)
         module.register_forward_pre_hook(self._around)
         self._seen: dict[int, int] = {}
@@ -211,7 +209,7 @@ class ExactDDP(DistributedDataParallel):
             )
         if self.require_backward_grad_sync is not present.last:
             self.require_backward_grad_sync = present.last
-        self._forwards.number += 1
+        self._around.forwards += 1
         try:
             with self.direct_calls():
                 return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -249,10 +247,10 @@ class ExactDDP(DistributedDataParallel):
         Torch awaits one backward pass, that of the last forward pass. The gradients of a second one
         would stay on this rank.
         """
-        forwards = self._forwards
-        fresh = forwards.number - forwards.at_backward
-        forwards.at_backward = forwards.number
-        if fresh == 1 or not forwards.number or not self.require_backward_grad_sync:
+        around = self._around
+        fresh = around.forwards - around.at_backward
+        around.at_backward = around.forwards
+        if fresh == 1 or not around.forwards or not self.require_backward_grad_sync:
             return
         used = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if used else [])
@@ -287,8 +285,8 @@ class ExactDDP(DistributedDataParallel):
             self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
         owned = self._owned[key]
         missing = [name for name, parameter in owned if parameter.grad is None]
-        fresh = self._forwards.number > self._seen.get(key, 0)
-        self._seen[key] = self._forwards.number
+        fresh = self._around.forwards > self._seen.get(key, 0)
+        self._seen[key] = self._around.forwards
         if len(missing) == len(owned):
             return
         if not fresh:

@@ -31,8 +31,6 @@ the head) is the unit of the model itself.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,12 +50,7 @@ from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
 from lockstep.settings import Choice, sized
 from lockstep.strategies.base import Plan, Strategy, Wrapped
-from lockstep.strategies.fsdp_state import (
-    Outputs,
-    Replaced,
-    Sharded,
-    check_hooks,
-)
+from lockstep.strategies.fsdp_state import Outputs, Replaced, Sharded, check_hooks
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
 
 
@@ -118,14 +111,17 @@ class FSDP(Strategy):
             nothing = Choice(self.name, "not sharded", "no parameters")
             return Wrapped(module=module, choices=[nothing], may_unfreeze=True)
         check_parameters(module)
-        check_hooks(module)
+        before = dict(module.named_parameters())
+        check_hooks(before)
         blocks = find_blocks(module, self.blocks)
         units = {**dict(blocks.found), "": module}
         check_dtypes(list(units.values()))
-        before = dict(module.named_parameters())
         size = sum(p.nbytes for p in before.values())
         choices = [self._units_choice(blocks)]  # before torch changes the names of classes
-        mesh, choice = self._mesh(run)
+        shards, shape = self._shards(run)
+        share_meshes_with_copies()
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=names)
         _take_from_first(list(module.buffers()), run.device)
         for unit in units.values():
             inside = [block for _, block in blocks.found] if unit is module else []
@@ -133,20 +129,16 @@ class FSDP(Strategy):
             unit.register_forward_hook(outputs.before)
             self._shard(unit, mesh, run)
             unit.register_forward_hook(outputs.after)
+        keep_whole = not self.reshard_after_forward
         held = Sharded(
-            module,
-            units,
-            mesh,
-            run,
-            keep_whole=not self.reshard_after_forward,
-            accumulate_shards=self.accumulate_shards,
+            units, mesh, run, keep_whole=keep_whole, accumulate_shards=self.accumulate_shards
         )
         if self.find_unused_parameters:
             held.root.set_reduce_scatter_unused_params(True)
         after = dict(module.named_parameters())
         return Wrapped(
             module=module,
-            choices=[*choices, choice._replace(value=f"{sized(size)} over {choice.value}")],
+            choices=[*choices, shards._replace(value=f"{sized(size)} over {shards.value}")],
             replaced=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
             whole=held.whole,
@@ -181,21 +173,17 @@ class FSDP(Strategy):
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
-        dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients))
-        # Some ranks hold nothing of a small parameter, and nothing has no largest element.
-        own = [local for g in gradients if (local := g.to_local()).numel()]
-        device = gradients[0].to_local().device
-        norm = torch.tensor(math.inf if norm_type < 0 else 0.0, device=device)
-        if own:
-            norm = torch.nn.utils.get_total_norm(own, norm_type)
+        own = [g.to_local() for g in gradients]
         mesh = gradients[0].device_mesh
         group = mesh.get_group(mesh.ndim - 1)  # its last dimension is the one sharded over
-        return norm_over_ranks(norm.to(mesh.device_type), norm_type, group).to(device, dtype)
+        norm = norm_over_ranks(own, norm_type, torch.device(mesh.device_type), group)
+        return norm.to(own[0].device)
 
-    def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
+    def _shards(self, run: Run) -> tuple[Choice, tuple[int, ...]]:
+        """In words, and the shape of the mesh: how many replicas of how many shards."""
         size = run.topology.size
-        choice = Choice("shards", f"{size} ranks", "parameters, gradients and optimizer state")
-        return _open_mesh(run, (size,), ("shard",)), choice
+        reason = "parameters, gradients and optimizer state"
+        return Choice("shards", f"{size} ranks", reason), (size,)
 
     def _units_choice(self, blocks: Blocks) -> Choice:
         reason = "each gathered for its own forward and backward; the rest at once"
@@ -255,17 +243,11 @@ class HSDP(FSDP):
     def _size(self, run: Run) -> int:
         return self.shard_size or run.topology.local_size
 
-    def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
+    def _shards(self, run: Run) -> tuple[Choice, tuple[int, ...]]:
         shard = self._size(run)
         replicas = run.topology.size // shard
         reason = "as set" if self.shard_size else "a copy of the model on every machine"
-        choice = Choice("shards", f"{shard} ranks x {replicas} replicas", reason)
-        return _open_mesh(run, (replicas, shard), ("replicate", "shard")), choice
-
-
-def _open_mesh(run: Run, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    share_meshes_with_copies()
-    return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+        return Choice("shards", f"{shard} ranks x {replicas} replicas", reason), (replicas, shard)
 
 
 def check_parameters(module: nn.Module) -> None:

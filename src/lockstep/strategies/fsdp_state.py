@@ -20,12 +20,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -46,9 +45,8 @@ class Sharded:
     """A sharded module in the course of the global batch.
 
     Args:
-        root: the module, after `fully_shard`.
         units: the names of all modules that `fully_shard` was applied to, and the modules; the
-            root, whose name is empty, is the last.
+            whole one, whose name is empty, is the last.
         mesh: of the ranks.
         run: whose steps it follows.
         keep_whole: gathered parameters stay until the last micro-batch is through.
@@ -57,7 +55,6 @@ class Sharded:
 
     def __init__(
         self,
-        root: nn.Module,
         units: Mapping[str, nn.Module],
         mesh: DeviceMesh,
         run: Run,
@@ -65,16 +62,15 @@ class Sharded:
         keep_whole: bool,
         accumulate_shards: bool,
     ) -> None:
-        self.root = cast(FSDPModule, root)
         self.run = run
-        self._module = root
         self._mesh = mesh
-        self._units = [cast(FSDPModule, unit) for unit in units.values()]
+        self._units: list[Any] = list(units.values())
+        self.root = root = self._units[-1]
         self._keep_whole = keep_whole
         self._accumulate_shards = accumulate_shards
         self._whole = dict(_whole_parameters(units))
-        make_fsdp_root(self.root)
-        self._shards = {n: cast(DTensor, p) for n, p in root.named_parameters()}
+        make_fsdp_root(root)
+        self._shards: dict[str, DTensor] = dict(root.named_parameters())
         # Torch keeps the object of a storage, so it is another one if this is not the same.
         self._storages = {name: p.untyped_storage() for name, p in self._shards.items()}
         self._hooked: set[str] = set()
@@ -88,7 +84,7 @@ class Sharded:
         self._failed = self._released = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
-        root.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+        root.register_load_state_dict_pre_hook(self._before_load)
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
         vars(root)["__deepcopy__"] = _no_copy
 
@@ -109,7 +105,8 @@ class Sharded:
         if self._batch != step.batch:
             self._batch = step.batch
             if not self._last:  # the batch before was left in its middle
-                self._drop_gradients()
+                for parameter in self._whole.values():
+                    parameter.grad = None
         last = step.current.last
         if last is self._last:
             return
@@ -174,9 +171,7 @@ class Sharded:
 
     def _check_shards(self) -> None:
         """Raises UsageError where the user has changed them in a way that has no effect."""
-        hooked = [n for n, p in self._shards.items() if gradient_hooks(p) > 1]
-        if hooked:
-            raise _no_hooks(hooked)
+        check_hooks(self._shards, ours=1)
         replaced = [
             n for n, p in self._shards.items() if p.untyped_storage() is not self._storages[n]
         ]
@@ -195,15 +190,15 @@ class Sharded:
 
     def replicas(self) -> Iterator[Replicas]:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
-        yield Replicas({}, dict(self._module.named_buffers()))
+        yield Replicas({}, dict(self.root.named_buffers()))
         if self._mesh.ndim > 1:
             shards = {name: p.to_local() for name, p in self._shards.items()}
             yield Replicas(shards, {}, self._mesh.get_group(0))
 
-    def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Raises UsageError unless a move or conversion of the model leaves it as it is."""
         shards = [p.to_local() for p in self._shards.values()]
-        for tensor in [*shards, *self._module.buffers()]:
+        for tensor in [*shards, *self.root.buffers()]:
             if change(tensor) is not tensor:
                 raise UsageError(
                     "a model moved or converted after world.prepare",
@@ -211,7 +206,7 @@ class Sharded:
                     "do it before world.prepare, or choose precision= in lockstep.init",
                     code="LS303",
                 )
-        return self._module
+        return self.root
 
     def _before_load(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
@@ -231,14 +226,10 @@ class Sharded:
 
     def _freeze_shards(self) -> None:
         """Shards are frozen where the user has frozen what is in their place just now."""
-        now = dict(self._module.named_parameters())
+        now = dict(self.root.named_parameters())
         for name, shard in self._shards.items():
             if name in now and not isinstance(now[name], DTensor):
                 shard.requires_grad_(now[name].requires_grad)
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._whole.values():
-            parameter.grad = None
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._released:
@@ -280,10 +271,10 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
     Gathering each unit once makes them; torch keeps the objects and only frees their memory. If
     they were made in a forward pass under `torch.inference_mode()`, they could never train.
     """
-    for name, module in units.items():
-        unit = cast(Any, module)
+    unit: Any
+    for name, unit in units.items():
         unit.unshard()
-        for own, p in module.named_parameters(prefix=name):
+        for own, p in unit.named_parameters(prefix=name):
             if not isinstance(p, DTensor):
                 yield own, p
         unit.reshard()
@@ -313,19 +304,16 @@ def _outside_of_forward(found: str) -> UsageError:
     )
 
 
-def check_hooks(module: nn.Module) -> None:
-    """Raises UsageError where gradients have hooks, which nothing would call."""
-    hooked = [name for name, p in module.named_parameters() if gradient_hooks(p)]
+def check_hooks(parameters: Mapping[str, Tensor], *, ours: int = 0) -> None:
+    """Raises UsageError where gradients have more hooks than `ours`, which nothing would call."""
+    hooked = [name for name, p in parameters.items() if gradient_hooks(p) > ours]
     if hooked:
-        raise _no_hooks(hooked)
-
-
-def _no_hooks(names: Sequence[str]) -> UsageError:
-    return UsageError(
-        "hooks on the gradients of a sharded model's parameters",
-        f"those of {some(names)} are not called: gradients of shards do not come from autograd",
-        "read or change gradients between world.backward and optimizer.step",
-    )
+        raise UsageError(
+            "hooks on the gradients of a sharded model's parameters",
+            f"those of {some(hooked)} are not called: gradients of shards do not come from "
+            "autograd",
+            "read or change gradients between world.backward and optimizer.step",
+        )
 
 
 class Replaced(nn.Parameter):
@@ -362,10 +350,7 @@ class Outputs:
     """
 
     def __init__(
-        self,
-        unit: nn.Module,
-        others: Sequence[nn.Module],
-        second: Callable[[], None],
+        self, unit: nn.Module, others: Sequence[nn.Module], second: Callable[[], None]
     ) -> None:
         theirs = {id(part) for other in others for part in other.modules()}
         self._attributes = [

@@ -8,6 +8,7 @@ then, with one small all-reduce so that all ranks agree.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,30 +106,41 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
 
 
 def norm_over_ranks(
-    own: Tensor, norm_type: float, group: dist.ProcessGroup | None = None, *, copies: int = 1
+    own: Sequence[Tensor],
+    norm_type: float,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    copies: int = 1,
 ) -> Tensor:
     """The norm of what the ranks of a group hold together: one all-reduce of a number or two.
 
     Args:
-        own: that of what this rank holds, on the device of the backend.
+        own: what this rank holds of it; nothing, on some ranks.
         norm_type: of `torch.nn.utils.get_total_norm`.
+        device: of the result, and of the backend.
         group: None: all ranks.
         copies: so many ranks hold the same.
 
     Returns:
-        In float64, where powers of large norms are still numbers.
+        Taken in float64, where powers of large norms are still numbers; in the dtype of `own`.
     """
-    norm = own.double().to(carrier_device(own.device, group))
+    dtype = functools.reduce(torch.promote_types, {t.dtype for t in own} or {torch.float32})
+    held = [tensor for tensor in own if tensor.numel()]  # nothing has no largest element
+    norm = torch.tensor(math.inf if norm_type < 0 else 0.0)
+    if held:
+        norm = torch.nn.utils.get_total_norm(held, norm_type)
+    norm = norm.double().to(carrier_device(device, group))
     if math.isinf(norm_type):
         sign = math.copysign(1.0, norm_type)
         # The largest of NaN and a number is either, by device and order.
         number = (sign * norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
         both = torch.stack([number, norm.isnan().double()])
         dist.all_reduce(both, dist.ReduceOp.MAX, group)
-        return torch.where(both[1] == 0, sign * both[0], math.nan).to(own.device)
+        return torch.where(both[1] == 0, sign * both[0], math.nan).to(device, dtype)
     power = norm.pow(norm_type)
     dist.all_reduce(power, group=group)
-    return power.div(copies).pow(1.0 / norm_type).to(own.device)
+    return power.div(copies).pow(1.0 / norm_type).to(device, dtype)
 
 
 def _buckets(tensors: Sequence[Tensor], alike: Callable[[Tensor], Any]) -> Iterator[list[Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import gather
 
 from lockstep.data.batch_plan import parse_shares, split_batch
-from lockstep.data.pytree import joined, map_tensors, tensors
+from lockstep.data.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
 from lockstep.settings import is_auto
@@ -270,12 +270,7 @@ class BalancedDataParallel(DataParallel):
                 "give the samples of one forward pass on the first device",
             )
         super().__init__(
-            module,
-            device_ids,
-            output_device,
-            dim,
-            replicas=replicas,
-            sync_batchnorm=sync_batchnorm,
+            module, device_ids, output_device, dim, replicas=replicas, sync_batchnorm=sync_batchnorm
         )
         if gpu0_bsz == 0 and self.count == 1:
             raise SettingError(
@@ -389,25 +384,20 @@ def count_samples(batch: Any, dim: int, replicas: int) -> int:
             is no tensor.
     """
     found: set[int] = set()
-
-    def refuse(leaf: Any) -> Any:
-        if replicas > 1 and not isinstance(leaf, nn.Module):
-            kind = f" of layout {leaf.layout}" if isinstance(leaf, Tensor) else ""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            kind = f"{type(leaf).__name__} of layout {leaf.layout}"
+            cut = not leaf.is_nested and leaf.layout in (torch.strided, torch.sparse_coo)
+        else:
+            kind, cut = type(leaf).__name__, isinstance(leaf, nn.Module) or not is_opaque(leaf)
+        if not cut and replicas > 1:
             raise DataError(
-                f"a {type(leaf).__name__}{kind} as input of a module on {replicas} devices",
+                f"a {kind} as input of a module on {replicas} devices",
                 "it holds samples, but is not a tensor that can be cut",
                 "pass tensors, and pack them inside of the module's forward",
             )
-        return leaf
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
-            refuse(tensor)
-        elif _has(tensor, dim):
-            found.add(tensor.shape[dim])
-        return tensor
-
-    map_tensors(batch, look, refuse)
+        if cut and isinstance(leaf, Tensor) and _has(leaf, dim):
+            found.add(leaf.shape[dim])
     counts = sorted(found - {1} or found)
     if len(counts) > 1 and replicas > 1:
         raise DataError(
@@ -543,19 +533,18 @@ def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
 
 
 def _warn_of_state(modules: Sequence[nn.Module], before: _Kept) -> None:
-    first, *others = [_kept(module) for module in modules]
-    names = []
-    for name, values in first.items():
-        apart = any(not _same(values, other.get(name, [])) for other in others)
+    kept = [_kept(module) for module in modules]
+    names: dict[str, None] = {}
+    for key in dict.fromkeys(chain(*kept)):
+        first, *others = [of_one.get(key) for of_one in kept]
+        apart = not all(_equal_or_unknown(first, other) for other in others)
         # A list or dictionary that was there before is one for all replicas.
-        ids = [*map(id, values)]
-        shared = ids == [*map(id, others[0].get(name, []))]
-        if apart or (shared and ids != [*map(id, before.get(name, []))]):
-            names.append(name)
+        shared = first is others[0]
+        if apart or (shared and first is not before.get(key)):
+            names[key[0]] = None
     if names:
-        shown = some(names, 4)
         warn(
-            f"a module on {len(modules)} replicas that keeps {shown}",
+            f"a module on {len(modules)} replicas that keeps {some(list(names), 4)}",
             "each replica makes its own of its samples, and the first one's stays; a list grows "
             "by an entry a replica, and a dictionary keeps the last one's",
             "return what the loss needs from forward, so that it is joined",
@@ -563,23 +552,23 @@ def _warn_of_state(modules: Sequence[nn.Module], before: _Kept) -> None:
         )
 
 
-_Kept = dict[str, list[Tensor]]
+_Kept = dict[tuple[str, int], Tensor]
+"""By the name of an attribute and the place in it."""
 
 
 def _kept(module: nn.Module) -> _Kept:
-    """Buffers, and the terms of a loss in attributes, lists and dictionaries, by name."""
+    """Buffers, and the terms of a loss in attributes, lists and dictionaries."""
     found: _Kept = {}
     for path, part in module.named_modules():
         if isinstance(part, BatchNorm):  # which has a choice of its own, `sync_batchnorm`
             continue
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: [b] for name, b in part.named_buffers(recurse=False)}
+        found |= {(prefix + name, 0): b for name, b in part.named_buffers(recurse=False)}
         for name, value in vars(part).items():
             if name not in PLAIN:
                 held = list(value.values()) if isinstance(value, dict) else value
-                found[prefix + name] = [
-                    term for term in (held if isinstance(held, list) else [held]) if is_term(term)
-                ]
+                terms = filter(is_term, held if isinstance(held, list) else [held])
+                found |= {(prefix + name, place): term for place, term in enumerate(terms)}
     return found
 
 
@@ -588,12 +577,8 @@ def is_term(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(_equal_or_unknown, some, others))
-
-
-def _equal_or_unknown(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _equal_or_unknown(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     # Others cannot be compared, and no statistics are kept in them: a graph, packed weights.
     packed = one.is_quantized or (one.is_floating_point() and one.itemsize == 1)

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, copy_context
 from functools import partial
 from types import FunctionType, MethodType
@@ -257,15 +257,14 @@ class ReplicaBarrier:
     def __init__(self, count: int, *, in_turn: bool) -> None:
         self.error: BaseException | None = None
         """What the first replica that failed has raised."""
-        self._count = count
-        self._in_turn = in_turn
-        self._turn = 0
-        """The replica that may run, where they take turns."""
-        self._brought: dict[int, tuple[str, Any]] = {}
+        self._brought: dict[int, tuple[str, Any, Join]] = {}
         """By the replicas that have come."""
-        self._given: Sequence[Any] = ()
-        self._meetings = 0
-        self._changed = threading.Condition()
+        self._given: list[Any] = []
+        # Called by the last replica to come, before the others go on. Not a method: the barrier
+        # would hold itself, and all that it holds until the next garbage collection.
+        self._barrier = threading.Barrier(count, partial(_join, self._brought, self._given))
+        self._turns = [threading.Semaphore(0) for _ in range(count)] if in_turn else []
+        """Each is released as the replica before it waits; the first one's turn comes by itself."""
 
     def exchange(self, position: int, place: str, value: Any, join: Join) -> Any:
         """Waits for all replicas; `join` is called once, and each gets its part of the result.
@@ -289,54 +288,43 @@ class ReplicaBarrier:
 
     def wait_for_turn(self, position: int) -> None:
         """Returns when the replica may run."""
-        if self._in_turn:
-            self._wait(lambda: self._turn == position)
+        if self._turns and position:
+            self._turns[position].acquire()
+            if self._barrier.broken:
+                raise threading.BrokenBarrierError
 
     def fail(self, error: BaseException) -> None:
         """A replica has failed: the others are cancelled where they wait, or will wait next."""
-        with self._changed:
-            if self.error is None:
-                self.error = error
-            self._changed.notify_all()
-
-    def _wait(self, until: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: until() or self.error is not None)
-        if self.error is not None:
-            raise _Cancelled
+        if self.error is None and not isinstance(error, threading.BrokenBarrierError):
+            self.error = error
+        self._barrier.abort()
+        for turn in self._turns:
+            turn.release()
 
     def _meet(self, position: int, place: str, value: Any, join: Join) -> None:
+        self._brought[position] = place, value, join
         try:
-            with self._changed:
-                meeting = self._meetings
-                self._brought[position] = place, value
-                self._turn = position + 1
-                if len(self._brought) == self._count:
-                    self._given = self._joined(join)
-                    self._meetings, self._turn = meeting + 1, 0
-                self._changed.notify_all()
-            self._wait(lambda: self._meetings > meeting)
+            if position + 1 < len(self._turns):
+                self._turns[position + 1].release()
+            self._barrier.wait()
         except BaseException as error:  # which the user's code may catch
             self.fail(error)
             raise
 
-    def _joined(self, join: Join) -> Sequence[Any]:
-        """By the last replica to come, before the others go on."""
-        brought = [self._brought.pop(n) for n in range(self._count)]
-        places = [place for place, _ in brought]
-        if len(set(places)) > 1:
-            raise UsageError(
-                "BatchNorm over the samples of all replicas",
-                "they take different ways through the model: "
-                + ", ".join(f"replica {n} at {place!r}" for n, place in enumerate(places)),
-                "call the same BatchNorm layers in the same order whatever the samples are, or let "
-                "each replica take statistics of its own with sync_batchnorm=False",
-            )
-        return join([value for _, value in brought])
 
-
-class _Cancelled(Exception):
-    """Another replica has failed; never seen outside of this module."""
+def _join(brought: dict[int, tuple[str, Any, Join]], given: list[Any]) -> None:
+    """Makes of what all replicas have brought what each of them gets."""
+    places, values, joins = zip(*(brought[n] for n in sorted(brought)), strict=True)
+    brought.clear()
+    if len(set(places)) > 1:
+        raise UsageError(
+            "BatchNorm over the samples of all replicas",
+            "they take different ways through the model: "
+            + ", ".join(f"replica {n} at {place!r}" for n, place in enumerate(places)),
+            "call the same BatchNorm layers in the same order whatever the samples are, or let "
+            "each replica take statistics of its own with sync_batchnorm=False",
+        )
+    given[:] = joins[0](list(values))
 
 
 present: ContextVar[tuple[ReplicaBarrier, int] | None] = ContextVar("present", default=None)
@@ -363,7 +351,9 @@ def parallel_apply(
     def work(position: int) -> Any:
         token = present.set((barrier, position))
         try:
-            with modes() if position else nullcontext():
+            with ExitStack() as stack:
+                for mode in modes if position else ():
+                    stack.enter_context(mode())
                 barrier.wait_for_turn(position)
                 result = calls[position]()
                 barrier.end(position)
@@ -389,8 +379,10 @@ def parallel_apply(
         del failed  # else its traceback holds itself, and all that the replicas have computed
 
 
-def _modes_of_this_thread(devices: Sequence[torch.device]) -> Callable[[], ExitStack]:
-    """What torch keeps for each thread and a new thread would not have; enters it there."""
+def _modes_of_this_thread(
+    devices: Sequence[torch.device],
+) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """What torch keeps for each thread and a new thread would not have; to be entered there."""
     modes: list[Callable[[], AbstractContextManager[Any]]] = [
         partial(torch.cuda.stream, torch.cuda.current_stream(d))
         for d in devices
@@ -403,14 +395,7 @@ def _modes_of_this_thread(devices: Sequence[torch.device]) -> Callable[[], ExitS
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             modes.append(partial(torch.autocast, kind, dtype, cache_enabled=cache))
-
-    def entered() -> ExitStack:
-        stack = ExitStack()
-        for mode in modes:
-            stack.enter_context(mode())
-        return stack
-
-    return entered
+    return modes
 
 
 class BatchNormOverReplicas:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -203,13 +204,12 @@ class Pipeline(Strategy):
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Over all stages, each of which is on as many ranks as there are pipelines."""
-        own = super().total_norm(parameters, norm_type)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 1:
-            return own
-        device = next((p.device for p in parameters if not p.is_meta), own.device)
-        copies = ranks // (self.stages or ranks)
-        return norm_over_ranks(own.to(device), norm_type, copies=copies).to(own.dtype)
+            return super().total_norm(parameters, norm_type)
+        own = [p.grad for p in parameters if p.grad is not None]
+        device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
+        return norm_over_ranks(own, norm_type, device, copies=ranks // (self.stages or ranks))
 
     def _micro_batches(self, run: Run) -> int:
         if self.num_micro_batches is not None:
