@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.guards.parameters import ParameterGuard
 from lockstep.guards.replicas import ReplicaGuard
 from lockstep.guards.unit_order import UnitOrderGuard
 from lockstep.optim.precision import Precision
+from lockstep.strategies.base import Wrapped
 
 GUARDS: tuple[type[Guard], ...] = (
     LossGuard,
@@ -29,9 +30,9 @@ GUARDS: tuple[type[Guard], ...] = (
 class Guards(Guard):
     """All guards of a run; each is told, in the order above, what it has a method for."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
-        guards = [guard(run, precision) for guard in GUARDS]
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+        super().__init__(run, precision, wrapped)
+        guards = [guard(run, precision, wrapped) for guard in GUARDS]
         for event, nothing in vars(Guard).items():
             if not event.startswith("_"):
                 told = [guard for guard in guards if getattr(type(guard), event) is not nothing]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,11 +22,13 @@ class Guard:
     Args:
         run: this process's part in the run.
         precision: of the forward passes and the loss.
+        wrapped: all that `world.prepare` has wrapped so far; it grows.
     """
 
-    def __init__(self, run: Run, precision: Precision) -> None:
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped] = ()) -> None:
         self.run = run
         self.precision = precision
+        self.wrapped = wrapped
 
     def prepared(self, wrapped: Wrapped) -> None:
         """`world.prepare` has wrapped a module."""

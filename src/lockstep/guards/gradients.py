@@ -12,32 +12,27 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.guards.base import Guard
-from lockstep.optim.precision import Precision
-from lockstep.strategies.base import Wrapped, parameters_of
+from lockstep.strategies.base import parameters_of
 
 
 class GradientVersionGuard(Guard):
     """Remembers what the last backward pass has left."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
-        self._modules: list[nn.Module] = []
-        self._marks: list[tuple[nn.Parameter, int, int]] = []
-        """Of each gradient: its parameter, its id, and how often it was written to."""
-
-    def prepared(self, wrapped: Wrapped) -> None:
-        """Its gradients are remembered where they are written in backward passes alone."""
-        if not wrapped.gradients_later:
-            self._modules.append(wrapped.module)
+    _marks: Sequence[tuple[nn.Parameter, int, int]] = ()
+    """Of each gradient: its parameter, its id, and how often it was written to."""
 
     def after_backward(self, loss: Any) -> None:
         """The gradients wait, for further micro-batches or for the loss scaler."""
         if not self.run.step.current.last or self.precision.scaler is not None:
-            parameters = (p for module in self._modules for p in module.parameters())
-            self._marks = [(p, id(g), g._version) for p in parameters if (g := p.grad) is not None]
+            self._marks = [
+                (p, id(g), g._version)
+                for wrapped in self.wrapped
+                if not wrapped.gradients_later  # they are written after the backward pass, too
+                for p in wrapped.module.parameters()
+                if (g := p.grad) is not None
+            ]
 
     def before_backward(self, loss: Any) -> None:
         """Raises UsageError where the gradients of earlier micro-batches were written to."""

@@ -8,24 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.guards.base import Guard
-from lockstep.optim.precision import Precision
-from lockstep.strategies.base import Wrapped
 
 
 class LossGuard(Guard):
     """Checks losses; on CUDA a NaN is reported one step late, because reading it would wait."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
-        self._wrapped: list[Wrapped] = []
-        self._pending: tuple[Tensor, torch.cuda.Event, int] | None = None
-
-    def prepared(self, wrapped: Wrapped) -> None:
-        """Its gradients are looked at where a loss counts for nothing."""
-        self._wrapped.append(wrapped)
+    _pending: tuple[Tensor, torch.cuda.Event, int] | None = None
+    """Whether a loss is NaN, when that has come from the GPU, and the step it is of."""
 
     def before_backward(self, loss: Any) -> None:
         """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
@@ -85,7 +76,7 @@ class LossGuard(Guard):
 
     def _gradients(self) -> Iterator[Tensor]:
         """What backward passes have left on this rank, in whatever form."""
-        for wrapped in self._wrapped:
+        for wrapped in self.wrapped:
             for parameter in (*wrapped.module.parameters(), *wrapped.whole):
                 if parameter.grad is not None:
                     # Of a shard this rank's part: what asks a DTensor waits for other ranks.

@@ -7,7 +7,7 @@ of another type or device.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ _Before = tuple[bool, torch.dtype, torch.device]
 class ParameterGuard(Guard):
     """Compares prepared modules with what they were, in the first steps and now and then."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+        super().__init__(run, precision, wrapped)
         self._before: dict[int, tuple[set[str], MutableMapping[Tensor, _Before]]] = {}
         """Of each module, by its id: the names of its parameters, and what these were."""
         self._warned = False
@@ -57,16 +57,12 @@ class ParameterGuard(Guard):
         changed = [change for module in modules for change in self._changes(module)]
         if not changed:
             return
+        effect = "their gradients are not averaged over the ranks"
         if not self.run.collectives.alone:
-            raise parameters_changed(
-                f"{some(changed)}; their gradients are not averaged over the ranks"
-            )
+            raise parameters_changed(f"{some(changed)}; {effect}")
         self._warned = True
-        warn_of(
-            parameters_changed(
-                f"{some(changed)}; with several processes their gradients would not be averaged"
-            )
-        )
+        effect = "with several processes their gradients would not be averaged"
+        warn_of(parameters_changed(f"{some(changed)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
         """In words, of the parameters that are trained."""

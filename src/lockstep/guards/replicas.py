@@ -9,32 +9,21 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, some
 from lockstep.guards.base import Guard
-from lockstep.optim.precision import Precision
 from lockstep.step import check_due
-from lockstep.strategies.base import Replicas, Wrapped
+from lockstep.strategies.base import Replicas
 from lockstep.strategies.replication import fingerprint
 
 
 class ReplicaGuard(Guard):
     """Compares what several ranks have in common, in the first steps and now and then."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
-        self._wrapped: list[Wrapped] = []
-
-    def prepared(self, wrapped: Wrapped) -> None:
-        """Its parameters and buffers are compared from now on."""
-        if wrapped.check_every:
-            self._wrapped.append(wrapped)
-
     def after_step(self) -> None:
         """Raises RanksDifferError, on all ranks, where they have parted."""
         number = self.run.step.number
-        for wrapped in self._wrapped:
-            if check_due(number, wrapped.check_every):
+        for wrapped in self.wrapped:
+            if wrapped.check_every and check_due(number, wrapped.check_every):
                 for replicas in wrapped.replicas():
                     check_equal(replicas, f"step {number}")
 

@@ -8,7 +8,7 @@ all-reduce on the host, looked at when the next step or forward pass begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,8 +33,8 @@ _AT_CLOSE = timedelta(seconds=5)
 class UnitOrderGuard(Guard):
     """Compares what the ranks use of each module with units."""
 
-    def __init__(self, run: Run, precision: Precision) -> None:
-        super().__init__(run, precision)
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+        super().__init__(run, precision, wrapped)
         self._uses: dict[int, _Use] = {}
         """Of modules, by the id of each."""
 

@@ -53,10 +53,10 @@ class Preparer:
         self.loaders: list[Loader] = run.loaders
         self._numbers = itertools.count()
         self.precision = Precision(run.settings.precision, run.device)
-        self.guards = Guards(run, self.precision)
         self._plan = plan
         self._modules: list[nn.Module] = []
         self._wrapped: dict[int, Wrapped] = {}
+        self.guards = Guards(run, self.precision, self._wrapped.values())
         """What is known of each of them, by its id."""
         self._owners: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
         """The prepared module of each parameter, also of those that a strategy has replaced."""
