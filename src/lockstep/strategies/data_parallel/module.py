@@ -291,22 +291,19 @@ class BalancedDataParallel(DataParallel):
         if self.gpu0_bsz is None or self.count == 1:
             return super().sizes(count)
         if self.training and torch.is_grad_enabled() and self._short is not None:
-            self._check_batch(self.gpu0_bsz, count)
+            # One that is short may be the last of an epoch, after a resume, or what `"auto"` tries.
+            if count == self._short:
+                raise SettingError(
+                    f"gpu0_bsz={self.gpu0_bsz}",
+                    f"the batches that are trained on have {count} samples",
+                    "give fewer than a batch has; with accumulation, than a micro-batch has",
+                )
+            self._short = count if count < self.gpu0_bsz else None
         first = min(self.gpu0_bsz, count)
         if first == count:
             return [count] + [0] * (self.count - 1)
         rest = split_batch(count - first, (1,) * (self.count - 1))[0]
         return [first, *(int(end - begin) for begin, end in rest)]
-
-    def _check_batch(self, gpu0_bsz: int, count: int) -> None:
-        # One that is short may be the last of an epoch, after a resume, or what `"auto"` tries.
-        if count == self._short:
-            raise SettingError(
-                f"gpu0_bsz={gpu0_bsz}",
-                f"the batches that are trained on have {count} samples",
-                "give fewer than a batch has; with accumulation, than a micro-batch has",
-            )
-        self._short = count if count < gpu0_bsz else None
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any, device: torch.device, where: str) -> Any:
