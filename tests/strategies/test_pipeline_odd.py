@@ -385,9 +385,9 @@ def uses() -> None:
         world.backward(loss)
         held = [p for p in model.parameters() if p.grad is not None]
         assert len(held) == (8 if world.rank == 0 else 6)
-        if world.rank == 1:
-            held[0].grad.fill_(torch.nan)
         for norm_type in (2.0, float("inf"), float("-inf")):
+            for p in held:
+                p.grad.fill_(torch.nan if world.rank == 1 else 1.0)
             assert world.clip_grad_norm_(model, 1e9, norm_type).isnan()
         for p in held:
             p.grad.fill_(1.0 + world.rank)
