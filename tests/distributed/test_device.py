@@ -80,13 +80,13 @@ def test_there_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tell() -> list[list[str]]:
     with lockstep.init() as world:
-        joined, topology = world._run.joined, world.topology
+        joined = world._run.joined
         late = []
         if world.is_main:  # the other one says nothing
-            late = _on_this_machine(topology, joined, 0.05, "mine")
+            late = _on_this_machine(joined, 0.05, "mine")
             joined.store.delete_key("here/0")
         world.barrier()
-        return [_on_this_machine(topology, joined, 20.0, f"GPU {world.rank}"), late]
+        return [_on_this_machine(joined, 20.0, f"GPU {world.rank}"), late]
 
 
 def test_processes_of_a_machine_tell_each_other() -> None:

@@ -38,8 +38,9 @@ def select_modules(
     matches = _matcher(choice, setting)
     named = module.named_modules(remove_duplicate=False)
     chosen = {name: m for name, m in named if name and _runs(m) and matches(name, m)}
-    # A module that stands in two places is one.
-    found = {id(m): (name, m) for name, m in _outermost(chosen)}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, m in _outermost(chosen):
+        found.setdefault(id(m), (name, m))  # a module that stands in two places is one
     if not found:
         raise SettingError(
             setting.format(_in_words(choice)),
