@@ -10,7 +10,7 @@ train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder  # most wait, and not for a core
+	$(BIN)/python -m pytest -n 4 --dist loadgroup
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m unit
