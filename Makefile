@@ -10,10 +10,10 @@ train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -n 4 --dist loadfile  # most wait for processes, not for a core
 
 check: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

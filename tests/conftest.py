@@ -91,8 +91,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not _MARKERS & {mark.name for mark in item.iter_markers()}:
             item.add_marker(markers[item.path])
-        if not item.get_closest_marker("spread"):  # what its file sets up is set up once
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 _started: list[str] = []

@@ -17,8 +17,6 @@ from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
 from lockstep.verify.record import Recorded, Way
 
-pytestmark = pytest.mark.spread
-
 TRAINS = """
 import argparse
 import torch

@@ -34,8 +34,6 @@ from lockstep.errors import (
     WorldSizeError,
 )
 
-pytestmark = pytest.mark.spread
-
 Outcome = tuple[str, str]
 
 

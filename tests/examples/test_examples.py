@@ -15,8 +15,6 @@ import torch
 from ranks import HANG_S
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.spread
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
 FASHION = EXAMPLES / "fashion_mnist"

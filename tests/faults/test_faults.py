@@ -15,8 +15,6 @@ from faults import FAULTS, Fault
 from memory_group import memory_group
 from ranks import HANG_S, LEAVE_S
 
-pytestmark = pytest.mark.spread
-
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
 

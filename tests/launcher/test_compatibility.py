@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S
 
-pytestmark = pytest.mark.spread
-
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = ["--warm", "--no-warm"]

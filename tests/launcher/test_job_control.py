@@ -22,8 +22,6 @@ from ranks import HANG_S
 
 from lockstep.launcher.process import give_keys, handled, in_foreground, take_keys
 
-pytestmark = pytest.mark.spread
-
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 

@@ -15,8 +15,6 @@ import psutil
 import pytest
 from ranks import HANG_S, LEAVE_S
 
-pytestmark = pytest.mark.spread
-
 COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
 # Knows nothing of Lockstep.

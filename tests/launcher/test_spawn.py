@@ -30,8 +30,6 @@ from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.launcher import spawn
 from lockstep.launcher.spawn import launch
 
-pytestmark = pytest.mark.spread
-
 
 def folders() -> set[str]:
     """Those of runs, in the system's temporary folder."""

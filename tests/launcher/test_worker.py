@@ -15,8 +15,6 @@ from ranks import HANG_S
 from lockstep.errors import SettingError
 from lockstep.launcher.worker import Command, Script, fresh_interpreter, nothing_collected
 
-pytestmark = pytest.mark.spread
-
 RUN = [sys.executable, "-m", "lockstep.cli.main", "run"]
 
 FACTS = '''

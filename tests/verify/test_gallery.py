@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import warm
 
-pytestmark = pytest.mark.spread
-
 GALLERY = Path(__file__).with_name("gallery")
 
 

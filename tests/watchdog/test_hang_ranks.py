@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.watchdog.hang import find, find_straggler
 from lockstep.watchdog.messages import Verdict, render
 
-pytestmark = pytest.mark.spread
-
 FOREVER = datetime.timedelta(hours=1)
 
 
