@@ -35,7 +35,7 @@ from lockstep.report.metrics import RunningMeans
 from lockstep.report.progress import check_loader, check_shown, print_closing, progress
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies import find_strategy
-from lockstep.strategies.base import Plan, Strategy
+from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.training.prepare import Preparer
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class World:
         strategy: the name of the strategy.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, plan: Plan, choices: list[Choice]) -> None:
+    def __init__(
+        self, run: Run, strategy: Strategy, plan: StrategyPlan, choices: list[Choice]
+    ) -> None:
         self.topology = run.topology
         self.rank = run.topology.rank
         self.size = run.topology.size

@@ -39,7 +39,7 @@ from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.ddp import ExactDDP
 from lockstep.watchdog.probe import FLIGHT_RECORDER
-from lockstep.watchdog.snapshot import Call, RankState, with_answer
+from lockstep.watchdog.snapshot import CollectiveCall, RankState, with_answer
 
 
 def in_group(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def test_batchnorm_over_the_group(device: str) -> None:
     assert max(errors) < 1e-11
 
 
-def recorded() -> list[Call]:
+def recorded() -> list[CollectiveCall]:
     groups, records = torch_compat.process_groups(), torch_compat.flight_record(lines=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {json.dumps(groups)}, "records": {records}}}'
     state = with_answer(RankState(rank=0, host="", pid=0, alive=True), text, 0)

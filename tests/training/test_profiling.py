@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.training.autotune import Call, ProfilingRun, seen_calls
+from lockstep.training.autotune import ForwardCall, ProfilingRun, seen_calls
 
 
 @dataclass
@@ -56,13 +56,13 @@ def world() -> Iterator[lockstep.World]:
         yield made
 
 
-def call(model: nn.Module, local: int = 2) -> Call:
+def call(model: nn.Module, local: int = 2) -> ForwardCall:
     x = torch.randn(local, 3, requires_grad=True)
     extra = {"y": torch.randn(local, 1), "flag": "as it is"}
-    return Call(model, (x,), {"extra": extra, "mask": torch.ones(5, 3)})
+    return ForwardCall(model, (x,), {"extra": extra, "mask": torch.ones(5, 3)})
 
 
-def profiled(world: lockstep.World, *calls: Call, local: int = 2) -> ProfilingRun:
+def profiled(world: lockstep.World, *calls: ForwardCall, local: int = 2) -> ProfilingRun:
     return ProfilingRun(world._run, calls, local)
 
 
@@ -143,7 +143,7 @@ def test_the_backward_pass_counts(world):
             return Backward.apply(super().forward(x))
 
     late = Late(3, 4)
-    tried = profiled(world, Call(late, (torch.randn(2, 3),), {}))
+    tried = profiled(world, ForwardCall(late, (torch.randn(2, 3),), {}))
     assert tried.fits(3)
     assert not tried.fits(4)
     assert late.weight.grad is None
@@ -153,8 +153,11 @@ def test_the_backward_pass_counts(world):
     ("calls", "said"),
     [
         ([], "no forward pass"),
-        ([Call(nn.Linear(3, 3), (torch.randn(5, 3),), {})], "no tensor among its arguments has 2"),
-        ([Call(nn.Flatten(), (torch.randn(2, 3),), {})], "no tensor with a gradient"),
+        (
+            [ForwardCall(nn.Linear(3, 3), (torch.randn(5, 3),), {})],
+            "no tensor among its arguments has 2",
+        ),
+        ([ForwardCall(nn.Flatten(), (torch.randn(2, 3),), {})], "no tensor with a gradient"),
     ],
 )
 def test_what_cannot_be_tried(world, calls, said):
@@ -189,7 +192,7 @@ def test_outputs_of_all_kinds(world, kind):
         def forward(self, x: Tensor) -> Any:
             return OUTPUTS[kind](super().forward(x))
 
-    assert profiled(world, Call(Some(3, 4), (torch.randn(2, 3),), {})).fits(6)
+    assert profiled(world, ForwardCall(Some(3, 4), (torch.randn(2, 3),), {})).fits(6)
 
 
 class Wide(nn.Module):

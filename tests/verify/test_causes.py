@@ -10,9 +10,9 @@ from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.compare import (
     FLOAT64,
-    Call,
     Divergence,
     RankUpdate,
+    ScriptCall,
     Taken,
     Update,
     first_divergence,
@@ -120,13 +120,13 @@ def test_a_batch_that_each_process_draws_for_itself() -> None:
 
 
 def test_clipping_before_averaging() -> None:
-    clip = Call(name="clip", line="train.py:9")
+    clip = ScriptCall(name="clip", line="train.py:9")
     many = two(0.5 * (0.3 * ONE + 0.9 * OTHER), calls=(clip,))
     assert found(many)[1].code == "LS404"
 
 
 def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
-    gather = Call(name="all_gather", line="train.py:7: dist.all_gather(x)", of_graph=True)
+    gather = ScriptCall(name="all_gather", line="train.py:7: dist.all_gather(x)", of_graph=True)
     cause = found(two(0.5 * WHOLE, calls=(gather,)))[1]
     assert cause.code == "LS207"
     assert "train.py:7: dist.all_gather(x)" in cause.seen
@@ -154,7 +154,7 @@ def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
     [
         ({"not_averaged": ("w",)}, "LS303"),
         ({"past_wrapper": "train.py:5"}, "LS302"),
-        ({"calls": (Call(name="all_reduce", line="", of_gradient=True),)}, "LS406"),
+        ({"calls": (ScriptCall(name="all_reduce", line="", of_gradient=True),)}, "LS406"),
         ({}, "LS301"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Group, RankState, Snapshot
 from lockstep.watchdog.stacks import Frame, Stack
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
@@ -88,7 +88,7 @@ def at(line: int) -> Stack:
     return (own(line), own(1, "<module>"))
 
 
-def call(op: str, seq: int, size: int | None = None, **fields: Any) -> Call:
+def call(op: str, seq: int, size: int | None = None, **fields: Any) -> CollectiveCall:
     sizes = () if size is None else ((size,),)
     standard: dict[str, Any] = {
         "group": "0",
@@ -99,15 +99,17 @@ def call(op: str, seq: int, size: int | None = None, **fields: Any) -> Call:
         "time_s": TIME - 100.0 + seq,
         "thread": 7,
     }
-    return Call(op=op, seq=seq, **{**standard, **fields})
+    return CollectiveCall(op=op, seq=seq, **{**standard, **fields})
 
 
-def alike(count: int, **fields: Any) -> tuple[Call, ...]:
+def alike(count: int, **fields: Any) -> tuple[CollectiveCall, ...]:
     """Calls that all ranks made and completed."""
     return tuple(call("all_reduce", seq, 25, **fields) for seq in range(1, count + 1))
 
 
-def state(rank: int, stack: Stack | None = None, *calls: Call, **fields: Any) -> RankState:
+def state(
+    rank: int, stack: Stack | None = None, *calls: CollectiveCall, **fields: Any
+) -> RankState:
     """A rank that waits or is blocked: none of the processor's time passes."""
     completed = {}
     for made in calls:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from lockstep.watchdog.exit_status import ErrorRecord, ExitReport, ExitStatus, Interruption
 from lockstep.watchdog.messages import Row, Verdict
-from lockstep.watchdog.snapshot import Call, from_values
+from lockstep.watchdog.snapshot import CollectiveCall, from_values
 from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.wait_graph import Mismatch
 
 LINE = Frame("train.py", 7, "main")
-CALL = Call(
+CALL = CollectiveCall(
     group="0",
     backend="gloo",
     seq=5,

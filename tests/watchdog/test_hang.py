@@ -28,7 +28,7 @@ from fake_snapshots import (
 
 from lockstep.watchdog.hang import find
 from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import Call, Group, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Group, RankState, Snapshot
 from lockstep.watchdog.stacks import Frame, Stack
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
@@ -302,7 +302,7 @@ SAVERS = (*PAIR, Group("3", "savers", (0, 1)))
     ],
 )
 def test_a_thread_that_works_may_yet_come_to_a_group_of_its_own(
-    thread: Stack, earlier: tuple[Call, ...], kind: str
+    thread: Stack, earlier: tuple[CollectiveCall, ...], kind: str
 ) -> None:
     """Rank 1 waits for what rank 0's checkpoint thread will do, and the main thread of rank 0
     for rank 1: no deadlock, as long as that thread works."""

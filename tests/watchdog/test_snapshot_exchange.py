@@ -11,7 +11,7 @@ from namespaces import until
 
 from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import supervisor
-from lockstep.watchdog.snapshot import Call, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
 from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.supervisor import SnapshotExchange
 
@@ -48,7 +48,7 @@ class _Seat:
         return self._table.lost
 
 
-def look(node: int, time: float = 1.0, calls: tuple[Call, ...] = ()) -> Snapshot:
+def look(node: int, time: float = 1.0, calls: tuple[CollectiveCall, ...] = ()) -> Snapshot:
     state = RankState(rank=node, host=f"h{node}", pid=1, alive=True, calls=calls)
     return Snapshot(time, (state,))
 
@@ -142,7 +142,9 @@ def test_lines_are_asked_for_where_the_asker_has_them() -> None:
         return look(1)
 
     _, mine, other = pair(take)
-    call = Call(group="0", backend="gloo", seq=1, op="barrier", time_s=1.0, frames=(LINE,))
+    call = CollectiveCall(
+        group="0", backend="gloo", seq=1, op="barrier", time_s=1.0, frames=(LINE,)
+    )
     with answering(other):
         mine.of_all_ranks(look(0))
         mine.of_all_ranks(look(0, calls=(call,)))
@@ -151,7 +153,8 @@ def test_lines_are_asked_for_where_the_asker_has_them() -> None:
 
 def test_many_collectives_are_told_in_short() -> None:
     calls = tuple(
-        Call(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0) for i in range(100)
+        CollectiveCall(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0)
+        for i in range(100)
     )
     table, mine, other = pair(longest=10_000)
     with answering(other):

@@ -8,7 +8,7 @@ from fake_snapshots import TIME, at, call, in_backward, state
 
 from lockstep.watchdog.hang import find_straggler
 from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import Call, Group, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Group, Snapshot
 
 STEP_S = 0.1
 
@@ -17,7 +17,7 @@ def run(
     late: Callable[[int, int], float], size: int = 3, steps: int = 60, hosts: str = "aaaaaaaa"
 ) -> Verdict | None:
     """Steps of two collectives each; `late(rank, step)` is what a rank computes in a step."""
-    calls: list[list[Call]] = [[] for _ in range(size)]
+    calls: list[list[CollectiveCall]] = [[] for _ in range(size)]
     free = TIME
     for step in range(steps):
         arrivals = [free + late(rank, step) for rank in range(size)]

@@ -58,7 +58,7 @@ _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
 
-class World(Protocol):
+class CheckpointWorld(Protocol):
     """The run's own state."""
 
     strategy: str
@@ -97,7 +97,7 @@ class Checkpoint:
         policy: Policy,
         state: Mapping[str, Any],
         *,
-        world: World,
+        world: CheckpointWorld,
     ) -> None:
         _check_state(state)
         self.folder = Path(folder)

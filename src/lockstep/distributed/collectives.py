@@ -80,7 +80,7 @@ class Collectives:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value (JSON: tuples come back as lists), in the order of the ranks."""
-        self._open(Call("exchange", "(preparing, saving or resuming, for example)"))
+        self._open(CallDescription("exchange", "(preparing, saving or resuming, for example)"))
         return self._exchange(value)
 
     def sum(self, value: Any) -> Any:
@@ -141,7 +141,7 @@ class Collectives:
             )
         elif self.topology.rank == source:
             form, tensors, problem = pack(value)
-        self._open(Call("broadcast", f"from rank {source}", problem=problem))
+        self._open(CallDescription("broadcast", f"from rank {source}", problem=problem))
         sent = self._exchange(form)[source]
         received = []
         for leaf in sent["leaves"]:
@@ -154,7 +154,7 @@ class Collectives:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if not self.alone:
-            self._open(Call("barrier"))
+            self._open(CallDescription("barrier"))
 
     def _reduce(self, name: str, value: Any, combine: Callable[[list[Number]], Number]) -> Any:
         leaves, spec = pytree.tree_flatten(value)
@@ -178,7 +178,7 @@ class Collectives:
         return pytree.tree_unflatten(reduced, spec)
 
     def _open(
-        self, call: Call, fits: Callable[[Sequence[Leaf]], bool] | None = None
+        self, call: CallDescription, fits: Callable[[Sequence[Leaf]], bool] | None = None
     ) -> list[tuple[Leaf, ...]]:
         """Opens any collective; what every rank brought, one row a rank.
 
@@ -196,7 +196,7 @@ class Collectives:
             if call.problem is not None:
                 raise UsageError(*call.problem)
             return [call.leaves] * self.topology.size
-        calls = [Call.from_json(other) for other in self._exchange(call)]
+        calls = [CallDescription.from_json(other) for other in self._exchange(call)]
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
@@ -208,7 +208,7 @@ class Collectives:
             return rows
         raise _differ(calls)
 
-    def _all_agree(self, call: Call) -> bool:
+    def _all_agree(self, call: CallDescription) -> bool:
         digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8)
         return all(torch.equal(other, mine) for other in self._all_gather(mine))
@@ -266,7 +266,7 @@ class Collectives:
         return received if own is None else received.to(own.device)
 
 
-def _differ(calls: Sequence[Call]) -> RanksDifferError:
+def _differ(calls: Sequence[CallDescription]) -> RanksDifferError:
     names = list(dict.fromkeys(call.name for call in calls))
     structures = len({call.structure for call in calls}) > 1 and len(names) == 1
     return RanksDifferError(
@@ -306,7 +306,7 @@ class Leaf(NamedTuple):
         return self.kind if self.kind != "tensor" else f"{self.dtype}{list(self.shape)}"
 
 
-class Call(NamedTuple):
+class CallDescription(NamedTuple):
     """One rank's call of a collective, as the ranks tell it to each other."""
 
     name: str
@@ -317,7 +317,7 @@ class Call(NamedTuple):
     """Why this rank cannot take part; all ranks raise it."""
 
     @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Call:
+    def from_json(cls, fields: Sequence[Any]) -> CallDescription:
         """From its fields, as JSON gives them back."""
         name, detail, structure, leaves, problem = fields
         rows = tuple(Leaf(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves)
@@ -328,11 +328,11 @@ class Call(NamedTuple):
         return " ".join(part for part in (self.name, self.detail, brought) if part)
 
 
-def call_on(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Call:
+def call_on(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallDescription:
     """The call of collective `name` on a flattened nest."""
     problems = (problem_with(name, leaf) for leaf in leaves)
     problem = next((p for p in problems if p is not None), None)
-    return Call(name, "", str(spec), tuple(_describe(leaf) for leaf in leaves), problem)
+    return CallDescription(name, "", str(spec), tuple(_describe(leaf) for leaf in leaves), problem)
 
 
 def identity_element(leaf: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

@@ -40,7 +40,7 @@ from lockstep.launcher import process as job
 from lockstep.launcher.machine import peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
-from lockstep.launcher.plan import Plan, rendezvous_parameters
+from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
 from lockstep.launcher.process import Attempt, Process, exit_status_of
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
@@ -75,7 +75,9 @@ _ROOM_BYTES = 1 << 18
 """What a run's first files may need."""
 
 
-def launch_agent(plan: Plan, flags: argparse.Namespace, zygote: Zygote, folder: Path) -> Agent:
+def launch_agent(
+    plan: LaunchPlan, flags: argparse.Namespace, zygote: Zygote, folder: Path
+) -> Agent:
     """Meets the other machines, starts the ranks of this one and watches them to their end.
 
     Args:
@@ -145,7 +147,7 @@ class Agent(SimpleElasticAgent):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         flags: argparse.Namespace,
         zygote: Zygote,
         folder: Path,

@@ -65,7 +65,7 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What will be started on this machine, and how it is watched."""
 
     nproc: int
@@ -153,7 +153,7 @@ def threads_per_process(cores: int, nproc: int) -> int:
 
 def plan(
     spec: LaunchSpec, machine: Machine, environ: Mapping[str, str], nproc: int, *, one_node: bool
-) -> Plan:
+) -> LaunchPlan:
     """What `spec` means on `machine`.
 
     Args:
@@ -175,7 +175,7 @@ def plan(
     if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
         environment["GLOO_SOCKET_IFNAME"] = machine.loopback
         notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
-    return Plan(
+    return LaunchPlan(
         nproc=nproc,
         one_node=one_node,
         environment=environment,

@@ -23,7 +23,7 @@ from lockstep.errors import SettingError
 from lockstep.launcher import plan as pure
 from lockstep.launcher import worker
 from lockstep.launcher.machine import cores_allowed, read_machine
-from lockstep.launcher.plan import LaunchSpec, Plan, variables
+from lockstep.launcher.plan import LaunchPlan, LaunchSpec, variables
 from lockstep.launcher.worker import MACRO, Command, Script, folder_of
 from lockstep.launcher.zygote import Zygote
 
@@ -40,7 +40,7 @@ _LARGE = {
 """Modules, and the word of which scripts speak that import them sooner or later."""
 
 
-def plan_run(spec: LaunchSpec) -> Plan:
+def plan_run(spec: LaunchSpec) -> LaunchPlan:
     """What `run_script` would start on this machine.
 
     Raises:
@@ -219,7 +219,9 @@ def _script(spec: LaunchSpec, hints: SourceHints) -> Script:
     )
 
 
-def _with_notes(made: Plan, script: Script, hints: SourceHints, cold: str | None) -> Plan:
+def _with_notes(
+    made: LaunchPlan, script: Script, hints: SourceHints, cold: str | None
+) -> LaunchPlan:
     """The plan with what the script's source has decided."""
     notes = list(made.notes)
     if cold is not None:
@@ -279,7 +281,7 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     return worker.fresh_interpreter(script)._replace(numa=numa)
 
 
-def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[Plan, argparse.Namespace]:
+def _prepare(spec: LaunchSpec, environ: Mapping[str, str]) -> tuple[LaunchPlan, argparse.Namespace]:
     flags = _parse(spec)
     machine = read_machine()
     nproc = pure.choose_nproc(flags.nproc_per_node, machine.cores, machine.gpus)

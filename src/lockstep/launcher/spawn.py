@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.errors import RankFailedError, UsageError, name_ranks
 from lockstep.launcher import worker
 from lockstep.launcher.machine import read_machine
-from lockstep.launcher.plan import LaunchSpec, Plan, choose_nproc, plan
+from lockstep.launcher.plan import LaunchPlan, LaunchSpec, choose_nproc, plan
 from lockstep.launcher.process import Attempt
 from lockstep.launcher.script import large_modules, read_script
 from lockstep.launcher.zygote import FreshZygote, Zygote, serve
@@ -58,7 +58,7 @@ zygote_main(*map(json.loads, sys.argv[2:]))
 """
 
 
-Call = functools.partial[Any]
+FunctionCall = functools.partial[Any]
 """What a rank is to do."""
 
 
@@ -151,7 +151,7 @@ def _refuse_inside_a_rank() -> None:
         )
 
 
-def _callable_elsewhere(call: Call, was_set: str) -> Call | bytes:
+def _callable_elsewhere(call: FunctionCall, was_set: str) -> FunctionCall | bytes:
     """The call pickled, for a fresh process; as it is where only a copy of this one can run it."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
@@ -175,7 +175,7 @@ def _callable_elsewhere(call: Call, was_set: str) -> Call | bytes:
     return call
 
 
-def _start_zygote(call: Call | bytes, made: Plan, fn: Callable[..., Any]) -> Zygote:
+def _start_zygote(call: FunctionCall | bytes, made: LaunchPlan, fn: Callable[..., Any]) -> Zygote:
     if not isinstance(call, bytes):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
@@ -270,7 +270,7 @@ def _read(folder: Path, rank: int, was_set: str) -> Any:
         ) from error
 
 
-def run_copy(call: Call) -> NoReturn:
+def run_copy(call: FunctionCall) -> NoReturn:
     """The life of a rank that is a copy of the launching process."""
     worker.open_streams()
     torch = sys.modules.get("torch")
@@ -302,7 +302,7 @@ def _run_fresh(file: int) -> NoReturn:
     worker.exit_process(worker.run_recorded(lambda folder: _run_call(_read_call(file), folder)))
 
 
-def _read_call(file: int) -> Call:
+def _read_call(file: int) -> FunctionCall:
     """Imports the user's script and reads what to call."""
     process = multiprocessing.current_process()
     process._inheriting = True  # type: ignore[attr-defined]  # by it `launch` in the script is known
@@ -311,7 +311,7 @@ def _read_call(file: int) -> Call:
             os.close(file)
             preparation: dict[str, Any] = pickle.load(mapped)
             multiprocessing.spawn.prepare({**preparation, "name": _name()})
-            call: Call = pickle.load(mapped)
+            call: FunctionCall = pickle.load(mapped)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
     return call
@@ -321,7 +321,7 @@ def _name() -> str:
     return f"lockstep-rank-{os.environ['RANK']}"
 
 
-def _run_call(call: Call, folder: Path) -> None:
+def _run_call(call: FunctionCall, folder: Path) -> None:
     """Calls the function and writes what it returns."""
     try:
         value = call()

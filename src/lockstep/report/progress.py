@@ -46,7 +46,7 @@ _MIN_BAR = 8
 _GAP = "  "
 
 
-class World(Protocol):
+class ProgressWorld(Protocol):
     """What is needed of the world."""
 
     means: RunningMeans
@@ -80,7 +80,7 @@ def check_shown(shown: bool, values: Iterable[str]) -> None:
 
 
 def progress(
-    loader: Loader, world: World, description: str = "", *, done: int = 0
+    loader: Loader, world: ProgressWorld, description: str = "", *, done: int = 0
 ) -> Generator[Any, None, None]:
     """Delivers the loader's items and shows how the pass goes.
 

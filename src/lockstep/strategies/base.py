@@ -36,7 +36,7 @@ from lockstep.step import CHECK_EVERY, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StrategyPlan:
     """How a run's ranks and devices divide every global batch."""
 
     rank: DataParallelRank
@@ -168,14 +168,14 @@ class Strategy(ABC):
 
     name: ClassVar[str]
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """How a global batch is divided: here over all ranks, of one device each.
 
         Raises:
             SettingError: the run cannot use this strategy, or shares that do not fit it.
         """
         rank = DataParallelRank(run.topology.rank, run.topology.size)
-        return Plan(
+        return StrategyPlan(
             rank=rank,
             shares=first_shares(run.settings.shares, rank.size),
             devices=rank.size,
@@ -212,7 +212,7 @@ class Single(Strategy):
 
     name: ClassVar[str] = "single"
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """Raises SettingError on more than one process."""
         if run.topology.size > 1:
             raise SettingError(

@@ -27,9 +27,9 @@ from lockstep.errors import SettingError, UsageError, some
 from lockstep.settings import Choice, sized
 from lockstep.step import CHECK_EVERY
 from lockstep.strategies.base import (
-    Plan,
     Replicas,
     Strategy,
+    StrategyPlan,
     Wrapped,
     note_empty_part,
     parameters_changed,
@@ -73,7 +73,7 @@ class DDP(Strategy):
                 f"check_every={self.check_every}", "a number of steps is at least 0", "0: never"
             )
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """A part of the batch for every rank."""
         return replace(super().plan(run), autotunes=True, static_graph=self.static_graph)
 

@@ -49,7 +49,7 @@ from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
 from lockstep.settings import Choice, sized
-from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.fsdp_state import Outputs, Replaced, Sharded, check_hooks
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
 
@@ -75,7 +75,7 @@ class FSDP(Strategy):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """Raises SettingError: an option that this run or this torch cannot honour."""
         if self.cpu_offload and (run.device.type == "cpu" or run.topology.size == 1):
             raise SettingError(
@@ -217,7 +217,7 @@ class HSDP(FSDP):
                 f"HSDP(shard_size={self.shard_size})", "it is a number of ranks", "give 1 or more"
             )
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """Raises on every rank where the ranks do not make groups of the shard size.
 
         Raises:

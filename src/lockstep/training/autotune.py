@@ -41,7 +41,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.report.console import print_line
 from lockstep.settings import is_auto
-from lockstep.strategies.base import Plan, Strategy, may_set
+from lockstep.strategies.base import Strategy, StrategyPlan, may_set
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.optimizer import PreparedOptimizer
@@ -61,7 +61,7 @@ _DIVISIONS = 3
 _SHOWN = 8
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """A forward pass that was seen."""
 
     module: nn.Module
@@ -71,13 +71,13 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def seen_calls(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
+def seen_calls(modules: Iterable[nn.Module]) -> Iterator[list[ForwardCall]]:
     """The forward passes with gradients that are made of some modules meanwhile."""
-    seen: list[Call] = []
+    seen: list[ForwardCall] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            seen.append(Call(module, args, kwargs))
+            seen.append(ForwardCall(module, args, kwargs))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -102,7 +102,7 @@ class ProfilingRun:
         UsageError: on trying, where it cannot be seen which tensors hold the samples.
     """
 
-    def __init__(self, run: Run, calls: Sequence[Call], local: int) -> None:
+    def __init__(self, run: Run, calls: Sequence[ForwardCall], local: int) -> None:
         self._run = run
         self._calls = calls
         self._local = local
@@ -243,14 +243,14 @@ class Autotune:
     """Its settings say what is open."""
     strategy: Strategy
     """Of the modules."""
-    plan: Plan
+    plan: StrategyPlan
     """The strategy's."""
     modules: list[nn.Module]
     """As they are called; the list may still grow."""
     optimizers: list[PreparedOptimizer]
     """Prepared ones; likewise."""
     found: Autotuned = field(default_factory=Autotuned)
-    _profiled: tuple[MicroBatchPlan, int, list[Call]] | None = None
+    _profiled: tuple[MicroBatchPlan, int, list[ForwardCall]] | None = None
     _recording: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -366,7 +366,12 @@ class _Search(ProfilingRun):
     """The runs of one rank, in step with the others; it may compute on several devices."""
 
     def __init__(
-        self, run: Run, plan: Plan, division: MicroBatchPlan, local: int, calls: Sequence[Call]
+        self,
+        run: Run,
+        plan: StrategyPlan,
+        division: MicroBatchPlan,
+        local: int,
+        calls: Sequence[ForwardCall],
     ) -> None:
         super().__init__(run, calls, local)
         self._division, self._devices, self._own = division, plan.devices, plan.own_devices

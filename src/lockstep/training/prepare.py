@@ -38,7 +38,7 @@ from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.base import Plan, Strategy, Wrapped, parameters_of
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, parameters_of
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -46,7 +46,7 @@ from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, ch
 class Preparer:
     """Prepares the objects of one run and remembers which belong together."""
 
-    def __init__(self, run: Run, strategy: Strategy, plan: Plan) -> None:
+    def __init__(self, run: Run, strategy: Strategy, plan: StrategyPlan) -> None:
         self.run = run
         self.strategy = strategy
         self.choices: list[Choice] = []

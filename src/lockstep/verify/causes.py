@@ -24,9 +24,9 @@ from lockstep.verify.compare import (
     FLOAT32,
     FLOAT64,
     Array,
-    Call,
     Divergence,
     Sample,
+    ScriptCall,
     Update,
     contents_that_differ,
     first_divergence,
@@ -80,7 +80,7 @@ def _of_gradients(case: Divergence) -> Cause:
     return _of_weights(case, expected, found) or _of_coupling(case)
 
 
-def _calls(update: Update) -> list[Call]:
+def _calls(update: Update) -> list[ScriptCall]:
     return [call for rank in update for call in rank.calls]
 
 

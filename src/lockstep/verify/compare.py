@@ -41,7 +41,7 @@ class Taken:
 
 
 @dataclass(kw_only=True)
-class Call:
+class ScriptCall:
     """A call of the script's that matters for the gradients."""
 
     name: str
@@ -68,7 +68,7 @@ class RankUpdate:
     """What backward passes were made of, weighted, since the update before."""
     counts: bool = True
     """Whether this rank's losses count: under a pipeline those of the other ranks do not."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ScriptCall] = field(default_factory=list)
     drew: bool = False
     """Random numbers were drawn between the last batch and the step."""
     draw_line: str = ""

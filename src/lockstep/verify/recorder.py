@@ -28,7 +28,7 @@ from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.compare import Array, Call, RankUpdate, Taken, scale_of
+from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.patches import DeterminismPatches, digest
 from lockstep.verify.record import Writer
 
@@ -187,7 +187,7 @@ class Recorder(Callback):
         storage = _storage(tensor) if known else 0
         own = (_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None)
         self._update.calls.append(
-            Call(
+            ScriptCall(
                 name=name,
                 line=user_line() or "",
                 of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),

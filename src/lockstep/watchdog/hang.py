@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.errors import grouped, name_ranks
 from lockstep.watchdog.messages import Row, Verdict, VerdictKind, describe, verb
-from lockstep.watchdog.snapshot import Call, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Snapshot
 from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, is_leaving, own_line
 from lockstep.watchdog.wait_graph import (
     Activity,
@@ -128,7 +128,7 @@ class Case:
         at_fault = tuple(sorted(ranks))
         return Verdict(kind, fatal, at_fault, headline, rows, mismatch, advice, self.waited_s)
 
-    def _row(self, activity: Activity, mismatched: Call | None) -> Row:
+    def _row(self, activity: Activity, mismatched: CollectiveCall | None) -> Row:
         state = activity.state
         does = _does(activity)
         if state.rank in self.graph.waits_for:
@@ -249,7 +249,7 @@ def _deadlock(case: Case) -> Verdict | None:
 def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> Mismatch | None:
     """A call that a rank waits in has the line the rank is at, where its own was not obtained."""
 
-    def with_line(rank: int, call: Call | None) -> Call | None:
+    def with_line(rank: int, call: CollectiveCall | None) -> CollectiveCall | None:
         activity = waiting.get(rank)
         if call is None or call.frames is not None or activity is None:
             return call
@@ -260,7 +260,7 @@ def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> M
     return replace(mismatch, calls=tuple((r, with_line(r, c)) for r, c in mismatch.calls))
 
 
-def _is_open(call: Call, activity: Activity) -> bool:
+def _is_open(call: CollectiveCall, activity: Activity) -> bool:
     """Among what a rank may wait in, by its number: the call may carry lines of a later one."""
     numbers = {(c.key, c.seq) for c in (*pending(activity.state), activity.call) if c}
     return (call.key, call.seq) in numbers
@@ -283,7 +283,7 @@ def _sizes_differ(mismatch: Mismatch | None) -> bool:
     return len({call.op for call in calls}) == 1 < len({signature(call) for call in calls})
 
 
-def _calls(mismatch: Mismatch | None) -> list[Call]:
+def _calls(mismatch: Mismatch | None) -> list[CollectiveCall]:
     return [] if mismatch is None else [call for _, call in mismatch.calls if call is not None]
 
 
@@ -348,7 +348,7 @@ def _ops(waiting: Mapping[int, Activity]) -> str:
     return " and ".join(sorted({activity.op or "a collective" for activity in waiting.values()}))
 
 
-def _named(call: Call | None, op: str) -> str:
+def _named(call: CollectiveCall | None, op: str) -> str:
     if call is None:
         return op or "a collective"
     if op in ("", call.op):
@@ -470,7 +470,7 @@ class _Late:
     """Of the last but one for the last: all others waited at least that long."""
     start_s: float
     """When the first came."""
-    calls: dict[int, Call]
+    calls: dict[int, CollectiveCall]
 
 
 def find_straggler(snapshot: Snapshot) -> Verdict | None:

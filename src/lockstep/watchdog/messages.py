@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import grouped, name_ranks, source_line
-from lockstep.watchdog.snapshot import Call, RankState
+from lockstep.watchdog.snapshot import CollectiveCall, RankState
 from lockstep.watchdog.stacks import Frame, own_line
 from lockstep.watchdog.wait_graph import Mismatch
 
@@ -95,7 +95,7 @@ def verb(text: str, count: int) -> str:
     return text if count == 1 else f"{_PLURAL.get(first, first)}{space}{rest}"
 
 
-def describe(call: Call) -> str:
+def describe(call: CollectiveCall) -> str:
     """`all_reduce of 25 float`, `barrier`."""
     sizes = call.input_sizes or call.output_sizes
     if call.op == "barrier" or not sizes:
@@ -121,7 +121,7 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
     return lines
 
 
-def _told(call: Call | None) -> tuple[str, Frame | None]:
+def _told(call: CollectiveCall | None) -> tuple[str, Frame | None]:
     return ("has not come to it", None) if call is None else (describe(call), own_line(call.frames))
 
 

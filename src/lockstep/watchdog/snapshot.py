@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """One collective that a rank has called, from torch's Flight Recorder.
 
     The fields follow `torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`.
@@ -86,10 +86,10 @@ class RankState:
     threads: tuple[Stack, ...] | None = None
     """The stacks of its other Python threads."""
     thread_ids: tuple[int, ...] = ()
-    """Their identifiers, as in `Call.thread`, in the same order."""
+    """Their identifiers, as in `CollectiveCall.thread`, in the same order."""
     answered: bool | None = None
     """Whether its thread that answers did; None: it has none, or its recorder cannot be read."""
-    calls: tuple[Call, ...] | None = None
+    calls: tuple[CollectiveCall, ...] | None = None
     """Its latest collectives, oldest first."""
     completed: Mapping[str, int] | None = None
     """The last completed collective by `backend:group`. Gloo's can lag behind by a few."""
@@ -194,7 +194,7 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
     """
     try:
         data = json.loads(text)
-        calls: list[Call] = []
+        calls: list[CollectiveCall] = []
         completed: dict[str, int] = {}
         for record in data["records"]:
             keys: dict[str, str] = {}
@@ -222,11 +222,11 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
         return replace(state, answered=None)
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
+def _call(entry: Mapping[str, Any]) -> CollectiveCall:
     backend, _, op = entry["profiling_name"].rpartition(":")
     frames = entry.get("frames")
     thread = str(entry.get("thread_id", ""))
-    return Call(
+    return CollectiveCall(
         group=str(entry["process_group"][0]),
         backend=backend,
         seq=int(entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]),

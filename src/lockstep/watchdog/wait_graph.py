@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
-from lockstep.watchdog.snapshot import Call, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
 from lockstep.watchdog.stacks import (
     Frame,
     Stack,
@@ -60,7 +60,7 @@ class Activity:
     """In the later snapshot."""
     kind: Kind
     wait: Wait | None = None
-    call: Call | None = None
+    call: CollectiveCall | None = None
     """The collective it waits in, where the Flight Recorder knows it."""
 
     @property
@@ -91,7 +91,7 @@ class Activity:
         return self.wait.op in _POINT_TO_POINT or in_pipeline
 
 
-def pending(state: RankState) -> list[Call]:
+def pending(state: RankState) -> list[CollectiveCall]:
     """The collectives that have not been completed as far as is known, oldest first.
 
     Gloo says of a group which call was completed last, and may say an earlier one than is true.
@@ -147,9 +147,9 @@ def on_its_gpu(earlier: RankState, activity: Activity, table: CallTable) -> Acti
     return activity
 
 
-def _oldest_on_gpu(state: RankState) -> dict[str, Call]:
+def _oldest_on_gpu(state: RankState) -> dict[str, CollectiveCall]:
     """Of each group that communicates by NCCL the oldest call that is not completed."""
-    found: dict[str, Call] = {}
+    found: dict[str, CollectiveCall] = {}
     for call in pending(state):
         if call.backend == "nccl" and not call.p2p:
             found.setdefault(call.key, call)
@@ -214,11 +214,11 @@ def _is_little(before: float | None, after: float | None, seconds: float) -> boo
     return (after - before) / seconds < _IDLE
 
 
-def _current(state: RankState, wait: Wait | None, kind: Kind) -> Call | None:
+def _current(state: RankState, wait: Wait | None, kind: Kind) -> CollectiveCall | None:
     if kind not in (Kind.WAITING, Kind.PERHAPS_WAITING) or not state.calls:
         return None
     outside = wait is not None and wait.op in _NOT_RECORDED
-    candidates: Iterable[Call] = pending(state)
+    candidates: Iterable[CollectiveCall] = pending(state)
     if wait is not None and wait.sure and wait.op and not outside:
         candidates = state.calls  # Gloo says too early a completed call, never too late a one
     last = None
@@ -242,13 +242,13 @@ class Mismatch:
     group: str
     """The group's description, else its name."""
     seq: int
-    calls: tuple[tuple[int, Call | None], ...]
+    calls: tuple[tuple[int, CollectiveCall | None], ...]
     """For each rank of the group its call; None: it has not come to this one."""
     lines_differ_since: int | None = None
     """The earliest of the matching calls just before it that came from different lines."""
 
 
-def signature(call: Call) -> tuple[str, int | None, tuple[str, ...]]:
+def signature(call: CollectiveCall) -> tuple[str, int | None, tuple[str, ...]]:
     """What must be equal on all ranks: the operation and, where it must, size and types."""
     if call.op not in _SAME_SIZE:
         return call.op, None, ()
@@ -259,7 +259,7 @@ class CallTable:
     """Every rank's collectives by group and number."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.calls: dict[str, dict[int, dict[int, Call]]] = {}
+        self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
         """By group and number: rank to call."""
         self._numbers: dict[tuple[str, int], list[int]] = {}
         """By group and rank the numbers of its known calls, the oldest first."""
@@ -285,12 +285,12 @@ class CallTable:
             name = self._groups[name].description
         return "the default group" if name in ("default_pg", "0") else f"group {name!r}"
 
-    def absent(self, call: Call) -> set[int]:
+    def absent(self, call: CollectiveCall) -> set[int]:
         """The members that have not come to a call."""
         members = self.members(call.key)
         return {r for r in members if self._numbers.get((call.key, r), [0])[-1] < call.seq}
 
-    def contradicts(self, call: Call) -> bool:
+    def contradicts(self, call: CollectiveCall) -> bool:
         """Whether another rank called something else in its place."""
         others = self.calls[call.key].get(call.seq, {}).values()
         return any(signature(other) != signature(call) for other in others)
@@ -380,7 +380,7 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
     return WaitGraph(activities, table, doubtful) if doubtful else graph
 
 
-def _open_calls(activity: Activity) -> list[Call]:
+def _open_calls(activity: Activity) -> list[CollectiveCall]:
     if activity.call is None or activity.p2p:
         return []
     calls = [call for call in pending(activity.state) if not call.p2p]

@@ -21,7 +21,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.settings import Choice, is_auto
 from lockstep.step import BatchEvent, Callback
-from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
 
 
@@ -40,7 +40,7 @@ class DP(Strategy):
     replicas: int | None = None
     """So many on the run's device instead, sharing its parameters; for trying it out."""
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """The loader sees one part; the devices divide it.
 
         Raises:
@@ -60,7 +60,7 @@ class DP(Strategy):
                 f"the first of them holds the parameters, and batches arrive on {run.device}",
                 f"begin with {run.device.index}, or set device='cuda:{home[0]}'",
             )
-        return Plan(
+        return StrategyPlan(
             rank=DataParallelRank(0, 1),
             shares=(1,),
             devices=example.count,

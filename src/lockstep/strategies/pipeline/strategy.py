@@ -30,7 +30,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
-from lockstep.strategies.base import Plan, Strategy, Wrapped
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
@@ -83,7 +83,7 @@ class Pipeline(Strategy):
                 f"Pipeline(split={self.split!r})", "it is one text", "give a list of names"
             )
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> StrategyPlan:
         """One part of the batch for each pipeline, in micro-batches that keep its stages busy.
 
         Raises:
@@ -119,7 +119,7 @@ class Pipeline(Strategy):
         place = self._place(run.topology)
         if place.positions > 1:
             self._open_groups(run, place)  # now: BatchNorm may be given that of equal stages
-        return Plan(
+        return StrategyPlan(
             rank=DataParallelRank(place.replica, place.replicas),
             shares=first_shares(run.settings.shares, place.replicas),
             devices=place.replicas,
