@@ -7,11 +7,12 @@ being the only one to speak: where both speak and differ, that is an error.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import SettingError
 
@@ -42,6 +43,11 @@ INSTEAD = "LOCKSTEP_VERIFY"
 """Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
 AUTO = "auto"
 """What is measured instead of given: shares, micro_batch_size."""
+
+
+def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether it is a whole number from `least` up; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_auto(setting: Any) -> bool:
@@ -121,7 +127,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = _seconds(name, values.pop(name))
-    if not isinstance(values.get("seed", 0), int) or values.get("seed", 0) < 0:
+    if not is_whole_number(values.get("seed", 0), least=0):
         raise SettingError(
             f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
         )
@@ -139,7 +145,8 @@ def _written(value: Any) -> str:
 
 def _seconds(name: str, value: Any) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
         raise SettingError(
             f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
         )

@@ -100,6 +100,11 @@ MESSAGES: dict[str, str] = {
     "timeout below zero": (
         "join_timeout=-1\n  found: it is not a time above 0\n  do:    give seconds, or a timedelta"
     ),
+    "timeout without an end": (
+        "collective_timeout=inf\n"
+        "  found: it is not a time above 0\n"
+        "  do:    give seconds, or a timedelta"
+    ),
     "seed of words": (
         "seed='lucky'\n  found: a seed is a whole number of at least 0\n  do:    give such a one"
     ),

@@ -122,6 +122,7 @@ ALONE_CASES: dict[str, Case] = {
     "nccl on the CPU": lambda: init(device="cpu", backend="nccl"),
     "rank without world size": lambda: init(rank=0),
     "timeout below zero": lambda: init(join_timeout=-1),
+    "timeout without an end": lambda: init(collective_timeout=float("inf")),
     "seed of words": lambda: init(seed="lucky"),
     "foreign parameters": lambda: within(
         lambda w: w.prepare(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))

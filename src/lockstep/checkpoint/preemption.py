@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import SettingError
+from lockstep.settings import is_whole_number
 
 _BETWEEN_S = 0.5
 """Between two exchanges, about: how late a signal may be met."""
@@ -55,18 +56,17 @@ class Policy:
     """Whether the training goes on while a checkpoint is written."""
 
     def __post_init__(self) -> None:
-        steps = type(self.every) is int and self.every >= 1
         period = isinstance(self.every, timedelta) and self.every > timedelta()
         for name, sound, found, do in (
             (
                 "keep",
-                type(self.keep) is int and self.keep >= 1,
+                is_whole_number(self.keep),
                 "it is how many checkpoints remain on disk, this run's newest among them",
                 "give an integer of at least 1",
             ),
             (
                 "every",
-                self.every is None or steps or period,
+                self.every is None or is_whole_number(self.every) or period,
                 "it is a number of optimizer steps, or a time",
                 "give an integer of at least 1, or datetime.timedelta(minutes=10)",
             ),
@@ -122,7 +122,7 @@ class Moment:
             number: optimizer steps done; the same on all ranks.
         """
         self._requests.listen()
-        due = type(self._every) is int and number % self._every == 0
+        due = isinstance(self._every, int) and number % self._every == 0
         stop = False
         if number >= self._next:
             save, stop = self._together(number)

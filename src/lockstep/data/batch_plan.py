@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError, SettingError
+from lockstep.settings import is_whole_number
 
 Indices = npt.NDArray[np.int64]
 
@@ -158,7 +159,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
 
 def check_batch_size(batch_size: object) -> int:
     """Raises DataError unless this is a whole number of at least 1, which is returned."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_whole_number(batch_size):
         raise DataError(
             f"batch_size={batch_size!r}",
             "a global batch holds a whole number of samples, at least 1",

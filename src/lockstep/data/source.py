@@ -40,6 +40,7 @@ from lockstep.data.batch_plan import (
 )
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, LengthUnknownError, UsageError
+from lockstep.settings import is_whole_number
 
 _SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
 _OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn",
@@ -359,7 +360,7 @@ def _make_loader(
             )
     for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(name)
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and not is_whole_number(value, least):
             raise DataError(
                 f"{name}={value!r}",
                 f"it is not a whole number of at least {least}",

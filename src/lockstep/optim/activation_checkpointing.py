@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.data.pytree import tensors
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
-from lockstep.settings import in_bytes
+from lockstep.settings import in_bytes, is_whole_number
 
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -100,7 +100,7 @@ def checkpoint_activations(
 
 
 def _check_policy(every: int, budget: int | str | None, example: Example | None) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole_number(every):
         raise SettingError(
             f"checkpoint_activations(..., every={every!r})",
             "it counts blocks",

@@ -39,6 +39,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import SettingError, UsageError, grouped
+from lockstep.settings import is_whole_number
 
 _AT_LEAST_0 = (lambda x: x >= 0, "a number from 0 up")
 _ABOVE_0 = (lambda x: x > 0, "a number above 0")
@@ -518,7 +519,7 @@ def warmup(
 
 
 def _check_count(name: str, value: int, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole_number(value):
         raise SettingError(
             f"{name}={value!r}", f"it counts {unit}", "choose a whole number from 1 up"
         )

@@ -27,7 +27,7 @@ from lockstep.data.batch_plan import parse_shares, split_batch
 from lockstep.data.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
-from lockstep.settings import is_auto
+from lockstep.settings import is_auto, is_whole_number
 from lockstep.strategies.base import PLAIN
 from lockstep.strategies.data_parallel.replicas import (
     BatchNormOverReplicas,
@@ -328,7 +328,7 @@ def _devices(
                 "replicas are several on one device, device_ids are several devices",
                 "give one of them",
             )
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        if not is_whole_number(replicas):
             raise SettingError(
                 f"replicas={replicas!r}", "a module has at least one", "give a whole number above 0"
             )

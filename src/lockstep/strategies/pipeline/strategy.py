@@ -29,7 +29,7 @@ from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
-from lockstep.settings import Choice
+from lockstep.settings import Choice, is_whole_number
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Place
@@ -74,7 +74,7 @@ class Pipeline(Strategy):
             )
         for name in ("stages", "interleave", "num_micro_batches"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and not is_whole_number(value):
                 raise SettingError(
                     f"Pipeline({name}={value!r})", "it is a number of at least 1", "give such a one"
                 )
