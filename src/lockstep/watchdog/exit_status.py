@@ -262,10 +262,10 @@ def _stack(trace: TracebackType | None) -> Stack:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen = {id(error)}
-    # Also one that `from None` hides: a lost connection may be behind it.
-    before = error.__cause__ or error.__context__
-    while before is not None and id(before) not in seen and len(seen) <= _CHAIN:
-        seen.add(id(before))
+    for _ in range(_CHAIN):  # it may be a circle
+        # Also one that `from None` hides: a lost connection may be behind it.
+        before = error.__cause__ or error.__context__
+        if before is None:
+            return
         yield before
-        before = before.__cause__ or before.__context__
+        error = before

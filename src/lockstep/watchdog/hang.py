@@ -47,29 +47,18 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     """
     seconds = later.time - earlier.time
     before = {state.rank: state for state in earlier.ranks}
-    activities = {
-        state.rank: classify(before[state.rank], state, seconds)
-        for state in later.ranks
-        if state.rank in before
-    }
+    both = [(before[state.rank], state) for state in later.ranks if state.rank in before]
+    activities = {state.rank: classify(first, state, seconds) for first, state in both}
     if any(activity.kind is Kind.MOVING for activity in activities.values()):
         return None
     table = CallTable(later)
-    activities = {
-        rank: on_its_gpu(before[rank], activity, table) for rank, activity in activities.items()
-    }
+    activities = {rank: on_its_gpu(before[rank], a, table) for rank, a in activities.items()}
     activities = with_other_threads(activities, table)
     graph = build_wait_graph(activities, table)
+    alive = [a.state for a in activities.values() if a.kind is not Kind.EXITED]
+    still = all(is_still(before[state.rank], state, seconds) for state in alive)
     # Bytes on their way between two machines leave no trace in either.
-    still = (
-        waited_s >= _PAIRS_S
-        and later.one_host
-        and all(
-            is_still(before[rank], activity.state, seconds)
-            for rank, activity in activities.items()
-            if activity.kind is not Kind.EXITED
-        )
-    )
+    still = still and waited_s >= _PAIRS_S and later.one_host
     ages = {
         rank: max(0.0, later.time - call.time_s)
         for rank in graph.waits_for
@@ -137,8 +126,8 @@ class Case:
             does = f"waits in {_named(call, activity.op)}"
             if call is not None and (name := self.table.name(call.key)).startswith("group"):
                 does += f" of {name}"
-            if activity.where:
-                does += f", {activity.where}"
+            if activity.wait.where:
+                does += f", {activity.wait.where}"
         if state.steps:
             does += f" (step {state.steps})"
         return Row(state.rank, state.host, does, activity.line, self.ages.get(state.rank))
@@ -248,16 +237,14 @@ def _deadlock(case: Case) -> Verdict | None:
 
 def _with_lines(mismatch: Mismatch | None, waiting: Mapping[int, Activity]) -> Mismatch | None:
     """A call that a rank waits in has the line the rank is at, where its own was not obtained."""
-
-    def with_line(rank: int, call: CollectiveCall | None) -> CollectiveCall | None:
-        activity = waiting.get(rank)
-        if call is None or call.frames is not None or activity is None:
-            return call
-        return replace(call, frames=activity.state.stack) if _is_open(call, activity) else call
-
     if mismatch is None:
         return None
-    return replace(mismatch, calls=tuple((r, with_line(r, c)) for r, c in mismatch.calls))
+    calls = dict(mismatch.calls)
+    for rank in calls.keys() & waiting.keys():
+        call, activity = calls[rank], waiting[rank]
+        if call is not None and call.frames is None and _is_open(call, activity):
+            calls[rank] = replace(call, frames=activity.state.stack)
+    return replace(mismatch, calls=tuple(calls.items()))
 
 
 def _is_open(call: CollectiveCall, activity: Activity) -> bool:
@@ -289,7 +276,7 @@ def _calls(mismatch: Mismatch | None) -> list[CollectiveCall]:
 
 def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Those that did what the others did not: the fewer at the first mismatch."""
-    lone = [rank for rank, activity in waiting.items() if activity.where == IN_BUFFERS]
+    lone = [rank for rank, activity in waiting.items() if activity.wait.where == IN_BUFFERS]
     if 0 < len(lone) < len(waiting):
         return lone
     if mismatch is None:
@@ -303,18 +290,18 @@ def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Ite
 
 def _patience(case: Case) -> Verdict | None:
     """The others wait for a rank that still does something, or cannot be seen."""
-    doing: dict[Kind, tuple[VerdictKind, str]] = {
-        Kind.SILENT: ("gil", "is in C code that holds Python's lock"),
-        Kind.LOADING: ("loading", "waits for data"),
-        Kind.BLOCKED: ("blocked", "is blocked outside any collective, without computing"),
-        Kind.PERHAPS_WAITING: ("blocked", "is blocked without computing"),
-        Kind.WORKING: ("working", "works on"),
-        Kind.UNKNOWN: ("unknown", "cannot be seen"),
+    verdicts: dict[Kind, VerdictKind] = {
+        Kind.SILENT: "gil",
+        Kind.LOADING: "loading",
+        Kind.BLOCKED: "blocked",
+        Kind.PERHAPS_WAITING: "blocked",
+        Kind.WORKING: "working",
+        Kind.UNKNOWN: "unknown",
     }
-    for kind, (verdict, what) in doing.items() if case.waiting else ():
+    for kind, verdict in verdicts.items() if case.waiting else ():
         found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
         if found:
-            return case.verdict(verdict, found, case.awaited(what, found))
+            return case.verdict(verdict, found, case.awaited(kind.value, found))
     return None
 
 
@@ -366,8 +353,7 @@ def _does(activity: Activity) -> str:
         return "is blocked in the kernel, on a disk or a network file system"
     if is_leaving(state.stack):
         return "has come to its end, and waits for a thread of its own"
-    blocked = activity.kind is Kind.PERHAPS_WAITING
-    return str((Kind.BLOCKED if blocked else activity.kind).value)
+    return str(activity.kind.value)
 
 
 _ADVICE: dict[VerdictKind, str] = {
@@ -399,7 +385,7 @@ _STEPS = (
 
 def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """What to do about ranks that send and receive for each other."""
-    if any(a.where == IN_PIPELINE for a in waiting.values()):
+    if any(a.wait.where == IN_PIPELINE for a in waiting.values()):
         return (
             "every rank of a pipeline must make the same turns of the loop: look for a `continue`, "
             "a `break`, an exception that was caught, or a collective such as `world.sum` that "
@@ -413,9 +399,9 @@ def _for_pairs(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
     """What to do about collectives that do not match, most likely first."""
-    places = [activity.where for activity in waiting.values()]
+    places = [activity.wait.where for activity in waiting.values()]
     if 0 < places.count(IN_BUFFERS) < len(waiting):
-        new_line = _from_a_new_line([a for a in waiting.values() if a.where == IN_BUFFERS])
+        new_line = _from_a_new_line([a for a in waiting.values() if a.wait.where == IN_BUFFERS])
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]
     if any(activity.op == "new_group" for activity in waiting.values()):
         return ("`new_group` must be called by all ranks of the run, in the same order, also by "

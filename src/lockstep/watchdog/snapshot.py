@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -122,11 +122,10 @@ def shorten(snapshot: Snapshot, calls: int = 100) -> Snapshot:
     return replace(snapshot, ranks=tuple(ranks))
 
 
-def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+def merge(parts: Sequence[Snapshot]) -> Snapshot:
     """One snapshot of the ranks of several machines, taken at about the same time."""
-    parts = list(snapshots)
     ranks = sorted((state for part in parts for state in part.ranks), key=lambda s: s.rank)
-    return Snapshot(max((part.time for part in parts), default=0.0), tuple(ranks))
+    return Snapshot(max(part.time for part in parts), tuple(ranks))
 
 
 def to_json(snapshot: Snapshot) -> str:

@@ -38,7 +38,7 @@ IN_PIPELINE = "between the stages of the pipeline"
 class Wait:
     """What a stack says about waiting for other ranks."""
 
-    op: str
+    op: str = ""
     """The outermost function of torch.distributed that was called; "" in a backward pass."""
     where: str = ""
     """What of torch it happens in, in words: "in backward", ..."""

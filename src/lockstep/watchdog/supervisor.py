@@ -118,14 +118,12 @@ class _Request:
             return False
         try:
             pipe = os.open(self._process.folder / "ask", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads
+            try:
+                os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
+            finally:
+                os.close(pipe)
+        except OSError:  # nobody reads; or it is full: nobody has read for long
             return False
-        try:
-            os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
-        except OSError:  # full: it has not read for long
-            return False
-        finally:
-            os.close(pipe)
         self.state = replace(self.state, answered=False)
         return True
 
@@ -379,8 +377,8 @@ class SnapshotExchange:
     def _send(self, own: Snapshot, *, asks: bool = False, lines: bool = False) -> None:
         self._heard = {node: message["number"] for node, message in self._others().items()}
         self._sent += 1
-        values = {"number": self._sent, "asks": asks, "lines": lines}
+        message: dict[str, Any] = {"number": self._sent, "asks": asks, "lines": lines}
         for calls in (_CALLS, _FEW_CALLS):
-            short = to_json(shorten(own, calls))
-            if self._rendezvous.publish(_KEY, {**values, "snapshot": short}):
+            message["snapshot"] = to_json(shorten(own, calls))
+            if self._rendezvous.publish(_KEY, message):
                 break

@@ -6,7 +6,7 @@ Pure: `RankState` values go in.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -38,18 +38,18 @@ _NOT_RECORDED = _POINT_TO_POINT | {
 
 
 class Kind(Enum):
-    """What a rank does, in the words of a verdict's row."""
+    """What a rank does, in the words of a verdict."""
 
     EXITED = "has ended"
     STOPPED = "is stopped by a signal (SIGSTOP)"
     MOVING = "moves on"
     WAITING = "waits for other ranks"
-    PERHAPS_WAITING = "has called a collective and is blocked"
-    LOADING = "waits for the next batch of a DataLoader"
-    WORKING = "works"
-    BLOCKED = "is blocked without computing"
+    PERHAPS_WAITING = "is blocked without computing, after it called a collective"
+    LOADING = "waits for data"
+    WORKING = "works on"
+    BLOCKED = "is blocked outside any collective, without computing"
     SILENT = "is in C code that holds Python's lock"
-    UNKNOWN = "cannot be seen: no stack was obtained"
+    UNKNOWN = "cannot be seen"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Activity:
     state: RankState
     """In the later snapshot."""
     kind: Kind
-    wait: Wait | None = None
+    wait: Wait = field(default_factory=Wait)
+    """What its stack says of it; without words where it does not wait, or that cannot be seen."""
     call: CollectiveCall | None = None
     """The collective it waits in, where the Flight Recorder knows it."""
 
@@ -72,21 +73,13 @@ class Activity:
     @property
     def op(self) -> str:
         """The function of torch.distributed that it waits in, as the user knows it."""
-        op = "" if self.wait is None else self.wait.op
-        return op or ("" if self.call is None else self.call.op)
-
-    @property
-    def where(self) -> str:
-        """What of torch it waits in, in words."""
-        return "" if self.wait is None else self.wait.where
+        return self.wait.op or ("" if self.call is None else self.call.op)
 
     @property
     def p2p(self) -> bool:
         """It waits for one other rank, and which one is not known."""
         if self.call is not None:
             return self.call.p2p
-        if self.wait is None:
-            return False
         in_pipeline = any("pipelining" in frame.file for frame in (self.state.stack or ())[:1])
         return self.wait.op in _POINT_TO_POINT or in_pipeline
 
@@ -122,7 +115,7 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     if later.stack is None or earlier.stack is None:
         return Activity(later, Kind.UNKNOWN)
     kind, wait = _by_stack(earlier, later, seconds)
-    return Activity(later, kind, wait, _current(later, wait, kind))
+    return Activity(later, kind, wait or Wait(), _current(later, wait, kind))
 
 
 def on_its_gpu(earlier: RankState, activity: Activity, table: CallTable) -> Activity:
