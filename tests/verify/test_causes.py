@@ -9,6 +9,7 @@ import pytest
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.compare import (
+    FLOAT32,
     FLOAT64,
     Divergence,
     RankUpdate,
@@ -142,6 +143,15 @@ def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
 )
 def test_what_is_no_sum_of_the_ranks_gradients(values: dict[str, Any], code: str) -> None:
     assert found(two(RANDOM.normal(size=(6, 4)), **values))[1].code == code
+
+
+def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() -> None:
+    one = update(WHOLE, taken(0, 1), gradients={"w": WHOLE, "b": ONE})
+    gradients = {"w": 2 * WHOLE * (1 + 1e-6 * RANDOM.normal(size=(6, 4))), "b": OTHER}
+    many = [update(WHOLE, taken(sample), gradients=gradients) for sample in (0, 1)]
+    divergence = first_divergence([Update([one])], [Update(many)], FLOAT32)
+    assert divergence is not None
+    assert cause_of(divergence).seen == ("2 times: w", "in no constant ratio: b")
 
 
 def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:

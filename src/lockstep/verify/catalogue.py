@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
-from operator import attrgetter
 
 _TEXTS = tomllib.loads(files("lockstep.verify").joinpath("catalogue.toml").read_text("utf-8"))
 
@@ -68,19 +67,16 @@ def find(words: str) -> list[Entry]:
     if code is not None:
         of_group = [e for e in ENTRIES.values() if e.code.startswith(f"LS{code[1]}")]
         return of_group or [ENTRIES[near] for near in _near(f"LS{code[1]}", ENTRIES)]
-    wanted = words.lower().split()
-    for text in (attrgetter("title"), _everything):
-        found = [e for e in ENTRIES.values() if all(word in text(e).lower() for word in wanted)]
-        if found:
-            return found
+    titles = {code: entry.title.lower() for code, entry in ENTRIES.items()}
     texts = {code: _everything(entry).lower() for code, entry in ENTRIES.items()}
-    known = {word for text in texts.values() for word in re.findall(r"[a-z_]{4,}", text)}
-    nearest = [_near(word, known) for word in wanted]
-    return [
-        entry
-        for code, entry in ENTRIES.items()
-        if all(any(word in texts[code] for word in near) for near in nearest)
-    ]
+    known = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
+    wanted = words.lower().split()
+    itself, nearest = [[word] for word in wanted], [_near(word, known) for word in wanted]
+    for where, what in ((titles, itself), (texts, itself), (texts, nearest)):
+        found = [c for c, text in where.items() if all(any(w in text for w in ws) for ws in what)]
+        if found:
+            break
+    return [ENTRIES[code] for code in found]
 
 
 def as_markdown() -> str:

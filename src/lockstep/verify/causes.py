@@ -25,8 +25,10 @@ from lockstep.verify.compare import (
     FLOAT64,
     Array,
     Divergence,
+    RankUpdate,
     Sample,
     ScriptCall,
+    Tolerance,
     Update,
     contents_that_differ,
     first_divergence,
@@ -99,15 +101,17 @@ def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     if reduced:
         late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
         return Cause("LS406", (seen, late), names)
-    own = all(
-        name in left
-        and not case.tolerance.differ(left[name], rank.gradients[name], largest(left[name]))
-        for rank, left in ((rank, _sum(rank.local)) for rank in case.many)
-        for name in names
-        if name in rank.gradients
-    )
+    used = [(rank, name) for rank in case.many for name in names if name in rank.gradients]
+    own = all(_is_own(rank, name, case.tolerance) for rank, name in used)
     alone = "each rank used what its own backward pass left" if own else "no rank's is the mean"
     return Cause("LS301", (seen, alone), names)
+
+
+def _is_own(rank: RankUpdate, name: str, tolerance: Tolerance) -> bool:
+    """Whether a gradient is what the rank's own backward passes left."""
+    left = [part[name] for part in rank.local if name in part]
+    total = np.asarray(sum(left))
+    return bool(left) and not tolerance.differ(total, rank.gradients[name], largest(total))
 
 
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
@@ -202,7 +206,7 @@ def _patterns(case: Divergence) -> tuple[str, ...]:
     wrong = [name for name in case.names if name in expected]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in wrong if name in found):
-        ratio = constant_ratio({name: expected[name]}, {name: found[name]})
+        ratio = constant_ratio({name: expected[name]}, {name: found[name]}, case.exact)
         kinds["in no constant ratio" if ratio is None else _times(ratio, case.size)].append(name)
     right = len(expected) - len(wrong)
     words = [f"{right} of {len(expected)} gradients are right"] if right else []
@@ -271,14 +275,6 @@ def _local_statistics(case: Divergence) -> str:
     if not layers or case.size == 1:
         return ""
     return f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
-
-
-def _sum(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    total: dict[str, Array] = {}
-    for part in parts:
-        for name, array in part.items():
-            total[name] = total[name] + array if name in total else array
-    return total
 
 
 def _all_equal(values: Sequence[float], exact: float) -> bool:
@@ -369,14 +365,16 @@ def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:
     return Counter(sample for update in updates for sample in identity(update) or ())
 
 
-_EXACT = 1e-7
-"""The largest remainder, against the gradient itself, that counts as none."""
-
-
 def constant_ratio(
-    reference: Mapping[str, Array], found: Mapping[str, Array], exact: float = _EXACT
+    reference: Mapping[str, Array], found: Mapping[str, Array], exact: float = 1e-7
 ) -> float | None:
-    """`c` where all of `found` is `c` times the reference; None: there is no such number."""
+    """`c` where all of `found` is `c` times the reference; None: there is no such number.
+
+    Args:
+        reference: tensors.
+        found: others of these names.
+        exact: the largest remainder, against `found` itself, that counts as none.
+    """
     a, b = flat(reference), flat(found)
     square = float(a @ a) if a.shape == b.shape else 0.0
     if square == 0.0:
@@ -386,7 +384,7 @@ def constant_ratio(
 
 
 def weights(
-    target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], exact: float = _EXACT
+    target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], exact: float = 1e-7
 ) -> tuple[float, ...] | None:
     """The numbers by which `parts` are multiplied in a sum that is `target`.
 
@@ -402,8 +400,7 @@ def weights(
     if not parts or goal.size < 4 * len(parts):
         return None
     zeros = {name: np.zeros_like(array) for name, array in target.items()}
-    of_target = [{name: part.get(name, zeros[name]) for name in target} for part in parts]
-    columns = np.stack([flat(part) for part in of_target], axis=1)
+    columns = np.stack([flat({n: part.get(n, zeros[n]) for n in target}) for part in parts], axis=1)
     scale = np.linalg.norm(columns, axis=0)
     used = scale > 0
     if not used.any():
