@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
-from lockstep.verify.record import Recorded, Way, Writer, record
+from lockstep.verify.record import Recorded, UpdateWriter, Way, record
 
 TWO = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
 
@@ -18,7 +18,7 @@ def recorded(folder: Path, *ends: tuple[int, BaseException | None]) -> Recorded:
 
     def start(run: Path, way: Way) -> str:
         for rank, error in ends:
-            Writer(run, rank).end(error)
+            UpdateWriter(run, rank).end(error)
         return "one\ntwo\n"
 
     return record(TWO, folder / "run", start)
@@ -61,7 +61,7 @@ def test_a_process_that_is_lost(tmp_path: Path) -> None:
 def test_a_copy_of_the_process_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Writer(tmp_path, 0)
+    writer = UpdateWriter(tmp_path, 0)
     monkeypatch.setattr("os.getpid", lambda: 0)
     with pytest.raises(UsageError, match="only the processes that it starts"):
         writer.write(None)  # type: ignore[arg-type]

@@ -117,15 +117,15 @@ def _is_own(rank: RankUpdate, name: str, tolerance: Tolerance) -> bool:
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
     size, one, many = case.size, case.one.backward_passes, case.many.backward_passes
     seen = f"all gradients are {_times(ratio, size)} those of one process"
-    if one != many and one and many:
-        for code, expected in (("LS203", many / one), ("LS204", one / many)):
-            if near(ratio, expected, case.exact):
-                return Cause(code, (seen, _passes(case)), ratio=ratio)
     gathers = [call.line for call in _calls(case.many) if call.name.startswith("all_gather")]
     more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
-    for code, expected in (("LS201", size), ("LS202", 1 / size)):
+    known = [("LS201", size, more), ("LS202", 1 / size, more)]
+    if one != many and one and many:
+        passes = [_passes(case)]
+        known = [("LS203", many / one, passes), ("LS204", one / many, passes), *known]
+    for code, expected, why in known:
         if near(ratio, expected, case.exact):
-            return Cause(code, (seen, *more), ratio=ratio)
+            return Cause(code, (seen, *why), ratio=ratio)
     steps = []
     for one_step, step in zip(case.reference, case.other, strict=False):
         of_step = constant_ratio(one_step.merged("gradients"), step.merged("gradients"), case.exact)

@@ -7,7 +7,6 @@ loaders deliver (torch's, and Lockstep's own), losses, forward passes, collectiv
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +31,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lockstep import step
 from lockstep.data.loader import Loader
+from lockstep.distributed.seeding import seed_everything
 from lockstep.launcher.worker import run_as_main
 from lockstep.verify.patches import DeterminismPatches
-from lockstep.verify.record import Way, Writer, read_way
+from lockstep.verify.record import UpdateWriter, Way, read_way
 from lockstep.verify.recorder import Recorder, random_streams
 
 # Some have new names since torch 2.13, beside the old ones.
@@ -219,12 +218,10 @@ def main(folder: Path) -> None:
     """
     way = read_way(folder)
     rank = int(os.environ.get("RANK", "0"))
-    writer = Writer(folder, rank)
+    writer = UpdateWriter(folder, rank)
     patches = DeterminismPatches(double=way.precision == "fp64")
     # A script that seeds nothing draws other numbers on every process, but the same each time.
-    torch.manual_seed(rank)
-    np.random.seed(rank)
-    random.seed(rank)
+    seed_everything(rank)
     recorder = Recorder(writer, way.steps, patches)
     install(recorder, patches, way, folder / "saved")
     error: BaseException | None = None

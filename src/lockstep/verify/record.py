@@ -33,7 +33,7 @@ _TAIL = 15
 """Last lines of what a run printed."""
 
 
-class Writer:
+class UpdateWriter:
     """Writes the updates of one rank.
 
     Args:

@@ -1,11 +1,8 @@
 """Looks on at a script's training, in one rank, and records every update of every optimizer.
 
 It sees calls and values alone: torch's hooks for optimizer steps and forward passes, what loaders
-hand out, what backward passes are made of, and a few functions of torch.distributed.
-
-The models of a script that knows nothing of being watched, and the names of their tensors.
-
-What can be told of a batch is a digest of each sample, and what it may weigh.
+hand out, what backward passes are made of, and a few functions of torch.distributed. Of a batch it
+records a digest of each sample and what it may weigh; a model's tensors it names by where they are.
 """
 
 from __future__ import annotations
@@ -24,13 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names, unwrap
+from lockstep.checkpoint.sharding import is_sharded
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.patches import DeterminismPatches, digest
-from lockstep.verify.record import Writer
+from lockstep.verify.record import UpdateWriter
 
 _IGNORED = -100
 """torch's `ignore_index`: labels that count for nothing."""
@@ -112,7 +110,7 @@ class Recorder(Callback):
         patches: what is switched off in the models.
     """
 
-    def __init__(self, writer: Writer, steps: int, patches: DeterminismPatches) -> None:
+    def __init__(self, writer: UpdateWriter, steps: int, patches: DeterminismPatches) -> None:
         self.models = Models()
         self.of_lockstep = False
         """Whether the script trains by Lockstep."""
@@ -237,7 +235,7 @@ class Recorder(Callback):
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
         update.gradients = gradients
-        update.held = {name: digest(p) for name, p in named if not hasattr(p, "full_tensor")}
+        update.held = {name: digest(p) for name, p in named if not is_sharded(p)}
         update.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         update.not_averaged = self.models.not_averaged()
         if not update.taken:  # of these only the sizes are known
@@ -282,7 +280,7 @@ class Recorder(Callback):
         """Sees every gradient before anything else does with it what it does."""
         for name, parameter in self.models.parameters():
             # Of a shard what this rank left is not its own alone.
-            own = parameter.is_leaf and not hasattr(parameter, "full_tensor")
+            own = parameter.is_leaf and not is_sharded(parameter)
             if own and parameter.requires_grad and id(parameter) not in self._hooked:
                 parameter.register_hook(partial(self._left, name))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter)] = parameter
@@ -303,13 +301,13 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
     limit = _ROUNDING * scale_of(gradients)
     for parameter in parameters:
         gradient: Any = parameter.grad
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        own = gradient.to_local() if is_sharded(gradient) else gradient
         if not own.is_sparse and own.is_floating_point():
             own.masked_fill_(own.abs() < limit, 0.0)
 
 
 def _storage(tensor: Tensor) -> int:
-    plain = not tensor.is_sparse and not hasattr(tensor, "full_tensor")
+    plain = not tensor.is_sparse and not is_sharded(tensor)
     return tensor.untyped_storage().data_ptr() if plain else 0
 
 
@@ -322,7 +320,7 @@ def _arrays(named: Any) -> dict[str, Array]:
     found = {}
     for name, tensor in named:
         whole = tensor.detach()
-        if hasattr(whole, "full_tensor"):
+        if is_sharded(whole):
             whole = whole.full_tensor()
         if whole.is_sparse:
             whole = whole.to_dense()
@@ -349,9 +347,7 @@ class Models:
     def add(self, module: nn.Module) -> None:
         """A module that was wrapped or called; what is inside of a known one is known."""
         inner = unwrap(module)
-        if id(inner) in self._known:
-            return
-        if not _holds_tensors(inner):
+        if id(inner) in self._known or not _holds_tensors(inner):
             return
         # FSDP gives a module a class of its own, made of its own one.
         kind = next(c.__name__ for c in type(inner).__mro__ if "FSDP" not in c.__name__)

@@ -2,10 +2,8 @@
 
 All times are wall-clock seconds of the rank's own host.
 
-What a rank raised, written down by the rank itself and read by the launcher.
-
-The file is `error.json` in the rank's folder. Scripts that torch's `record` decorator serves, and
-what reads its file, find what they expect as well (torch/distributed/elastic/multiprocessing/
+What a rank raised it writes into `error.json` in its folder, for the launcher; and into the file of
+torch's `record` decorator, for those who read that (torch/distributed/elastic/multiprocessing/
 errors/error_handler.py).
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import time
@@ -86,6 +83,11 @@ class ExitStatus:
         """When things went wrong: the exception was raised, or else the end was noticed."""
         return self.error.time if self.error else self.time
 
+    @property
+    def ended_by_us(self) -> bool:
+        """Lockstep had asked it to end before anything went wrong."""
+        return self.asked_to_end is not None and self.failed_at >= self.asked_to_end
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
@@ -118,8 +120,7 @@ class ExitReport:
     @property
     def failed(self) -> bool:
         """Something here ends the run."""
-        by_themselves = (e for e in self.exits if e.failed_at < (e.asked_to_end or math.inf))
-        failed = any(status.code != 0 for status in by_themselves)
+        failed = any(status.code != 0 and not status.ended_by_us for status in self.exits)
         return failed or self.hang is not None or self.interrupted is not None
 
     def to_values(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ Pure: how the ranks ended goes in, one `FirstFailure` comes out. Three rules dec
 3. Of the rest the earliest comes first. Two on one host within `INSTANT_S`, or on two hosts (whose
    clocks differ) within `LATE_S`, cannot be put in order: all of them are named.
 
-What known error texts mean: which are consequences of another rank's end, and what to do.
+Which error texts are the consequence of another rank's end, and what to do about a failure, is
+known from tables at the end.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def first_failure(
         lost_nodes: machines that have left the run, see `lost_node`.
         folder: where logs and snapshots are.
     """
-    ours = [e for e in exits if _ended_by_us(e) or _got_the_same(e, interrupted)]
+    ours = [e for e in exits if e.ended_by_us or _got_the_same(e, interrupted)]
     own = [e for e in exits if e not in ours]
     followers = [e for e in own if e.code != 0 and _lost_peer_text(e)]
     roots = [_of_exit(e) for e in own if e.code != 0 and e not in followers]
@@ -126,10 +127,6 @@ def first_failure(
         ended_by_us=tuple(sorted(end.rank for end in ours)),
         folder=folder,
     )
-
-
-def _ended_by_us(end: ExitStatus) -> bool:
-    return end.asked_to_end is not None and end.failed_at >= end.asked_to_end
 
 
 def _got_the_same(end: ExitStatus, interrupted: Interruption | None) -> bool:

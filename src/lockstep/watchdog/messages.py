@@ -131,16 +131,11 @@ def _source(line: Frame, indent: int) -> str:
 
 
 def _wrap(lines: Iterable[str]) -> list[str]:
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(
-            line,
-            WIDTH,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
-            break_on_hyphens=False,
-        )
-    ]
+    wrapped = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapped += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return wrapped
 
 
 def render_state(state: RankState) -> str:

@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,6 +103,7 @@ class Probe:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._map: mmap.mmap | None = None
+        self._steps, self._last_step = 0, 0.0
         self._ask: int | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -156,22 +156,15 @@ class Probe:
         with open(temporary, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _HEARTBEAT.size)
         temporary.replace(self._folder / "heartbeat")
-        register_optimizer_step_post_hook(self._counter())
+        register_optimizer_step_post_hook(self._count)
 
-    def _counter(self) -> Callable[..., None]:
-        steps, last = 0, 0.0
-        pack, now = _STEPS.pack_into, time.monotonic
-
-        def count(*_: object) -> None:
-            nonlocal steps, last
-            if self._map is None:
-                return
-            steps += 1
-            time_s = now()
-            pack(self._map, _STEPS_AT, steps, time_s, time_s - last if last else 0.0)
-            last = time_s
-
-        return count
+    def _count(self, *_: object) -> None:
+        if self._map is not None:
+            self._steps += 1
+            now = time.monotonic()
+            took_s = now - self._last_step if self._last_step else 0.0
+            _STEPS.pack_into(self._map, _STEPS_AT, self._steps, now, took_s)
+            self._last_step = now
 
     def _start_answering(self) -> None:
         """Starts the thread that waits for requests, before a process group is opened.
