@@ -415,9 +415,9 @@ def weights(
     return tuple(result.tolist())
 
 
-def proportional(one: Sequence[float], other: Sequence[float], exact: float = 1e-5) -> bool:
+def proportional(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two lists of numbers are multiples of each other."""
-    return constant_ratio({"": np.array(one)}, {"": np.array(other)}, exact) is not None
+    return constant_ratio({"": np.array(one)}, {"": np.array(other)}, 1e-5) is not None
 
 
 def near(one: float, other: float, exact: float = 1e-6) -> bool:

@@ -376,58 +376,47 @@ _MEMORY = (
 _SHARED_MEMORY = (
     "enlarge /dev/shm (docker run --shm-size=8g, or --ipc=host), or use fewer DataLoader workers"
 )
-_BY_TEXT = (
-    (
-        r"'ExactDDP' object (?:has no attribute|is not subscriptable)",
+_BY_TEXT = {
+    r"'ExactDDP' object (?:has no attribute|is not subscriptable)": (
         "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
-        "and use that for everything but calling it in training",
+        "and use that for everything but calling it in training"
     ),
-    (
-        r"CUDA out of memory|OutOfMemoryError|HIP out of memory",
+    r"CUDA out of memory|OutOfMemoryError|HIP out of memory": (
         "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
-        "activation checkpointing",
+        "activation checkpointing"
     ),
-    (
-        r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm",
-        _SHARED_MEMORY,
+    r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm": (
+        _SHARED_MEMORY
     ),
-    (
-        r"Expected to have finished reduction in the prior iteration",
+    r"Expected to have finished reduction in the prior iteration": (
         "parameters got no gradient in this step: leave them out of the model, use their "
-        "output, or pass find_unused_parameters=True to DDP",
+        "output, or pass find_unused_parameters=True to DDP"
     ),
-    (
-        r"Expected to mark a variable ready only once",
-        "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward",
+    r"Expected to mark a variable ready only once": (
+        "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward"
     ),
-    (
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "another program has this port: leave the port out, or give each run its own",
+    r"EADDRINUSE|[Aa]ddress already in use": (
+        "another program has this port: leave the port out, or give each run its own"
     ),
-    (
-        r"Cannot re-initialize CUDA in forked subprocess",
+    r"Cannot re-initialize CUDA in forked subprocess": (
         "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
-        'workers with multiprocessing_context="spawn"',
+        'workers with multiprocessing_context="spawn"'
     ),
-    (
-        r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)",
+    r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)": (
         "a GPU says so later than the line that did it, often an index out of range: run it "
-        "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line",
+        "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line"
     ),
-    (
-        r"invalid device ordinal|Duplicate GPU detected",
-        "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible",
+    r"invalid device ordinal|Duplicate GPU detected": (
+        "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible"
     ),
-    (
-        r"collective mismatch in your code|doesn't match expected size",
+    r"collective mismatch in your code|doesn't match expected size": (
         "the ranks came to this collective with tensors of other sizes or types, or to another "
-        "collective: pad them, or exchange the sizes first",
+        "collective: pad them, or exchange the sizes first"
     ),
-    (
-        r"unrecognized arguments: --local[-_]rank",
-        "let the script read os.environ['LOCAL_RANK'] instead",
+    r"unrecognized arguments: --local[-_]rank": (
+        "let the script read os.environ['LOCAL_RANK'] instead"
     ),
-)
+}
 _BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: "it was sent by another process: a scheduler (time or memory limit), "
     "systemd-oomd, or a user; look at the job's and the machine's log",
@@ -465,7 +454,7 @@ def _advice(kind: FailureKind, end: ExitStatus, alone: bool) -> tuple[str, ...]:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
     if kind in _BY_KIND:
         return (_BY_KIND[kind],)
-    for pattern, what_to_do in _BY_TEXT:
+    for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, joined):
             return (what_to_do,)
     if alone:

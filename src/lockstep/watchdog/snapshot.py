@@ -116,7 +116,7 @@ class Snapshot:
         return len({state.host for state in self.ranks}) == 1
 
 
-def shorten(snapshot: Snapshot, calls: int = 100) -> Snapshot:
+def shorten(snapshot: Snapshot, calls: int) -> Snapshot:
     """The same with the latest `calls` collectives of each rank alone, for sending it."""
     ranks = (replace(state, calls=state.calls and state.calls[-calls:]) for state in snapshot.ranks)
     return replace(snapshot, ranks=tuple(ranks))
