@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,7 +162,7 @@ class PipelinedModule(nn.Module):
         """Takes the loss of the last forward pass, and does all that can be done now."""
         batch = self._batch
         assert batch is not None  # `waits_for_loss`
-        batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else _none)
+        batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else None)
         self._ask_early(batch, len(batch.losses) - 1)
         while batch.next < len(batch.actions) and batch.has(batch.actions[batch.next]):
             self._do(batch)
@@ -287,8 +286,8 @@ class PipelinedModule(nn.Module):
         came, went = batch.kept.pop((stage, action.micro_batch))
         with self._noticing(), self._model.going_back():
             if stage == place.last_stage:
-                loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], _none
-                if not drop:
+                loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], None
+                if loss and not drop:
                     loss()
             elif went:
                 expected = batch.expected.pop(action.micro_batch, None)
@@ -347,7 +346,7 @@ class PipelinedModule(nn.Module):
         kind, seed, output = self._kind(arguments), self._new_seed(), None
         for stage in self.place.stages:
             _, _, output = self._through(stage, arguments, kind, seed, False)
-        leaves, spec = pytree.tree_flatten(output)
+        leaves = pytree.tree_leaves(output)
         found = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         position, rank_of = self.place.position, self.place.rank_of
         if not self.is_last:  # stage n, for n < positions, is at position n
@@ -359,8 +358,7 @@ class PipelinedModule(nn.Module):
             wire.wait()
         if self.is_last:
             return output
-        filled = [found.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(filled, spec)
+        return pytree.tree_map_only(Tensor, lambda _: found.pop(0), output)
 
     def _stand_in(self, shape: Tensor) -> Tensor:
         """What a rank without the output returns for it: no memory, and nobody mistakes it."""
@@ -375,7 +373,7 @@ class PipelinedModule(nn.Module):
 def _check_rates(optimizer: Optimizer, run: Run) -> None:
     """No replica would show that the ranks of a pipeline have parted here."""
     own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rates = run.collectives.exchange(json.dumps(own))
+    rates = run.collectives.exchange(str(own))
     other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
     if other is not None:
         raise RanksDifferError(
@@ -384,10 +382,6 @@ def _check_rates(optimizer: Optimizer, run: Run) -> None:
             "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
             "loss is NaN but on the last stage",
         )
-
-
-def _none() -> None:
-    """Where there is no loss, or it was used already."""
 
 
 @dataclass
@@ -408,8 +402,9 @@ class Batch:
     """The first action that is not done."""
     inputs: list[tuple[Arguments, Any]] = field(default_factory=list)
     """Of each call of the model: its arguments, and their kind."""
-    losses: list[Callable[[], None]] = field(default_factory=list)
-    """The backward passes of losses, of the micro-batches that `world.backward` was called for."""
+    losses: list[Callable[[], None] | None] = field(default_factory=list)
+    """The backward passes of losses, of the micro-batches that `world.backward` was called for;
+    None: the loss is on another rank, or was used already."""
     kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     """By stage and micro-batch: what came in, and what went out and gets a gradient."""
     expected: dict[int, list[Expected]] = field(default_factory=dict)

@@ -169,7 +169,7 @@ class Passage:
             _Received.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
             for tensor in self.received or ()
         ]
-        leaves, spec = pytree.tree_flatten(arguments)
+        leaves = pytree.tree_leaves(arguments)
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
                 "a pipeline over this model",
@@ -177,9 +177,8 @@ class Passage:
                 f"{self.stage - 1} has sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
-        filled = [received.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        found: Arguments = pytree.tree_unflatten(filled, spec)
-        return found
+        filled: Arguments = pytree.tree_map_only(Tensor, lambda _: received.pop(0), arguments)
+        return filled
 
     def leave(self, arguments: Arguments) -> None:
         """The first submodule of the next stage is called: that is what it is sent."""

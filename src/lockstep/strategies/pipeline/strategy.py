@@ -226,22 +226,19 @@ class Pipeline(Strategy):
         return Place.of(topology.rank, topology.size, positions, self.interleave)
 
     def _open_groups(self, run: Run, place: Place) -> None:
+        ranks = torch.arange(run.topology.size).view(place.positions, place.replicas)
         cuts = 1 if self.interleave == 1 else place.last_stage
-        for replica in range(place.replicas):
-            for what, cut in itertools.product(("activations", "gradients"), range(cuts)):
-                _open(run, f"{what} {cut}", range(replica, run.topology.size, place.replicas))
+        for what, cut in itertools.product(("activations", "gradients"), range(cuts)):
+            _open(run, f"{what} {cut}", ranks.T)
         if place.replicas > 1:
-            for first in range(0, run.topology.size, place.replicas):
-                _open(run, "replicas", range(first, first + place.replicas))
+            _open(run, "replicas", ranks)
 
     def _share_statistics(self, module: nn.Module, run: Run) -> None:
         """Layers that would take statistics of all ranks take those of equal stages."""
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")
         if layers and group is None:
-            for rank in range(run.topology.size):
-                _open(run, "alone", range(rank, rank + 1))
-            group = run.groups["alone"]
+            group = _open(run, "alone", torch.arange(run.topology.size)[:, None])
         for layer in layers:
             if isinstance(layer, nn.SyncBatchNorm):  # torch's knows no CPU, and no shapes
                 convert(layer, group)
@@ -279,7 +276,9 @@ class Pipeline(Strategy):
         return split(module, cuts), f"{shown} {reason}"
 
 
-def _open(run: Run, name: str, ranks: range) -> None:
-    group = dist.new_group(list(ranks))
-    if run.topology.rank in ranks:
-        run.groups[name] = group
+def _open(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
+    """A group of each row; this rank's is returned."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    run.groups[name] = group
+    return group
