@@ -68,7 +68,8 @@ def _interleaved(
     """Lets the ranks compute by a clock, each taking the first of its actions that can be done.
 
     A forward pass takes one tick, a backward pass two. Forward passes go first, because the last
-    position waits for them.
+    position waits for them, and in their order: no place of the training loop is between the stages
+    of a rank.
 
     A training loop has two places in each turn where all ranks may meet in a collective: after the
     call of the model (2 * micro_batch) and after `world.backward` (one more). A rank gets past such
@@ -76,28 +77,29 @@ def _interleaved(
     does only after a later one.
     """
     last = positions * per_rank - 1
+    most = micro_batches if schedule == "gpipe" else positions + _AHEAD
     orders: list[list[Action]] = [[] for _ in range(positions)]
-    waiting = []
+    forward, backward = [], []
     for position in range(positions):
         stages = range(position, last + 1, positions)
-        forward = [Action(True, stage, n) for n in range(micro_batches) for stage in stages]
-        backward = [
-            Action(False, stage, n) for n in range(micro_batches) for stage in reversed(stages)
-        ]
-        waiting.append(forward + backward)
+        forward.append([Action(True, s, n) for n in range(micro_batches) for s in stages])
+        backward.append([Action(False, s, n) for n in range(micro_batches) for s in stages[::-1]])
     done: dict[Action, tuple[int, int]] = {}
     """When an action ends, and before which place of the training loop."""
     free, present = [0] * positions, [0] * positions
     tick = 0
-    while any(waiting):
-        for position, actions in enumerate(waiting):
-            for action in actions if free[position] <= tick else ():
+    while any(backward):
+        for position in [p for p in range(positions) if free[p] <= tick]:
+            actions = forward[position][:1]
+            if schedule == "1f1b" or not actions:
+                actions += backward[position]
+            for action in actions:
                 here = max(present[position], 2 * action.micro_batch + (not action.forward))
-                needed = _needed(action, schedule, positions, last, micro_batches)
+                needed = _needed(action, positions, last, most)
                 known = [done.get(before, (tick + 1, 0)) for before in needed]
                 if all(end <= tick and before <= here for end, before in known):
                     orders[position].append(action)
-                    actions.remove(action)
+                    (forward if action.forward else backward)[position].remove(action)
                     free[position] = tick + (1 if action.forward else 2)
                     done[action] = free[position], here
                     called = action.forward and action.stage > last - positions
@@ -107,26 +109,18 @@ def _interleaved(
     return orders
 
 
-def _needed(
-    action: Action, schedule: str, positions: int, last: int, micro_batches: int
-) -> Iterator[Action]:
+def _needed(action: Action, positions: int, last: int, most: int) -> Iterator[Action]:
     """What is done before an action, by its rank or by another one."""
     stage, number = action.stage, action.micro_batch
-    highest = last - (last - stage) % positions  # of the stages on this rank
-    lowest = stage % positions
-    if action.forward:
-        if stage:
-            yield Action(True, stage - 1, number)
-        if number:  # no place of the loop is between the stages of a rank
-            yield Action(True, highest, number - 1)
-        if schedule == "1f1b" and number >= positions + _AHEAD:
-            yield Action(False, lowest, number - positions - _AHEAD)
-    else:
+    if not action.forward:
         yield Action(True, stage, number)
         if stage < last:
             yield Action(False, stage + 1, number)
-        if schedule == "gpipe":
-            yield Action(True, highest, micro_batches - 1)
+        return
+    if stage:
+        yield Action(True, stage - 1, number)
+    if number >= most:  # the rank is through with an earlier one when its lowest stage is
+        yield Action(False, stage % positions, number - most)
 
 
 @dataclass(frozen=True)
