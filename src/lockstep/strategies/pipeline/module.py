@@ -2,7 +2,7 @@
 
 Each turn of the loop brings one micro-batch: the model is called with it, and `world.backward` is
 called with its loss. Between two turns a rank knows which inputs and which losses it has, and takes
-from its list of actions (`pipelining.order`) all that can be done with these. The ranks of the last
+from its list of actions (`schedule.order`) all that can be done with these. The ranks of the last
 stage return the model's real output from the call. The others return NaN of the same shapes, whose
 loss is not used; in evaluation every rank gets the real output.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,8 +135,7 @@ class PipelinedModule(nn.Module):
         batch.inputs.append(((args, kwargs), self._kind((args, kwargs), batch.flags)))
         output = None
         called = Action(True, self.place.stages[-1], len(batch.inputs) - 1)
-        until = batch.actions.index(called) + 1
-        while batch.next < until:
+        while called in batch.actions:
             output = self._do(batch)
         return output if self.is_last else map_shapes(self._stand_in, output)
 
@@ -151,7 +151,7 @@ class PipelinedModule(nn.Module):
             self._batch = Batch(
                 of=step.batch,
                 num_micro_batches=micro_batches,
-                actions=order(self._schedule, *sizes),
+                actions=deque(order(self._schedule, *sizes)),
                 flags=tuple(p.requires_grad for p in self._parameters_there),
                 training=self.training,
                 seed=self._new_seed(),
@@ -164,7 +164,7 @@ class PipelinedModule(nn.Module):
         assert batch is not None  # `waits_for_loss`
         batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else None)
         self._ask_early(batch, len(batch.losses) - 1)
-        while batch.next < len(batch.actions) and batch.has(batch.actions[batch.next]):
+        while batch.actions and batch.has(batch.actions[0]):
             self._do(batch)
         if self.run.step.current.last:
             self._catch_up(batch)
@@ -231,8 +231,7 @@ class PipelinedModule(nn.Module):
         return [Wire(groups[cut % len(groups)], self.run.device, tag) for cut in cuts]
 
     def _do(self, batch: Batch) -> Any:
-        action = batch.actions[batch.next]
-        batch.next += 1
+        action = batch.actions.popleft()
         if not action.forward:
             return self._backward(batch, action)
         stage, number = action.stage, action.micro_batch
@@ -303,9 +302,8 @@ class PipelinedModule(nn.Module):
     def _ask_early(self, batch: Batch, number: int) -> None:
         """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
         stage, *others = self.place.stages
-        if others or stage == self.place.last_stage:  # several stages come in another order
-            return
-        if self._gradients[stage].expects_early:
+        alone = not others and not self.is_last  # several stages come in another order
+        if alone and self._gradients[stage].expects_early:
             batch.expected[number] = self._expect(stage, batch.kept[stage, number][1])
 
     def _expect(self, stage: int, went: list[Tensor]) -> list[Expected]:
@@ -318,7 +316,7 @@ class PipelinedModule(nn.Module):
         Something is, where the loop has left out a micro-batch: all ranks have left out the same,
         and each takes the rest in its order. With `drop` messages go, but nothing is computed.
         """
-        for action in batch.actions[batch.next :]:
+        for action in batch.actions:
             if not action.forward and batch.has(action):  # the forward passes are done
                 self._backward(batch, action, drop)
         for wire in (*self._activations, *self._gradients):
@@ -365,9 +363,9 @@ class PipelinedModule(nn.Module):
         if not shape.is_meta:
             return shape
         real = shape.is_floating_point() or shape.is_complex()
-        value = torch.nan if real else 0
-        nothing = torch.full((), value, dtype=shape.dtype, device=self.run.device)
-        return nothing.requires_grad_(real).expand(shape.shape)
+        nothing = torch.nan if real else 0
+        value = torch.full((), nothing, dtype=shape.dtype, device=self.run.device)
+        return value.requires_grad_(real).expand(shape.shape)
 
 
 def _check_rates(optimizer: Optimizer, run: Run) -> None:
@@ -392,14 +390,13 @@ class Batch:
     """Tells it from others."""
     num_micro_batches: int
     """Its micro-batches."""
-    actions: tuple[Action, ...]
+    actions: deque[Action]
+    """Those that are not done."""
     flags: tuple[bool, ...]
     """Which of the model's parameters are trained."""
     training: bool
     """Whether the model was in training mode at the beginning."""
     seed: int
-    next: int = 0
-    """The first action that is not done."""
     inputs: list[tuple[Arguments, Any]] = field(default_factory=list)
     """Of each call of the model: its arguments, and their kind."""
     losses: list[Callable[[], None] | None] = field(default_factory=list)

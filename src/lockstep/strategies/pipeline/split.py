@@ -262,16 +262,18 @@ def _ways(batch: Any) -> list[Arguments]:
 @torch.enable_grad()
 def _seconds(unit: nn.Module, arguments: Arguments, device: torch.device) -> float:
     """Of one forward and backward pass: the least of a few."""
+    # What a GPU still computes belongs to what was asked before.
+    settle = partial(torch.get_device_module(device).synchronize, device)
     best = float("inf")
     for _ in range(_TRIALS):
         args, kwargs = pytree.tree_map_only(Tensor, _fresh, arguments)
         wanted = [*_trained(unit.parameters()), *_trained(pytree.tree_leaves((args, kwargs)))]
-        _settle(device)
+        settle()
         begin = time.perf_counter()
         roots = [leaf.sum() for leaf in _trained(pytree.tree_leaves(unit(*args, **kwargs)))]
         if roots and wanted:
             torch.autograd.grad(roots, wanted, allow_unused=True)
-        _settle(device)
+        settle()
         best = min(best, time.perf_counter() - begin)
     return best
 
@@ -284,9 +286,3 @@ def _fresh(tensor: Tensor) -> Tensor:
     """A copy that may be written to, so no leaf."""
     detached = tensor.detach()
     return (detached.requires_grad_() if detached.is_floating_point() else detached).clone()
-
-
-def _settle(device: torch.device) -> None:
-    """What a GPU still computes belongs to what was asked before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

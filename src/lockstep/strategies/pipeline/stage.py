@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -129,10 +129,9 @@ class StagedModel:
     def going_back(self) -> Iterator[None]:
         """A backward pass runs inside."""
         self.goes_back = True
-        kind = self._device.type
-        on = torch.is_autocast_enabled(kind)  # a caller's, in whose forward pass this is done
         try:
-            with torch.autocast(kind, enabled=False) if on else nullcontext():
+            # Not under a caller's autocast, in whose forward pass this is done.
+            with torch.autocast(self._device.type, enabled=False):
                 yield
         finally:
             self.goes_back = False
@@ -227,7 +226,7 @@ class _Piece:
         if self.stage == passage.stage:
             return self.__wrapped__(*args, **kwargs)
         # Not what is remembered: the caller may change its shape in place.
-        return map_shapes(_as_shape, self._shapes_for((args, kwargs)))
+        return map_shapes(lambda t: t.as_subclass(Shape), self._shapes_for((args, kwargs)))
 
     def arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its first forward pre-hook: begins or ends the stage that runs; returns the arguments."""
@@ -287,7 +286,7 @@ def _move(
             if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
-                shape = nn.Parameter(like(parameter), parameter.requires_grad)
+                shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 part.register_parameter(path.rpartition(".")[2], shape)
                 gone += [parameter, shape]
         stage = split.stage_of(name)
@@ -383,10 +382,6 @@ def _only_shapes(device: torch.device) -> Iterator[None]:
         Shape.on = None
 
 
-def _as_shape(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(Shape)
-
-
 def remember(known: dict[Any, Any], kind: Any, found: Any) -> None:
     """Keeps what was found for a kind of input; nothing for None, which is unknown."""
     if kind is not None:
@@ -409,11 +404,6 @@ def signature(value: Arguments) -> Any:
     return (str(spec), *parts) if plain else None
 
 
-def shape_of(tensor: Tensor) -> Tensor:
-    """Of this dtype and shape, on the meta device."""
-    return tensor if tensor.is_meta else like(tensor)
-
-
 def map_shapes(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
     """A nest with its tensors changed."""
     if isinstance(nest, Tensor):  # without the detour that a nest takes
@@ -421,8 +411,11 @@ def map_shapes(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
     return pytree.tree_map_only(Tensor, change, nest)
 
 
-def like(tensor: Tensor) -> Tensor:
-    """Another shape like it; `empty_like` on the meta device is Python, and 20 times slower."""
+def shape_of(tensor: Tensor) -> Tensor:
+    """Of this dtype and shape, on the meta device."""
+    if tensor.is_meta:
+        return tensor
+    # `empty_like` on the meta device is Python, and 20 times slower.
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -442,4 +435,4 @@ def leave_statistics(piece: nn.Module) -> None:
     """Its BatchNorms give the shape they get: some ask statistics for a number, or meet ranks."""
     for part in piece.modules():
         if isinstance(part, NormBase):
-            part.forward = like
+            part.forward = shape_of

@@ -9,7 +9,7 @@ The last stage is on the first ranks, so that rank 0 has the model's output and 
 torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand and its
 shapes are fixed at the first step; here the loss is what the training loop computes, and the last
 batch of an epoch may be short. So the point-to-point operations and autograd of torch are used
-directly, under the orders of `pipelining.order`.
+directly, under the orders of `schedule.order`.
 """
 
 from __future__ import annotations
