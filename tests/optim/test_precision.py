@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lockstep.errors import SettingError
 from lockstep.optim.precision import Precision
@@ -35,6 +38,40 @@ def test_the_forward_pass_runs_lower_and_comes_back_in_fp32(name):
     assert net.layer.weight.grad is not None
     assert net.layer.weight.grad.dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
+
+
+@dataclass
+class Movable:
+    x: Tensor
+    ids: Tensor
+
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.x.to(device), self.ids.to(device))
+
+
+def test_what_moves_itself_is_converted_inside():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, batch, packed):  # type: ignore[no-untyped-def]
+            y = self.layer(packed.data)
+            return {
+                "packed": packed._replace(data=y),
+                "out": Movable(self.layer(batch.x), batch.ids),
+            }
+
+    ids = torch.ones(2, dtype=torch.int64)
+    for name, dtype in (("bf16", torch.float32), ("fp64", torch.float64)):
+        net = Net()
+        Precision(name, CPU).attach(net)
+        packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+        made = net(Movable(torch.ones(1, 2), ids), packed)
+        assert type(made["packed"]) is PackedSequence
+        assert type(made["out"]) is Movable
+        assert made["packed"].data.dtype == made["out"].x.dtype == dtype
+        assert made["packed"].batch_sizes.dtype == made["out"].ids.dtype == torch.int64
 
 
 def test_autocast_is_left_when_the_forward_pass_raises():

@@ -25,19 +25,20 @@ from lockstep.errors import DataError
 def map_tensors(
     batch: Any,
     change: Callable[[Tensor], Tensor],
-    opaque: Callable[[Any], Any] = lambda leaf: leaf,
+    opaque: Callable[[Any], Any] | None = lambda leaf: leaf,
 ) -> Any:
     """The same pytree with every tensor changed by `change` and every opaque leaf by `opaque`.
 
+    With `opaque=None` an opaque leaf that is a container, a `PackedSequence` say, is walked too.
     Containers keep their types, and `dict`, `UserDict`, `list` and dataclasses their further
     attributes; a container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
     The batch itself is not written to.
     """
     if isinstance(batch, Tensor):
         return change(batch)
-    children = _children(batch)
+    children = _children(batch, opaque_too=opaque is None)
     if children is None:
-        return opaque(batch) if is_opaque(batch) else batch
+        return opaque(batch) if opaque and is_opaque(batch) else batch
     changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
     return _rebuilt(batch, changed)
 
@@ -134,9 +135,9 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     return _rebuilt(trees[0], values)
 
 
-def _children(batch: Any) -> dict[Any, Any] | None:
+def _children(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
     """What a container holds, by key, position or field; None: it is a leaf."""
-    if isinstance(batch, Tensor) or is_opaque(batch):
+    if isinstance(batch, Tensor) or (is_opaque(batch) and not opaque_too):
         return None
     if isinstance(batch, Mapping):
         return dict(batch)

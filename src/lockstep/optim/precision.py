@@ -11,15 +11,13 @@ of the next one: however many optimizers share a backward pass, they see one sca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.pytree import map_fields
-from lockstep.distributed.torch_compat import pytree
+from lockstep.data.pytree import map_tensors
 from lockstep.errors import SettingError
 
 _DTYPES: dict[str, torch.dtype | None] = {
@@ -73,8 +71,7 @@ class Precision:
             return
         if self.dtype == torch.float64:
             module.double()
-            hook = module.register_forward_pre_hook
-            hook(lambda _, *called_with: in_double(called_with), with_kwargs=True)
+            module.register_forward_pre_hook(lambda _, *given: in_double(given), with_kwargs=True)
             return
         running: list[torch.autocast] = []
 
@@ -85,18 +82,17 @@ class Precision:
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             running.pop().__exit__(None, None, None)
-            return _map_tensors(output, self._to_fp32)
+            return map_tensors(
+                output, lambda t: t.float() if t.dtype == self.dtype else t, opaque=None
+            )
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
 
-    def _to_fp32(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype == self.dtype else tensor
-
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of the (scaled) loss."""
         if self.scaler is not None:
-            self.settle()
+            self.update_scale()
             loss = self.scaler.scale(loss)
         torch.autograd.backward(loss, **options)
 
@@ -131,7 +127,7 @@ class Precision:
         self._used = True
         return result, not taken or (taken[0] is not None and bool(taken[0].item()))
 
-    def settle(self) -> None:
+    def update_scale(self) -> None:
         """Adapts the scale to what the last backward pass gave; the next one begins with it."""
         if self.scaler is not None and self._used:
             self.scaler.update()
@@ -140,31 +136,16 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any] | None:
         """The loss scaler's; None: there is none."""
-        self.settle()
+        self.update_scale()
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Takes up what `state_dict` gave, where both have a scaler."""
-        self.settle()
+        self.update_scale()
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
 
 
 def in_double(nest: Any) -> Any:
     """The same nest with its floating-point tensors in float64."""
-    return _map_tensors(
-        nest, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
-    )
-
-
-def _map_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The nest with other tensors, in dataclasses too, which are leaves to torch's pytree."""
-
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if not is_dataclass(leaf) or isinstance(leaf, type | dict):
-            return leaf
-        return map_fields(leaf, lambda value: _map_tensors(value, change))
-
-    return pytree.tree_map(changed, nest)
+    return map_tensors(nest, lambda t: t.double() if t.is_floating_point() else t, opaque=None)
