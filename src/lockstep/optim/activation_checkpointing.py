@@ -17,13 +17,12 @@ that would not fit. Parameters and buffers are there anyway and are not counted.
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -269,8 +268,8 @@ def _changing_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
                 yield m, name, buffer
 
 
-Kept = dict[int, int]
-"""Bytes of storages, by number."""
+Kept = dict[Hashable, int]
+"""Bytes of storages, by what tells them apart."""
 
 
 class Activations(NamedTuple):
@@ -325,9 +324,6 @@ def measure(
     Raises:
         UsageError: the forward pass computes gradients itself.
     """
-    # A storage is the same Python object as long as it lives, and its number is not used again.
-    numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-    unused = itertools.count()
     there_anyway: Kept = {}
     kept = Activations({}, {}, {})
     running = kept.outside
@@ -335,9 +331,10 @@ def measure(
     def count(tensor: Tensor, into: Kept) -> None:
         if tensor.layout is torch.strided:  # others have no storage of their own
             storage = tensor.untyped_storage()
-            number = numbers.setdefault(storage, next(unused))
-            if number not in there_anyway:
-                into[number] = storage.nbytes()
+            # It is the same Python object as long as it lives; its reference equals no other after.
+            reference = weakref.ref(storage)
+            if reference not in there_anyway:
+                into[reference] = storage.nbytes()
 
     def enter(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal running

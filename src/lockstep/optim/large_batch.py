@@ -65,6 +65,7 @@ class _Layerwise(Optimizer, ABC):
         max_ratio: the largest trust ratio; None: no limit.
     """
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step.
 
@@ -81,14 +82,13 @@ class _Layerwise(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                with_gradient = [p for p in group["params"] if p.grad is not None]
-                for adapted in (True, False):
-                    chosen = [p for p in with_gradient if _adapts(group, p) is adapted]
-                    decay = group["weight_decay"] if adapted or group["adapt"] is False else 0.0
-                    for parameters in _sharded_alike(chosen):
-                        self._update(group, parameters, adapted, decay)
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for adapted in (True, False):
+                chosen = [p for p in with_gradient if _adapts(group, p) is adapted]
+                decay = group["weight_decay"] if adapted or group["adapt"] is False else 0.0
+                for parameters in _sharded_alike(chosen):
+                    self._update(group, parameters, adapted, decay)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -501,16 +501,13 @@ def warmup(
             f"a {type(scheduler).__name__}",
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
+    was_set = f"warm-up followed by {type(scheduler).__name__}"
     for kind, reason in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
-            raise SettingError(
-                f"warm-up followed by {type(scheduler).__name__}",
-                "it cannot begin after a warm-up",
-                reason,
-            )
+            raise SettingError(was_set, "it cannot begin after a warm-up", reason)
     if scheduler.last_epoch != 0:
         raise UsageError(
-            f"warm-up followed by {type(scheduler).__name__}",
+            was_set,
             f"the scheduler has already made {scheduler.last_epoch} steps",
             "build it, wrap it in warmup, and only then load a saved state or step",
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, grouped
 
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 
@@ -52,10 +52,9 @@ def select_modules(
 
 def candidates(module: nn.Module) -> str:
     """Classes of submodules that hold others, the most frequent first, with one name of each."""
-    names: dict[str, list[str]] = {}
-    for name, m in module.named_modules():
-        if name and next(m.children(), None) and _runs(m):
-            names.setdefault(type(m).__name__, []).append(name)
+    parts = module.named_modules()
+    holding = ((name, m) for name, m in parts if name and next(m.children(), None) and _runs(m))
+    names = grouped((type(m).__name__, name) for name, m in holding)
     ranked = sorted(names.items(), key=lambda item: -len(item[1]))[:MAX_CANDIDATES]
     listed = [f"{kind} ({len(of_kind)}, such as {of_kind[0]!r})" for kind, of_kind in ranked]
     if listed:
