@@ -2,8 +2,8 @@
 
 Every rank keeps a part of every parameter, of its gradient and of the optimizer's state
 (Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277). The
-model is cut into units (`wrapping`); a unit's parameters are gathered just before it runs and let
-go after it.
+model is cut into units (`find_blocks`); a unit's parameters are gathered just before it runs and
+let go after it.
 
 Communication: the parameters and buffers of rank 0 are broadcast once, unit by unit, so that no
 device ever holds the whole model. Every forward pass gathers each unit once, with gradients or
@@ -141,7 +141,7 @@ class FSDP(Strategy):
             choices=[*choices, shards._replace(value=f"{sized(size)} over {shards.value}")],
             replaced=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
-            whole=held.whole,
+            whole=list(held.whole.values()),
             gradients_apart=not self.accumulate_shards,
             units=units,
             replicas=held.replicas,

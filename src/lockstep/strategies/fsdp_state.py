@@ -41,34 +41,27 @@ from lockstep.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
 
 
+@dataclasses.dataclass(eq=False)
 class Sharded:
-    """A sharded module in the course of the global batch.
+    """A sharded module in the course of the global batch."""
 
-    Args:
-        units: the names of all modules that `fully_shard` was applied to, and the modules; the
-            whole one, whose name is empty, is the last.
-        mesh: of the ranks.
-        run: whose steps it follows.
-        keep_whole: gathered parameters stay until the last micro-batch is through.
-        accumulate_shards: gradients are averaged in every micro-batch.
-    """
+    units: Mapping[str, nn.Module]
+    """The names of all modules that `fully_shard` was applied to, and the modules; the whole one,
+    whose name is empty, is the last."""
+    mesh: DeviceMesh
+    """Of the ranks."""
+    run: Run
+    """Whose steps it follows."""
+    keep_whole: bool
+    """Gathered parameters stay until the last micro-batch is through."""
+    accumulate_shards: bool
+    """Gradients are averaged in every micro-batch."""
 
-    def __init__(
-        self,
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        run: Run,
-        *,
-        keep_whole: bool,
-        accumulate_shards: bool,
-    ) -> None:
-        self.run = run
-        self._mesh = mesh
-        self._units: list[Any] = list(units.values())
+    def __post_init__(self) -> None:
+        self._units: list[Any] = list(self.units.values())
         self.root = root = self._units[-1]
-        self._keep_whole = keep_whole
-        self._accumulate_shards = accumulate_shards
-        self._whole = dict(_whole_parameters(units))
+        self.whole = dict(_whole_parameters(self.units))
+        """What forward passes compute with; the gradients of micro-batches add up there."""
         make_fsdp_root(root)
         self._shards: dict[str, DTensor] = dict(root.named_parameters())
         # Torch keeps the object of a storage, so it is another one if this is not the same.
@@ -88,11 +81,6 @@ class Sharded:
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
         vars(root)["__deepcopy__"] = _no_copy
 
-    @property
-    def whole(self) -> list[nn.Parameter]:
-        """What forward passes compute with; the gradients of micro-batches add up there."""
-        return list(self._whole.values())
-
     def before_backward(self, loss: Tensor) -> None:
         """Follows the loop to the micro-batch; raises UsageError for a loss made of shards."""
         if isinstance(loss, DTensor):
@@ -105,16 +93,16 @@ class Sharded:
         if self._batch != step.batch:
             self._batch = step.batch
             if not self._last:  # the batch before was left in its middle
-                for parameter in self._whole.values():
+                for parameter in self.whole.values():
                     parameter.grad = None
         last = step.current.last
         if last is self._last:
             return
         self._last = last
         self.root.set_is_last_backward(last)
-        if not self._accumulate_shards:
+        if not self.accumulate_shards:
             self.root.set_requires_gradient_sync(last)
-        if self._keep_whole:
+        if self.keep_whole:
             self.root.set_reshard_after_backward(last)
 
     def keep(self) -> None:
@@ -129,11 +117,11 @@ class Sharded:
         if not self._kept:
             return
         self._kept = False
-        self.root.set_reshard_after_backward(self._last or not self._keep_whole)
-        if not self._keep_whole:
+        self.root.set_reshard_after_backward(self._last or not self.keep_whole)
+        if not self.keep_whole:
             for unit in self._units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
-        if self._last or not self._keep_whole:
+        if self._last or not self.keep_whole:
             self.reshard()
 
     def reshard(self) -> None:
@@ -149,7 +137,7 @@ class Sharded:
         """
         self.end_keeping()
         self.reshard()
-        left = [name for name, p in self._whole.items() if p.grad is not None]
+        left = [name for name, p in self.whole.items() if p.grad is not None]
         if left:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
@@ -186,14 +174,14 @@ class Sharded:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
         self._released = True
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
-        drop_fsdp_groups(self._units, self._mesh)
+        drop_fsdp_groups(self._units, self.mesh)
 
     def replicas(self) -> Iterator[Replicas]:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
         yield Replicas({}, dict(self.root.named_buffers()))
-        if self._mesh.ndim > 1:
+        if self.mesh.ndim > 1:
             shards = {name: p.to_local() for name, p in self._shards.items()}
-            yield Replicas(shards, {}, self._mesh.get_group(0))
+            yield Replicas(shards, {}, self.mesh.get_group(0))
 
     def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Raises UsageError unless a move or conversion of the model leaves it as it is."""
@@ -247,7 +235,7 @@ class Sharded:
             )
         if torch.is_grad_enabled():
             self.follow()
-            if self._keep_whole and not self.run.step.current.first:
+            if self.keep_whole and not self.run.step.current.first:
                 self._freeze_shards()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -382,16 +370,14 @@ class Outputs:
     def _loose(self, leaves: Sequence[Any]) -> Iterator[Tensor]:
         for leaf in leaves:
             yield from _tensors(leaf, objects=True)
-        for attributes in self._attributes:
-            for name, value in attributes.items():
-                if name in PLAIN:
-                    continue
-                for tensor in _tensors(value, objects=False):
-                    # It may stay there for more passes than this one.
-                    units = vars(tensor).setdefault(_SHOWN, set())
-                    if id(self) not in units:
-                        units.add(id(self))
-                        yield tensor
+        own = (v for found in self._attributes for name, v in found.items() if name not in PLAIN)
+        for value in own:
+            for tensor in _tensors(value, objects=False):
+                # It may stay there for more passes than this one.
+                units = vars(tensor).setdefault(_SHOWN, set())
+                if id(self) not in units:
+                    units.add(id(self))
+                    yield tensor
 
     def _look(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():
