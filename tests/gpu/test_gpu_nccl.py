@@ -18,7 +18,6 @@ import torch.distributed as dist
 from on_devices import DEVICES, GPU, run_on
 from problems import difference, mean_loss, mlp, tensors, weights
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lockstep
 from lockstep.distributed import collectives, torch_compat
@@ -178,9 +177,8 @@ def test_the_recorder_says_what_is_not_completed(device: str) -> None:
 class OneShard(FSDP):
     """FSDP over a mesh of one rank, which in a run of one it leaves out."""
 
-    def _mesh(self, run: Run) -> tuple[DeviceMesh, Choice]:
-        mesh = init_device_mesh(run.device.type, (1,), mesh_dim_names=("shard",))
-        return mesh, Choice("shards", "1 rank", "a test")
+    def _shards(self, run: Run) -> tuple[Choice, tuple[int, ...]]:
+        return Choice("shards", "1 rank", "a test"), (1,)
 
 
 def run_of(device: torch.device, size: int) -> Run:
