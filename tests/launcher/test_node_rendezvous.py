@@ -163,6 +163,8 @@ def test_torchs_own_agent_runs_and_restarts_with_it(tmp_path: Path) -> None:
         ({"nodes": 2, "endpoint": "localhost:1234", "is_host": "perhaps"}, "is_host=perhaps"),
         ({"nodes": 2, "endpoint": "localhost:1234", "join_timeout": "-1", "is_host": 0}, "join_t"),
         (static(1234, 1, timeout="soon"), "timeout=soon"),
+        (static(1234, 1, timeout="nan"), "timeout=nan"),
+        ({"nodes": 2, "endpoint": "localhost:1234", "join_timeout": "inf", "is_host": 0}, "inf"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ Sources: torch/distributed/elastic/rendezvous/{api,static_tcp_rendezvous,dynamic
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -158,11 +159,9 @@ class Rendezvous(RendezvousHandler):
                 self._peers.update(state=LEFT, why=why)
             if self._peers.own_number == 0:
                 deadline = time.monotonic() + (_LEAVE_AFTER_FAILURE_S if why else _LEAVE_S)
-                network.wait_until(self._others_left, deadline)
+                others = self._peers.all
+                network.wait_until(lambda: all(n.state != HERE for n in others()[1:]), deadline)
             self._peers.update(state=LEFT)
-
-    def _others_left(self) -> bool:
-        return all(node.state != HERE for node in self._peers.all()[1:])
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -407,24 +406,23 @@ class _OneOfSeveral:
 
 def _join_timeout(parameters: RendezvousParameters) -> float:
     """Seconds that nodes wait for each other: `timeout` (static), `join_timeout` (c10d)."""
-    static = parameters.backend == "static"
-    return _seconds(parameters, "timeout" if static else "join_timeout", _JOIN_TIMEOUT_S)
+    return _seconds(parameters, "join_timeout", _JOIN_TIMEOUT_S)
 
 
 def _store_timeout(parameters: RendezvousParameters) -> timedelta:
-    """How long the store waits for an answer: `timeout` (static) or `read_timeout`."""
-    if parameters.backend == "static":
-        return timedelta(seconds=_join_timeout(parameters))
+    """How long the store waits for an answer: `timeout` (static) or `read_timeout` (c10d)."""
     return timedelta(seconds=_seconds(parameters, "read_timeout", _READ_TIMEOUT_S))
 
 
 def _seconds(parameters: RendezvousParameters, name: str, default: float) -> float:
+    if parameters.backend == "static":
+        name, default = "timeout", _JOIN_TIMEOUT_S
     given = parameters.get(name, default)
     try:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise SettingError(
             f"--rdzv-conf {name}={given}", "not a number of seconds above 0", "write a number"
         )
@@ -561,34 +559,30 @@ class DynamicRendezvous(TorchsRendezvous):
         """
         if self._torchs is None or self._server_gone():
             raise self._absence("the store of the run is closed")
-        with self._errors_named(), self._waiting_announced(), variables(_NO_STORE_OF_TORCHS):
-            info = self._torchs.next_rendezvous()
-            # Each round has a store of its own, so that nothing of an earlier one is found here.
-            if info.rank == 0:
-                attempt = self._store.add("lockstep/attempts", 1) - 1
-                self._peers.update(forget=f"lockstep/forgotten/{attempt}")
-                self._store.get(f"lockstep/forgotten/{attempt}")
-                info.store.set("lockstep/attempt", str(attempt))
-            self.attempt = int(info.store.get("lockstep/attempt"))
+        with self._waiting_announced(), variables(_NO_STORE_OF_TORCHS):
+            try:
+                info = self._torchs.next_rendezvous()
+                # Each round has a store of its own: nothing of an earlier one is found here.
+                if info.rank == 0:
+                    attempt = self._store.add("lockstep/attempts", 1) - 1
+                    self._peers.update(forget=f"lockstep/forgotten/{attempt}")
+                    self._store.get(f"lockstep/forgotten/{attempt}")
+                    info.store.set("lockstep/attempt", str(attempt))
+                self.attempt = int(info.store.get("lockstep/attempt"))
+            except RendezvousTimeoutError:
+                raise self._absence("too few nodes have come within the join timeout") from None
+            except RendezvousClosedError:
+                raise JoinError(
+                    f"run {self.get_run_id()!r} (--rdzv-id)",
+                    "another node has ended the run",
+                    "look at the first failure there; give a new run another --rdzv-id",
+                ) from None
+            except (RendezvousConnectionError, RuntimeError) as error:
+                if not self._server_gone() and not isinstance(error, RendezvousConnectionError):
+                    raise
+                raise self._absence("the store of the run is out of reach") from None
         self._peers.update(rank=info.rank, round=self.attempt + 1, started=self.attempt + 1)
         return self._info(info.store, info.rank, info.world_size)
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        try:
-            yield
-        except RendezvousTimeoutError:
-            raise self._absence("too few nodes have come within the join timeout") from None
-        except RendezvousClosedError:
-            raise JoinError(
-                f"run {self.get_run_id()!r} (--rdzv-id)",
-                "another node has ended the run",
-                "look at the first failure there; give a new run another --rdzv-id",
-            ) from None
-        except (RendezvousConnectionError, RuntimeError) as error:
-            if not self._server_gone() and not isinstance(error, RendezvousConnectionError):
-                raise
-            raise self._absence("the store of the run is out of reach") from None
 
     def _absence(self, reason: str) -> MissingRankError:
         nodes = self._peers.all()
