@@ -11,6 +11,7 @@ from lockstep.cli.main import main
 from lockstep.cli.run import STRATEGIES, torchrun_options
 from lockstep.launcher import script
 from lockstep.launcher.plan import LaunchSpec
+from lockstep.launcher.worker import Script
 
 
 def run(*arguments: str) -> Result:
@@ -42,8 +43,7 @@ def test_our_flags_and_torchruns_in_any_order(
     assert result.exit_code == 7, result.output
     assert asked == [
         LaunchSpec(
-            script="t.py",
-            arguments=("--seed", "4", "--", "-x"),
+            script=Script(path="t.py", arguments=("--seed", "4", "--", "-x")),
             nproc="2",
             settings={"join_timeout": 5.0, "shares": "1:2", "seed": 3},
             torchrun=("--max-restarts", "1", "--standalone", "--rdzv-conf", "a=1"),
@@ -53,7 +53,8 @@ def test_our_flags_and_torchruns_in_any_order(
 
 def test_module(asked: list[LaunchSpec]) -> None:
     run("-m", "pkg.mod", "--help")
-    assert asked == [LaunchSpec(script="pkg.mod", arguments=("--help",), module=True)]
+    program = Script(path="pkg.mod", arguments=("--help",), module=True)
+    assert asked == [LaunchSpec(script=program)]
 
 
 def test_every_strategy_can_be_asked_for() -> None:
@@ -195,7 +196,8 @@ def test_flags_stand_before_the_script(
 ) -> None:
     run(*line.split())
     (spec,) = asked
-    assert (spec.torchrun, spec.script, spec.arguments) == (torchrun, script, arguments)
+    assert spec.torchrun == torchrun
+    assert (spec.script.path, spec.script.arguments) == (script, arguments)
 
 
 def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from lockstep.launcher.script import SourceHints, hidden_by, large_modules, read_script, read_source
+from lockstep.launcher.worker import Script
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,21 @@ def test_what_a_script_will_import() -> None:
 @pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])
 def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "script").write_bytes(text)
-    assert read_script(str(tmp_path / "script")) == SourceHints()
-    assert read_script(str(tmp_path / "missing.py")) == SourceHints()
+    assert read_script(Script(path=str(tmp_path / "script"))) == SourceHints()
+    assert read_script(Script(path=str(tmp_path / "missing.py"))) == SourceHints()
+
+
+def test_a_folder_and_a_module_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    for name, flag in (("pack/__main__.py", "--local_rank"), ("pack/train.py", "--local-rank")):
+        (tmp_path / name).write_text(f"add_argument('{flag}')")
+    for script, flag in (
+        (Script(path="pack"), "--local_rank"),
+        (Script(path="pack", module=True), "--local_rank"),
+        (Script(path="pack.train", module=True), "--local-rank"),
+    ):
+        assert read_script(script).local_rank_flag == flag
 
 
 def test_a_script_in_another_encoding_is_read(
@@ -77,9 +91,9 @@ def test_a_script_in_another_encoding_is_read(
 ) -> None:
     text = "# coding: latin-1\nadd_argument('--local_rank', help='Ger\xe4t')\n'\\d'\n"
     (tmp_path / "script.py").write_bytes(text.encode("latin-1"))
-    assert read_script(str(tmp_path / "script.py")).local_rank_flag == "--local_rank"
+    assert read_script(Script(path=str(tmp_path / "script.py"))).local_rank_flag == "--local_rank"
     (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfadd_argument('--local-rank')")
-    assert read_script(str(tmp_path / "marked.py")).local_rank_flag == "--local-rank"
+    assert read_script(Script(path=str(tmp_path / "marked.py"))).local_rank_flag == "--local-rank"
     assert not recwarn.list  # of the escape: the ranks warn of it
 
 
@@ -96,10 +110,12 @@ def test_what_a_script_would_import_in_the_place_of_what_is_loaded(tmp_path: Pat
         "os": os,
         "c": module(there / "c.so"),
         "d": module(there / "d.py"),
+        "__main__": module(there / "command.py"),
     }
     assert hidden_by(str(here), loaded) == []
     for name in ("a.py", "built_in.py", "os.py", "c.cpython-311-x.so", "e.py", "d.txt"):
         (here / name).touch()
+    (here / "__main__.py").touch()  # which nobody imports by its name
     (here / "b").mkdir()
     (here / "d").mkdir()  # without __init__.py it is found last
     (here / "b" / "__init__.py").touch()

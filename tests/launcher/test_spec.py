@@ -12,8 +12,10 @@ from lockstep.launcher.plan import (
     plan,
     threads_per_process,
 )
+from lockstep.launcher.worker import Script
 
 MACHINE = Machine(cores=8, gpus=0, loopback="lo")
+SCRIPT = Script(path="t.py")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_threads_fill_the_cores(cores: int, nproc: int, threads: int) -> None:
 
 def test_only_given_settings_reach_the_environment() -> None:
     def variables(**settings: object) -> Mapping[str, str]:
-        spec = LaunchSpec(script="t.py", settings=settings)
+        spec = LaunchSpec(script=SCRIPT, settings=settings)
         environ = {"OMP_NUM_THREADS": "1"}
         return plan(spec, MACHINE, environ, nproc=1, one_node=False).environment
 
@@ -67,9 +69,8 @@ def test_only_given_settings_reach_the_environment() -> None:
 
 
 def test_plan_on_one_machine() -> None:
-    spec = LaunchSpec(
-        script="t.py", arguments=("--lr", "1"), nproc="2", settings={"strategy": "ddp"}
-    )
+    script = Script(path="t.py", arguments=("--lr", "1"))
+    spec = LaunchSpec(script=script, nproc="2", settings={"strategy": "ddp"})
     made = plan(spec, MACHINE, {}, nproc=2, one_node=True)
     assert made.environment == {
         "LOCKSTEP_STRATEGY": "ddp",
@@ -92,13 +93,13 @@ def test_plan_on_one_machine() -> None:
 
 def test_plan_leaves_alone_what_the_user_has_set() -> None:
     environ = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"}
-    made = plan(LaunchSpec(script="t.py"), MACHINE, environ, nproc=2, one_node=True)
+    made = plan(LaunchSpec(script=SCRIPT), MACHINE, environ, nproc=2, one_node=True)
     assert made.environment == {}
     assert made.notes == ()
 
 
 def test_plan_of_one_machine_among_several() -> None:
-    spec = LaunchSpec(script="t.py", torchrun=("--nnodes", "2", "--node-rank=1"))
+    spec = LaunchSpec(script=SCRIPT, torchrun=("--nnodes", "2", "--node-rank=1"))
     made = plan(spec, MACHINE, {}, nproc=2, one_node=False)
     assert "GLOO_SOCKET_IFNAME" not in made.environment
     assert made.arguments == ("--nnodes", "2", "--node-rank=1", "--nproc-per-node=2", "t.py")
@@ -120,12 +121,13 @@ def test_plan_of_one_machine_among_several() -> None:
 def test_the_users_own_rendezvous_is_left_alone(
     torchrun: tuple[str, ...], environ: dict[str, str], standalone: bool
 ) -> None:
-    spec = LaunchSpec(script="t.py", torchrun=torchrun)
+    spec = LaunchSpec(script=SCRIPT, torchrun=torchrun)
     made = plan(spec, MACHINE, environ, nproc=1, one_node=True)
     added = made.arguments.count("--standalone") - torchrun.count("--standalone")
     assert added == int(standalone)
 
 
 def test_plan_of_a_module() -> None:
-    made = plan(LaunchSpec(script="pkg.mod", module=True), MACHINE, {}, nproc=1, one_node=True)
+    spec = LaunchSpec(script=Script(path="pkg.mod", module=True))
+    made = plan(spec, MACHINE, {}, nproc=1, one_node=True)
     assert made.arguments[-2:] == ("--module", "pkg.mod")

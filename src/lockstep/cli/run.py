@@ -8,6 +8,7 @@ import click
 
 from lockstep.errors import SettingError
 from lockstep.launcher.plan import HangRules, LaunchSpec
+from lockstep.launcher.worker import Script
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
 """In a command's context: torchrun's flags as given, and as click is to know them."""
@@ -163,10 +164,8 @@ def command(
     one itself to another value ends in an error.
     """
     spec = LaunchSpec(
-        script=script,
-        arguments=args,
+        script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
-        module=module,
         settings={name: value for name, value in settings.items() if value is not None},
         torchrun=tuple(ctx.meta[_TORCHRUN]),
         warm=warm,

@@ -112,20 +112,20 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
     from lockstep.launcher.worker import Script
     from lockstep.verify.record import OWN_PROCESSES, Way
 
-    module, nproc = options["module"], options["nproc"]
-    check_script(script, module=module, command="lockstep verify")
-    reading = read_script(script, module=module)
+    nproc = options["nproc"]
+    program = Script(path=script, arguments=args, module=options["module"])
+    check_script(program, "lockstep verify")
+    reading = read_script(program)
     if reading.own_processes:
         raise UsageError(
             f"lockstep verify {script}",
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",
             OWN_PROCESSES,
         )
-    flag = reading.local_rank_flag
     way = Way(
         name=f"{nproc} processes",
         nproc=nproc,
-        script=Script(path=script, arguments=args, module=module, local_rank_flag=flag),
+        script=replace(program, local_rank_flag=reading.local_rank_flag),
         steps=options["steps"],
         precision=options["precision"],
     )

@@ -45,13 +45,9 @@ class HangRules:
 class LaunchSpec:
     """What `lockstep run` was asked to start."""
 
-    script: str
-    """Path of the script, or the module's name with `module`."""
-    arguments: tuple[str, ...] = ()
-    """The script's own arguments, passed on as they are."""
+    script: Script
     nproc: str | None = None
     """Processes on this machine: a number, `auto`, `gpu`, `cpu`; None: torchrun's default."""
-    module: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
     """Arguments of `lockstep.init`, by name; the others are left to the script."""
     torchrun: tuple[str, ...] = ()
@@ -184,9 +180,9 @@ def plan(
             *(["--standalone"] if one_node and not _rendezvous_given(spec, environ) else []),
             *spec.torchrun,
             f"--nproc-per-node={nproc}",
-            *(["--module"] if spec.module else []),
+            *(["--module"] if spec.script.module else []),
         ),
-        script=Script(path=spec.script, arguments=spec.arguments, module=spec.module),
+        script=spec.script,
         hang=spec.hang,
     )
 
@@ -363,9 +359,7 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not flags.virtual_local_rank or visible is None:
-        return
-    if len(visible.split(",")) < nproc:
+    if flags.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
         raise SettingError(
             f"--virtual-local-rank with {nproc} processes",
             f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",

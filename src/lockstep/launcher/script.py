@@ -24,7 +24,7 @@ from lockstep.launcher import plan as pure
 from lockstep.launcher import worker
 from lockstep.launcher.machine import cores_allowed, read_machine
 from lockstep.launcher.plan import LaunchPlan, LaunchSpec, variables
-from lockstep.launcher.worker import MACRO, Command, Script, folder_of
+from lockstep.launcher.worker import MACRO, Command, Script
 from lockstep.launcher.zygote import Zygote
 
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
@@ -47,11 +47,10 @@ def plan_run(spec: LaunchSpec) -> LaunchPlan:
         SettingError: as `run_script`.
     """
     environ = os.environ
-    spec, flags = _with_flags(spec, environ)
-    hints = _read(spec, flags)
+    spec, flags, hints = _read(spec, environ)
     made, _ = _prepare(spec, environ)
-    cold = _why_cold(spec, flags, hints, environ) or _why_not_copied(spec)
-    return _with_notes(made, _script(spec, hints), hints, cold)
+    cold = _why_cold(spec, flags, hints, environ) or _why_not_copied(spec.script)
+    return _with_notes(made, hints, cold)
 
 
 def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
@@ -70,16 +69,15 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     """
     _open_closed_streams()
     environ = dict(os.environ)
-    spec, flags = _with_flags(spec, environ)
-    hints = _read(spec, flags)
-    script = _script(spec, hints)
+    spec, flags, hints = _read(spec, environ)
+    script = spec.script
     cold = _why_cold(spec, flags, hints, environ)
     # So many ranks this machine gets, where it takes no look at the machine to know.
     nproc = int(spec.nproc or 1) if (spec.nproc or "1").isdigit() else 0
     with variables(_threads_known_early(nproc, environ)):
         if cold is None:
             worker.import_for_ranks(hints.imports)
-            cold = _why_not_copied(spec)
+            cold = _why_not_copied(script)
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold else nproc)
         try:
@@ -88,14 +86,14 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                 from lockstep.watchdog.first_failure import render
 
                 made, flags = _prepare(spec, environ)
-            made = _with_notes(made, script, hints, cold)
+            made = _with_notes(made, hints, cold)
             if cold:
                 made = replace(made, command=_fresh_command(script, flags))
             if made.command.numa is not None:
                 for rank in range(made.nproc):  # what stands against it is heard before any starts
                     made.command.for_rank(rank)
-            folder = make_folder(flags.log_dir, Path(spec.script).stem)
-            announce(f"{made.nproc} x {spec.script}: " + "; ".join(made.notes))
+            folder = make_folder(flags.log_dir, Path(script.path).stem)
+            announce(f"{made.nproc} x {script.path}: " + "; ".join(made.notes))
             agent = launch_agent(made, flags, zygote, folder)
         finally:
             zygote.close()
@@ -121,50 +119,41 @@ def _open_closed_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def _with_flags(
+def _read(
     spec: LaunchSpec, environ: Mapping[str, str]
-) -> tuple[LaunchSpec, argparse.Namespace]:
-    """What torchrun's flags say, as far as it is needed before the plan.
+) -> tuple[LaunchSpec, argparse.Namespace, SourceHints]:
+    """What torchrun's flags and the script's source say, as far as it is needed before the plan.
 
-    Their parser is imported where there is something to parse: else the ranks' process comes first.
+    The flags' parser is imported where there is something to parse: else the ranks' process comes
+    first.
     """
+    flags = argparse.Namespace(
+        module=spec.script.module, no_python=False, run_path=False, numa_binding=None
+    )
     if spec.torchrun or any(name.startswith("PET_") for name in environ):
         flags = _parse(spec)
+    script, hints = replace(spec.script, module=flags.module), SourceHints()
+    if _is_program(flags):
+        _check_program(script.path)
     else:
-        flags = argparse.Namespace(
-            module=spec.module, no_python=False, run_path=False, numa_binding=None
-        )
-    return replace(spec, module=flags.module), flags
+        check_script(script)
+        hints = read_script(script)
+    asked = spec.local_rank_argument
+    flag = hints.local_rank_flag if asked is None else f"--{asked}"
+    script = replace(script, local_rank_flag=None if asked == "none" else flag)
+    return replace(spec, script=script), flags, hints
 
 
 def _parse(spec: LaunchSpec) -> argparse.Namespace:
     nproc = [] if spec.nproc is None else [f"--nproc-per-node={spec.nproc}"]
-    module = ["--module"] if spec.module else []
+    module = ["--module"] if spec.script.module else []
     # Not the script's own: argparse would take `--n` for a prefix of a flag, and swallow a `--`.
-    return pure.parse_flags([*spec.torchrun, *nproc, *module, spec.script])
+    return pure.parse_flags([*spec.torchrun, *nproc, *module, spec.script.path])
 
 
 def _is_program(flags: argparse.Namespace) -> bool:
     """Whether what is to be started is no Python script."""
     return bool(flags.no_python and not flags.run_path)
-
-
-def _read(spec: LaunchSpec, flags: argparse.Namespace) -> SourceHints:
-    """Checks that there is something to start, and reads its source."""
-    if _is_program(flags):
-        _check_program(spec.script)
-        return SourceHints()
-    check_script(spec.script, module=spec.module)
-    folder = Path(folder_of(spec.script, module=spec.module))
-    package = Path(__file__).parents[1]
-    for path in (folder / f"{package.name}.py", folder / package.name / "__init__.py"):
-        if path.is_file() and path.resolve() != package / "__init__.py":
-            raise SettingError(
-                f"lockstep run {spec.script}",
-                f"{path} has the name of this package, which each rank imports",
-                "rename it, or start the script with torchrun",
-            )
-    return read_script(spec.script, module=spec.module)
 
 
 def _check_program(name: str) -> None:
@@ -179,49 +168,44 @@ def _check_program(name: str) -> None:
     raise SettingError(f"lockstep run --no-python {name}", found, advice)
 
 
-def check_script(name: str, *, module: bool, command: str = "lockstep run") -> None:
+def check_script(script: Script, command: str = "lockstep run") -> None:
     """Checks that a command's script can be there; a module's name is looked up when it is run.
 
     Raises:
-        SettingError: it is not; the message suggests what was meant.
+        SettingError: it is not, and the message suggests what was meant; or what lies beside it
+            has the name of this package.
     """
-    path = Path(name)
-    if module and name.endswith(".py") and path.is_file():
+    name, path = script.path, Path(script.path)
+    if script.module:
+        if name.endswith(".py") and path.is_file():
+            raise SettingError(
+                f"{command} -m {name}",
+                "it is a file, not the name of a module",
+                f"{command} {name}, or {command} -m {name.removesuffix('.py')}",
+            )
+    elif path.is_dir() and not (path / "__main__.py").exists():
         raise SettingError(
-            f"{command} -m {name}",
-            "it is a file, not the name of a module",
-            f"{command} {name}, or {command} -m {name.removesuffix('.py')}",
+            f"{command} {name}", "it is a folder without __main__.py", "name a script in it"
         )
-    if module:
-        return
-    if path.is_dir() and not (path / "__main__.py").exists():
-        found, advice = "it is a folder without __main__.py", "name a script in it"
-    elif path.exists():
-        return
-    else:
+    elif not path.exists():
         folder = path.parent
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         near = [n for n in names if n == f"{path.name}.py"]
         near = near or difflib.get_close_matches(path.name, names, n=1)
-        found = "there is no such file"
         advice = f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module"
-    raise SettingError(f"{command} {name}", found, advice)
+        raise SettingError(f"{command} {name}", "there is no such file", advice)
+    package = Path(__file__).parents[1]
+    for beside in (f"{package.name}.py", f"{package.name}/__init__.py"):
+        other = Path(script.folder, beside)
+        if other.is_file() and other.resolve() != package / "__init__.py":
+            raise SettingError(
+                f"{command} {name}",
+                f"{other} has the name of this package, which each rank imports",
+                "rename it, or start the script with torchrun",
+            )
 
 
-def _script(spec: LaunchSpec, hints: SourceHints) -> Script:
-    asked = spec.local_rank_argument
-    found = hints.local_rank_flag if asked is None else f"--{asked}"
-    return Script(
-        path=spec.script,
-        arguments=spec.arguments,
-        module=spec.module,
-        local_rank_flag=None if asked == "none" else found,
-    )
-
-
-def _with_notes(
-    made: LaunchPlan, script: Script, hints: SourceHints, cold: str | None
-) -> LaunchPlan:
+def _with_notes(made: LaunchPlan, hints: SourceHints, cold: str | None) -> LaunchPlan:
     """The plan with what the script's source has decided."""
     notes = list(made.notes)
     if cold is not None:
@@ -229,35 +213,33 @@ def _with_notes(
     own = hints.own_processes and made.nproc == 1 and made.one_node
     if own:
         notes.append("the script starts its own processes")
-    elif script.local_rank_flag is not None:
-        notes.append(f"the script is given {script.local_rank_flag}")
-    return replace(made, notes=tuple(notes), own_processes=own, script=script)
+    elif made.script.local_rank_flag is not None:
+        notes.append(f"the script is given {made.script.local_rank_flag}")
+    return replace(made, notes=tuple(notes), own_processes=own)
 
 
 def _why_cold(
     spec: LaunchSpec, flags: argparse.Namespace, hints: SourceHints, environ: Mapping[str, str]
 ) -> str | None:
     """Why the ranks cannot be copies of a warm process; None: they can."""
-    if not spec.warm:
-        return "--no-warm"
-    if _is_program(flags):
-        return "--no-python"
-    if flags.numa_binding is not None:
-        return "--numa-binding"
-    if any(MACRO in text for text in spec.arguments):
-        return f"{MACRO} among the arguments"
-    if environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
-        return "PYTHON_EXEC is set"
-    if sys.platform != "linux":
-        return f"a process that uses torch cannot be copied on {sys.platform}"
-    if hints.variables_for_import:
-        return f"the script sets {hints.variables_for_import[0]} before it imports torch"
-    return None
+    reasons = {
+        "--no-warm": not spec.warm,
+        "--no-python": _is_program(flags),
+        "--numa-binding": flags.numa_binding is not None,
+        f"{MACRO} among the arguments": any(MACRO in text for text in spec.script.arguments),
+        "PYTHON_EXEC is set": environ.get("PYTHON_EXEC", sys.executable) != sys.executable,
+        f"a process that uses torch cannot be copied on {sys.platform}": sys.platform != "linux",
+        **{
+            f"the script sets {name} before it imports torch": True
+            for name in hints.variables_for_import
+        },
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _why_not_copied(spec: LaunchSpec) -> str | None:
+def _why_not_copied(script: Script) -> str | None:
     """Why a process that has imported what this one has is none that the script could start in."""
-    hidden = hidden_by(folder_of(spec.script, module=spec.module), sys.modules)
+    hidden = hidden_by(script.folder, sys.modules)
     return f"{', '.join(hidden)} beside the script" if hidden else None
 
 
@@ -304,17 +286,16 @@ class SourceHints:
     """Large modules that every rank will probably import while it runs."""
 
 
-def read_script(name: str, *, module: bool = False) -> SourceHints:
+def read_script(script: Script) -> SourceHints:
     """Reads a script's source; a file that is no Python source gives the defaults.
 
-    Args:
-        name: path of a script, or name of a module, which is looked for where `python -m` first
-            looks.
-        module: which of them it is.
+    A module is looked for where `python -m` looks first.
     """
-    path = Path(*name.split(".")) if module else Path(name)
-    if module:
-        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    path = Path(*script.path.split(".")) if script.module else Path(script.path)
+    if path.is_dir():
+        path = path / "__main__.py"
+    elif script.module:
+        path = path.with_suffix(".py")
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show them
@@ -393,6 +374,7 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
         path.name
         for path in paths
         if (path.suffix in (".py", ".so") or (path / "__init__.py").is_file())
+        and path.name != "__main__.py"  # never imported by its name
         and _is_another(loaded.get(path.name.partition(".")[0]), path.parent.resolve())
     )
 

@@ -113,7 +113,8 @@ def launch(
     was_set = f"launch({name}) on {size} process{'' if size == 1 else 'es'}"
     call = _callable_elsewhere(functools.partial(fn, *args), was_set)
     short = name.rpartition(".")[2]
-    spec = LaunchSpec(script=short if short.isidentifier() else "launch", torchrun=_ONE_START)
+    script = worker.Script(path=short if short.isidentifier() else "launch")
+    spec = LaunchSpec(script=script, torchrun=_ONE_START)
     made = plan(spec, machine, os.environ, size, one_node=True)
     made = replace(made, timeout=timeout, keyboard=False, launcher="lockstep.launch")
     if not isinstance(call, bytes):
@@ -126,7 +127,7 @@ def launch(
         flags = parse_flags(made.arguments)
         flags.shutdown_timeout = _GRACE_S
         keep = flags.log_dir is not None
-        folder = make_folder(flags.log_dir, spec.script)
+        folder = make_folder(flags.log_dir, script.path)
         try:
             agent = launch_agent(made, flags, zygote, folder)
             _raise_if_interrupted(agent)
@@ -184,7 +185,7 @@ def _start_zygote(call: FunctionCall | bytes, made: LaunchPlan, fn: Callable[...
         source = inspect.getsourcefile(inspect.unwrap(fn)) or ""
     except (TypeError, OSError):  # not a function of Python's
         source = ""
-    modules = {*large_modules(sys.modules), *read_script(source).imports}
+    modules = {*large_modules(sys.modules), *read_script(worker.Script(path=source)).imports}
     preparation = multiprocessing.spawn.get_preparation_data("")
     # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
     preparation["authkey"] = bytes(preparation["authkey"])

@@ -11,10 +11,10 @@ import builtins
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import io
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -23,10 +23,10 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, TracebackType
-from typing import Any, NamedTuple, NoReturn
+from types import TracebackType
+from typing import NamedTuple, NoReturn
 
 FOLDER = "LOCKSTEP_RANK_FOLDER"
 """Variable: where this rank's logs and evidence lie."""
@@ -54,6 +54,15 @@ class Script:
         flag, rank = self.local_rank_flag, os.environ.get("LOCAL_RANK")
         given = [] if flag is None or rank is None else [f"{flag}={rank}"]
         return [*given, *self.arguments]
+
+    @property
+    def folder(self) -> str:
+        """Where Python first looks for what the program imports: its `sys.path[0]`."""
+        if self.module:
+            return os.getcwd()
+        if os.path.isdir(self.path) or zipfile.is_zipfile(self.path):
+            return os.path.abspath(self.path)
+        return os.path.dirname(os.path.realpath(self.path))
 
 
 class Command(NamedTuple):
@@ -102,7 +111,7 @@ def main() -> NoReturn:
     values = json.loads(os.environ.pop(_SCRIPT))
     script = Script(**{**values, "arguments": tuple(sys.argv[1:])})
     # Before torch is imported: as under plain Python, modules beside the script go first.
-    _set_path(folder_of(script.path, module=script.module))
+    _set_path(script.folder)
     # Not by sys.exit: while the interpreter is taken down, a thread of Gloo's may abort it.
     exit_process(_run(script))
 
@@ -220,58 +229,24 @@ def run_as_main(script: Script) -> None:
     """Runs the script in this process, which from here on is its own."""
     sys.argv = [script.path, *script.own_arguments()]
     sys.orig_argv = [sys.executable, *(["-m"] if script.module else []), *sys.argv]
-    main = types.ModuleType("__main__")
+    # The module of this process from here on: multiprocessing and pickle look it up by name.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
-    folder = folder_of(script.path, module=script.module)
+    folder = script.folder
     _set_path(folder)
     if script.module:
-        code = _fill_in(main, _find_module(script.path), f"No module named {script.path}")
-        sys.argv[0] = str(main.__file__)
+        runpy._run_module_as_main(script.path)  # type: ignore[attr-defined]
     elif folder == os.path.abspath(script.path):
-        spec = PathFinder.find_spec("__main__", [folder])
-        code = _fill_in(main, spec, f"can't find '__main__' module in {folder!r}")
+        if sys.flags.safe_path:
+            sys.path.insert(0, folder)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         path = os.path.abspath(script.path)
         main.__dict__.update(__file__=path, __cached__=None, __package__=None)
         main.__loader__ = SourceFileLoader("__main__", path)
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-    # The module of this process from here on: multiprocessing and pickle look it up by name.
-    sys.modules["__main__"] = main
-    exec(code, main.__dict__)
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    """The module that `python -m` runs for a name."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    return spec
-
-
-def _fill_in(main: types.ModuleType, spec: ModuleSpec | None, missing: str) -> CodeType:
-    """The code of a module that was found; fills in what `main` tells of itself."""
-    loader: Any = None if spec is None else spec.loader
-    code: CodeType | None = None if spec is None or loader is None else loader.get_code(spec.name)
-    if spec is None or code is None:
-        raise ImportError(missing)
-    main.__spec__, main.__loader__, main.__package__ = spec, loader, spec.parent
-    main.__dict__.update(__file__=spec.origin, __cached__=spec.cached)
-    return code
-
-
-def folder_of(path: str, *, module: bool) -> str:
-    """Where Python first looks for what a script or module imports: its `sys.path[0]`.
-
-    Args:
-        path: of the script; the name of the module.
-        module: which of them it is.
-    """
-    if module:
-        return os.getcwd()
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
-        return os.path.abspath(path)
-    return os.path.dirname(os.path.realpath(path))
+        exec(code, main.__dict__)
 
 
 def _set_path(first: str) -> None:
