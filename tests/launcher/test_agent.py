@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.launcher.agent import Agent, rank_environment
+from lockstep.launcher.process import Attempt, Process
 from lockstep.launcher.rendezvous import StaticRendezvous
+from lockstep.launcher.zygote import Event
 
 
 def test_the_methods_that_torch_leaves_to_an_agent() -> None:
@@ -82,3 +88,23 @@ def test_with_virtual_local_ranks_each_sees_its_own_gpu(
 ) -> None:
     found = rank_environment(Group(virtual_local_rank=True), WORKER, 0, environ)  # type: ignore[arg-type]
     assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+
+
+def test_an_end_of_a_rank_is_not_lost_to_a_signal_that_comes_while_it_is_read() -> None:
+    class Zygote:
+        def events(self, timeout: float) -> list[Event]:
+            agent.interrupt(signal.SIGTERM)
+            return [Event(0, 4321, 0)]
+
+    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
+    agent: Any = object.__new__(Agent)
+    agent.attempts = [Attempt([process], world_size=1, node=0, nodes=1, folder=Path())]
+    agent.interrupted, agent._held_back, agent._zygote = None, None, Zygote()
+    with pytest.raises(SignalException):
+        agent._read_events()
+    assert process.code == 0
+    agent._read_events()  # a second signal ends nothing a second time
+    assert agent._in_a_hurry
+    agent.interrupted = None
+    with pytest.raises(SignalException):
+        agent.interrupt(signal.SIGTERM)

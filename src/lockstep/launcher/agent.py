@@ -182,6 +182,9 @@ class Agent(SimpleElasticAgent):
         """The rank that has the terminal's keys."""
         self._failures = 0
         """Of attempts; torch elastic starts again after `max_restarts` of them."""
+        self._shielded = False
+        self._held_back: SignalException | None = None
+        """See `_uninterrupted`."""
         self._in_a_hurry = False
         """The user asks a second time: what still runs is killed at once."""
         self._supervisor: Supervisor | None = None
@@ -248,18 +251,19 @@ class Agent(SimpleElasticAgent):
             **self._variables,
         }
         streams = self._console.open(rank, local_rank, process.folder, alone=alone)
-        try:
-            self._zygote.start(
-                local_rank,
-                variables,
-                streams,
-                own_session=process is not self._alone,
-                command=command.line,
-            )
-        finally:
-            for stream in streams:
-                os.close(stream)
-        attempt.processes.append(process)
+        with self._uninterrupted():
+            try:
+                self._zygote.start(
+                    local_rank,
+                    variables,
+                    streams,
+                    own_session=process is not self._alone,
+                    command=command.line,
+                )
+            finally:
+                for stream in streams:
+                    os.close(stream)
+            attempt.processes.append(process)
 
     def _watch(self, attempt: Attempt) -> None:
         """Begins to look after the ranks."""
@@ -362,7 +366,25 @@ class Agent(SimpleElasticAgent):
             self._in_a_hurry = True
             return
         self.interrupted = Interruption(signal=number, time=time.time())
-        raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+        end = SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+        if not self._shielded:
+            raise end
+        self._held_back = end
+
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Within it a signal that ends the run waits, so that nothing of a rank is lost.
+
+        One whose end was read and not written down would be waited for for ever.
+        """
+        self._shielded = True
+        try:
+            yield
+        finally:
+            self._shielded = False
+        held, self._held_back = self._held_back, None
+        if held is not None:
+            raise held
 
     def stop(self, number: int) -> None:
         """Stops the ranks and this process; lets the ranks go on when this process does."""
@@ -376,21 +398,24 @@ class Agent(SimpleElasticAgent):
     # What happens to the ranks
 
     def _read_events(self, timeout: float = 0.0) -> None:
-        processes = {process.local_rank: process for process in self.attempts[-1].processes}
-        try:
-            events = self._zygote.events(timeout)
-        except ChildProcessError:
-            # Somebody has killed it, and the kernel the ranks with it.
-            events = [Event(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()]
-        for event in events:
-            process = processes[event.rank]
-            if event.pid is None:
-                self.attempts[-1].processes.remove(process)  # what never started has no end
-                self._refused = event.reason
-            elif event.code is None:
-                process.pid = event.pid
-            elif process.pid in (None, event.pid) and process.code is None:
-                process.pid, process.code, process.ended_at = event.pid, event.code, time.time()
+        with self._uninterrupted():
+            processes = {process.local_rank: process for process in self.attempts[-1].processes}
+            try:
+                events = self._zygote.events(timeout)
+            except ChildProcessError:
+                # Somebody has killed it, and the kernel the ranks with it.
+                events = [
+                    Event(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()
+                ]
+            for event in events:
+                process = processes[event.rank]
+                if event.pid is None:
+                    self.attempts[-1].processes.remove(process)  # what never started has no end
+                    self._refused = event.reason
+                elif event.code is None:
+                    process.pid = event.pid
+                elif process.pid in (None, event.pid) and process.code is None:
+                    process.pid, process.code, process.ended_at = event.pid, event.code, time.time()
 
     def _is_over(self, attempt: Attempt) -> bool:
         """Whether the run is to be stopped."""
