@@ -182,9 +182,9 @@ def _start_zygote(call: FunctionCall | bytes, made: LaunchPlan, fn: Callable[...
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             return Zygote(lambda: run_copy(call))
     try:
-        source = inspect.getsourcefile(inspect.unwrap(fn)) or ""
+        source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
     except (TypeError, OSError):  # not a function of Python's
-        source = ""
+        source = os.devnull
     modules = {*large_modules(sys.modules), *read_script(worker.Script(path=source)).imports}
     preparation = multiprocessing.spawn.get_preparation_data("")
     # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
