@@ -98,12 +98,12 @@ def choose_streams(
         raise SettingError(
             f"--local-ranks-filter {local_ranks_filter}", "not a list of ranks", "write such as 0,2"
         ) from None
-    bits = {"stdout": Std.OUT, "stderr": Std.ERR}
+    kept_off, put_back = maps
     return {
         rank: frozenset(
             name
-            for name, bit in bits.items()
-            if (bit & maps[1][rank] or not bit & maps[0][rank]) and (not only or rank in only)
+            for name, bit in (("stdout", Std.OUT), ("stderr", Std.ERR))
+            if (bit & put_back[rank] or not bit & kept_off[rank]) and (not only or rank in only)
         )
         for rank in range(nproc)
     }

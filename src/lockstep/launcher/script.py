@@ -74,7 +74,10 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     cold = _why_cold(spec, flags, hints, environ)
     # So many ranks this machine gets, where it takes no look at the machine to know.
     nproc = int(spec.nproc or 1) if (spec.nproc or "1").isdigit() else 0
-    with variables(_threads_known_early(nproc, environ)):
+    early = {}
+    if nproc and "OMP_NUM_THREADS" not in environ:  # libraries read it when they are imported
+        early["OMP_NUM_THREADS"] = str(pure.threads_per_process(cores_allowed(), nproc))
+    with variables(early):
         if cold is None:
             worker.import_for_ranks(hints.imports)
             cold = _why_not_copied(script)
@@ -241,13 +244,6 @@ def _why_not_copied(script: Script) -> str | None:
     """Why a process that has imported what this one has is none that the script could start in."""
     hidden = hidden_by(script.folder, sys.modules)
     return f"{', '.join(hidden)} beside the script" if hidden else None
-
-
-def _threads_known_early(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """OMP_NUM_THREADS before libraries read it at their import, where the plan is that simple."""
-    if "OMP_NUM_THREADS" in environ or not nproc:
-        return {}
-    return {"OMP_NUM_THREADS": str(pure.threads_per_process(cores_allowed(), nproc))}
 
 
 def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
