@@ -466,7 +466,7 @@ def test_autocast_is_left_by_whoever_entered_it(monkeypatch):
 
 
 def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):
-    """With stand-ins for torch's communication between GPUs, which autograd cannot look into."""
+    """With a stand-in for torch's broadcast to GPUs, which autograd cannot look into."""
     cpu = torch.device("cpu")
 
     def broadcast(given: Any, devices: Any) -> Any:
@@ -474,9 +474,6 @@ def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):
 
     assert comm.broadcast_coalesced
     monkeypatch.setattr(replicas, "_broadcast", broadcast)
-    monkeypatch.setattr(
-        replicas, "_reduce_add", lambda inputs, to: [sum(c) for c in zip(*inputs, strict=True)]
-    )
     found = []
     for several in (False, True):
         w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)

@@ -595,16 +595,12 @@ def test_methods_set_on_the_object_are_those_of_the_copy():
 
 
 def test_gradients_that_come_from_other_devices(monkeypatch):
-    """The bookkeeping of `_Broadcast`, with stand-ins for torch's communication between GPUs."""
+    """The bookkeeping of `_Broadcast`, with a stand-in for torch's broadcast to GPUs."""
 
     def broadcast(tensors: Any, devices: Any) -> Any:
         return [[t.clone() for t in tensors] for _ in devices]
 
-    def reduce_add(inputs: Any, destination: Any) -> Any:
-        return [sum(column) for column in zip(*inputs, strict=True)]
-
     monkeypatch.setattr(replicas, "_broadcast", broadcast)
-    monkeypatch.setattr(replicas, "_reduce_add", reduce_add)
     devices = [torch.device("cpu"), torch.device("cpu")]
     tensors = [
         torch.randn(3, dtype=torch.float64, requires_grad=True),

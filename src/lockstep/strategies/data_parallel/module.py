@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import gather
 
-from lockstep.data.batch_plan import parse_shares, split_batch
+from lockstep.data.batch_plan import parse_shares, parts
 from lockstep.data.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
@@ -38,8 +38,6 @@ from lockstep.strategies.data_parallel.replicas import (
     synchronise_batchnorm,
 )
 from lockstep.strategies.sync_batchnorm import Names
-
-Device = int | str | torch.device
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -98,8 +96,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
         self.dim = dim
-        self.shares: tuple[int, ...]
-        DataParallel.set_shares(self, shares)
+        self.set_shares(shares)
         self.module = module
         self._looked_at_inputs = self._looked_at_state = False
         self.averaged = False
@@ -147,8 +144,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     def sizes(self, count: int) -> list[int]:
         """How many of `count` samples each replica computes."""
-        parts = split_batch(count, self.shares)[0]
-        return [int(end - begin) for begin, end in parts]
+        return parts(count, self.shares)
 
     @contextmanager
     def only_on(self, device: int) -> Iterator[None]:
@@ -199,9 +195,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(to))
         own = [{id(t): place for place, t in enumerate(_held(module))} for module in modules]
-        parts = [sizes[n] for n in running]
-        join_ = partial(gather_leaf, sizes=parts, dim=self.dim, device=to, own=own)
-        output = joined(outputs, join_)
+        ran = [sizes[n] for n in running]
+        output = joined(outputs, partial(gather_leaf, sizes=ran, dim=self.dim, device=to, own=own))
         self.averaged = any(is_term(t) and not t.is_leaf for t in tensors(output))
         return output
 
@@ -302,8 +297,7 @@ class BalancedDataParallel(DataParallel):
         first = min(self.gpu0_bsz, count)
         if first == count:
             return [count] + [0] * (self.count - 1)
-        rest = split_batch(count - first, (1,) * (self.count - 1))[0]
-        return [first, *(int(end - begin) for begin, end in rest)]
+        return [first, *parts(count - first, (1,) * (self.count - 1))]
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any, device: torch.device, where: str) -> Any:
@@ -362,7 +356,7 @@ def _output(device: int | torch.device | None) -> torch.device | None:
     return found
 
 
-def _device(device: Device) -> torch.device:
+def _device(device: int | str | torch.device) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
@@ -487,12 +481,8 @@ def _is_mean(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _cat(leaves: list[Tensor], dim: int, device: torch.device) -> Tensor:
-    beside = set()
-    for leaf in leaves:
-        shape = list(leaf.shape)
-        del shape[dim : dim + 1 or None]
-        if leaf.shape != (0,):  # which torch joins with everything
-            beside.add((leaf.dim(), *shape))
+    filled = [leaf for leaf in leaves if leaf.shape != (0,)]  # torch joins these with everything
+    beside = {leaf.movedim(dim, 0).shape[1:] if _has(leaf, dim) else None for leaf in filled}
     if len(beside) > 1:
         shown = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
         raise UsageError(

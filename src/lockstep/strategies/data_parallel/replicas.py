@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar, copy_context
-from functools import partial
+from functools import partial, reduce
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -48,7 +48,6 @@ from lockstep.strategies.sync_batchnorm import (
 )
 
 _broadcast: Any = comm.broadcast_coalesced
-_reduce_add: Any = comm.reduce_add_coalesced
 
 
 def replicate(
@@ -83,11 +82,10 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
     for name, part in module.named_modules():
         _check(name, part)
         made[part] = shallow_copy(part)
-    slots = {kind: _slots(kind) for kind in set(map(type, made))}
     for part, new in made.items():
-        for name in slots[type(part)]:
-            if hasattr(part, name):
-                object.__setattr__(new, name, getattr(part, name))
+        state = object.__getstate__(part)  # with __slots__: its dictionary and what is in the slots
+        for name, value in state[1].items() if isinstance(state, tuple) else ():
+            object.__setattr__(new, name, value)
         # Around `Module.__setattr__`, which looks at each value for longer than a copy takes.
         vars(new).update(
             _modules={n: None if c is None else made[c] for n, c in part._modules.items()},
@@ -95,10 +93,10 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
             _parameters={},
         )
         for name, parameter in part._parameters.items():
-            value: Any = None if parameter is None else held[id(parameter)]
-            if value is not parameter:
-                setattr(new, name, value)  # by which an RNN's list is brought up to date
-            new._parameters[name] = value  # so that `next(self.parameters()).device` is right
+            own: Any = None if parameter is None else held[id(parameter)]
+            if own is not parameter:
+                setattr(new, name, own)  # by which an RNN's list is brought up to date
+            new._parameters[name] = own  # so that `next(self.parameters()).device` is right
         if "forward" in vars(part):
             new.forward = _forward_of(vars(part)["forward"], part, new)
     return made[module]
@@ -118,12 +116,6 @@ def _check(name: str, part: nn.Module) -> None:
             f"{name or 'the module'} is {kind}, which is bound to one object on one device",
             "use strategy='ddp' for it, or leave torch.compile, torch.jit and the like out",
         )
-
-
-def _slots(kind: type) -> list[str]:
-    """Names of the attributes that its objects keep outside of their dictionary."""
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
 
 
 def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., Any]:
@@ -171,7 +163,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.home, ctx.devices, ctx.count = tensors[0].device, devices, len(tensors)
+        ctx.home, ctx.count = tensors[0].device, len(tensors)
         ctx.set_materialize_grads(False)
         made = [t for of_device in _broadcast(tensors, [ctx.home, *devices])[1:] for t in of_device]
         needed = ctx.needs_input_grad[1:] * len(devices)
@@ -182,29 +174,13 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        columns = [gradients[k :: ctx.count] for k in range(ctx.count)]
-        if torch.is_grad_enabled():  # create_graph=True: by what can be differentiated again
-            there = [[g.to(ctx.home) for g in column if g is not None] for column in columns]
-            return None, *(sum(column[1:], column[0]) if column else None for column in there)
-        found: list[Tensor | None] = [None] * ctx.count
-        used = [k for k, column in enumerate(columns) if any(g is not None for g in column)]
-        if not used:
-            return None, *found
-        filled = zip(*(_filled(columns[k], ctx.devices) for k in used), strict=True)
-        # On the first of the others: the device that holds everything has the least room.
-        sums = _reduce_add(list(filled), ctx.devices[0].index)
-        for k, total in zip(used, sums, strict=True):
-            found[k] = total.to(ctx.home)
-        return None, *found
-
-
-def _filled(column: Sequence[Tensor | None], devices: Sequence[torch.device]) -> list[Tensor]:
-    """One tensor's gradients on all devices, zeros where a replica has not used it."""
-    known = next(g for g in column if g is not None)
-    return [
-        torch.zeros_like(known, device=device) if g is None else g
-        for g, device in zip(column, devices, strict=True)
-    ]
+        sums = []
+        for k in range(ctx.count):
+            found = [g for g in gradients[k :: ctx.count] if g is not None]
+            # From device to device, so that no link carries it twice and home holds it once.
+            added = reduce(lambda total, g: total.to(g.device) + g, found) if found else None
+            sums.append(None if added is None else added.to(ctx.home))
+        return None, *sums
 
 
 Attributes = dict[str, dict[str, Any]]
@@ -242,10 +218,6 @@ def copy_state_back(
                     part._buffers[name] = None if left is None else left.detach().to(home)
 
 
-Join = Callable[[list[Any]], Sequence[Any]]
-"""Takes what all replicas have brought, in their order, and gives each its result."""
-
-
 class ReplicaBarrier:
     """Where the replicas of one forward pass wait for each other.
 
@@ -257,34 +229,34 @@ class ReplicaBarrier:
     def __init__(self, count: int, *, in_turn: bool) -> None:
         self.error: BaseException | None = None
         """What the first replica that failed has raised."""
-        self._brought: dict[int, tuple[str, Any, Join]] = {}
+        self._brought: dict[int, tuple[str, Any]] = {}
         """By the replicas that have come."""
-        self._given: list[Any] = []
+        self._given: list[Tensor] = []
         # Called by the last replica to come, before the others go on. Not a method: the barrier
         # would hold itself, and all that it holds until the next garbage collection.
         self._barrier = threading.Barrier(count, partial(_join, self._brought, self._given))
         self._turns = [threading.Semaphore(0) for _ in range(count)] if in_turn else []
         """Each is released as the replica before it waits; the first one's turn comes by itself."""
 
-    def exchange(self, position: int, place: str, value: Any, join: Join) -> Any:
-        """Waits for all replicas; `join` is called once, and each gets its part of the result.
+    def normalise(self, position: int, place: str, layer: BatchNorm, x: Tensor) -> Tensor:
+        """Waits for all replicas; the output of one, by the statistics of what all have brought.
 
         Args:
             position: of this replica.
             place: in the model: all replicas must have come to the same.
-            value: what this replica brings.
-            join: the same function in all replicas.
+            layer: this replica's copy.
+            x: its input.
 
         Raises:
             UsageError: the replicas took different ways through the model.
         """
-        self._meet(position, place, value, join)
+        self._meet(position, place, (layer, x))
         self.wait_for_turn(position)
         return self._given[position]
 
     def end(self, position: int) -> None:
         """Waits for all replicas at the end of the forward pass, so that none waits elsewhere."""
-        self._meet(position, "the end of its forward pass", None, list)
+        self._meet(position, "the end of its forward pass", None)
 
     def wait_for_turn(self, position: int) -> None:
         """Returns when the replica may run."""
@@ -301,8 +273,8 @@ class ReplicaBarrier:
         for turn in self._turns:
             turn.release()
 
-    def _meet(self, position: int, place: str, value: Any, join: Join) -> None:
-        self._brought[position] = place, value, join
+    def _meet(self, position: int, place: str, value: Any) -> None:
+        self._brought[position] = place, value
         try:
             if position + 1 < len(self._turns):
                 self._turns[position + 1].release()
@@ -312,9 +284,9 @@ class ReplicaBarrier:
             raise
 
 
-def _join(brought: dict[int, tuple[str, Any, Join]], given: list[Any]) -> None:
+def _join(brought: dict[int, tuple[str, Any]], given: list[Tensor]) -> None:
     """Makes of what all replicas have brought what each of them gets."""
-    places, values, joins = zip(*(brought[n] for n in sorted(brought)), strict=True)
+    places, values = zip(*(brought[n] for n in sorted(brought)), strict=True)
     brought.clear()
     if len(set(places)) > 1:
         raise UsageError(
@@ -324,7 +296,7 @@ def _join(brought: dict[int, tuple[str, Any, Join]], given: list[Any]) -> None:
             "call the same BatchNorm layers in the same order whatever the samples are, or let "
             "each replica take statistics of its own with sync_batchnorm=False",
         )
-    given[:] = joins[0](list(values))
+    given[:] = [] if values[0] is None else _normalise(values)
 
 
 present: ContextVar[tuple[ReplicaBarrier, int] | None] = ContextVar("present", default=None)
@@ -439,8 +411,7 @@ class BatchNormOverReplicas:
         layer.met_replicas = True
         check_input(layer, x, self.name)
         barrier, position = here
-        output: Tensor = barrier.exchange(position, self.name, (layer, x), _normalise)
-        return output
+        return barrier.normalise(position, self.name, layer, x)
 
 
 def synchronise_batchnorm(module: nn.Module) -> Names:

@@ -153,7 +153,6 @@ class _WeightedMeans(Callback):
 
 def _part_random_streams(wrapped: DataParallel, run: Run) -> None:
     """Gives each GPU random numbers of its own; torch seeds all alike, so masks would repeat."""
-    for n, device in enumerate(wrapped.devices):
-        if n and device.type == "cuda" and device != wrapped.devices[0]:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(mix_seed(run.settings.seed, n, 0xD9))
+    for n, device in enumerate(wrapped.device_ids[1:], 1):
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(mix_seed(run.settings.seed, n, 0xD9))
