@@ -227,30 +227,30 @@ class Collectives:
         if self.alone:
             return [json.loads(text)]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([len(data)]))
-        padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8)
-        padded[: len(data)] = data
-        parts = self._all_gather(padded)
-        texts = (bytes(part[: int(n)].tolist()) for part, n in zip(parts, lengths, strict=True))
-        return [json.loads(text) for text in texts]
+        lengths = [int(n) for n in self._all_gather(torch.tensor([len(data)]))]
+        parts = self._all_gather_padded(data, lengths)
+        return [json.loads(bytes(part.tolist())) for part in parts]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
         dist.all_gather(parts, tensor)
         return parts
 
+    def _all_gather_padded(self, data: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        padded = data.new_zeros(max(lengths))
+        padded[: len(data)] = data
+        gathered = self._all_gather(padded)
+        return [part[:n] for part, n in zip(gathered, lengths, strict=True)]
+
     def _gather_tensor(self, tensor: Tensor, lengths: list[tuple[int, ...]]) -> Tensor:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if self.alone:
             return tensor if tensor.dim() else rows
         rows = rows if self.contributes else rows[:0]
-        counts = [length[0] if length else 1 for length in lengths[: self.data_parallel.size]]
+        counts = [length[0] if length else 1 for length in lengths]
+        counts[self.data_parallel.size :] = [0] * (len(counts) - self.data_parallel.size)
         width = rows.shape[1:].numel() * rows.element_size()
-        data = to_bytes(rows)
-        padded = data.new_zeros(max(counts) * width)
-        padded[: len(data)] = data
-        parts = self._all_gather(padded)[: len(counts)]
-        joined = torch.cat([part[: n * width] for part, n in zip(parts, counts, strict=True)])
+        joined = torch.cat(self._all_gather_padded(to_bytes(rows), [n * width for n in counts]))
         return from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
 
     def _broadcast_tensor(self, own: Tensor | None, leaf: Leaf, source: int) -> Tensor:
