@@ -133,20 +133,16 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     told = any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ()))
     if error is None or told or not is_out_of_memory(error):
         return
-    pieces = ""
-    each = -(-samples // devices)
-    if each > 1:
-        pieces = (
-            f"Set a smaller micro_batch_size, such as micro_batch_size={each // 2}: the global "
-            "batch and the numbers stay the same; micro_batch_size='auto' finds the largest that "
-            "fits. Or "
+    of = f" of {devices} devices" if devices > 1 else ""
+    note = f"{_BEGIN} with {samples} sample{'s' * (samples != 1)} at a time on this rank{of}."
+    if (each := -(-samples // devices)) > 1:
+        note += (
+            f" Take fewer at a time, say micro_batch_size={each // 2}: the global batch and the "
+            "numbers stay the same; micro_batch_size='auto' finds the largest that fits."
         )
     error.add_note(
-        f"{_BEGIN} with {samples} sample{'s' * (samples != 1)} at a time on this rank"
-        f"{f' of {devices} devices' * (devices > 1)}. {pieces}"
-        f"{'let' if pieces else 'Let'} lockstep.checkpoint_activations(model) keep less for the "
-        "backward pass, compute with precision='bf16', or divide the model over the ranks with "
-        "strategy='fsdp'."
+        f"{note} lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
+        "precision='bf16'; strategy='fsdp' divides the model over the ranks."
     )
 
 

@@ -305,14 +305,14 @@ def _topology(
         )
     if rank is None or world_size is None:
         return found
-    if found.size > 1 and (found.rank, found.size) != (rank, world_size):
+    if found.size > 1:
+        if (found.rank, found.size) == (rank, world_size):
+            return found
         raise SettingError(
             f"rank={rank}, world_size={world_size} in the script",
             f"{found.source} says rank {found.rank} of {found.size}",
             "leave them out under a launcher",
         )
-    if found.size > 1:
-        return found
     # Without a launcher nothing says which processes share this machine. With an address of
     # loopback they all do; with any other, each is taken to be alone on its machine.
     host = environ.get("MASTER_ADDR")
@@ -367,13 +367,12 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
         )
     if backend in ("nccl", CUDA_BACKENDS):
-        found, do = f"the device is {device}; NCCL moves data of GPUs only", "use 'gloo'"
         if cuda and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
+        found = f"the device is {device}; NCCL moves data of GPUs only"
         if cuda:
             found = f"torch {torch.__version__} was built without NCCL"
-            do = "use 'gloo', which also serves GPUs, slower; or a torch built with NCCL"
-        raise SettingError("backend='nccl'", found, do)
+        raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
     if backend == "mpi" and not dist.is_mpi_available():
         raise SettingError(
             "backend='mpi'",

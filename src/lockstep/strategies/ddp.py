@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -210,13 +208,15 @@ class ExactDDP(DistributedDataParallel):
         if self.require_backward_grad_sync is not present.last:
             self.require_backward_grad_sync = present.last
         self._around.forwards += 1
+        before, self._around.allowed = self._around.allowed, True
         try:
-            with self.direct_calls():
-                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             add_memory_advice(error, present.local)
             note_empty_part(error, present)
             raise
+        finally:
+            self._around.allowed = before
 
     def __getattr__(self, name: str) -> Any:
         """What the user's module has, as on one process, where it is what `prepare` returns."""
@@ -254,15 +254,6 @@ class ExactDDP(DistributedDataParallel):
             return
         used = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if used else [])
-
-    @contextmanager
-    def direct_calls(self) -> Iterator[None]:
-        """Within it the module itself may be called around this wrapper."""
-        before, self._around.allowed = self._around.allowed, True
-        try:
-            yield
-        finally:
-            self._around.allowed = before
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.

@@ -186,20 +186,14 @@ class MovingBuffers:
     def follow(self) -> None:
         """After an optimizer step: gives every rank the first rank's values of what moves."""
         if self._watched and check_due(self._step.number):
-            self._find()
+            # Their bits are compared: torch does not count what its BatchNorm writes as a change.
+            changed = (self._bits() != self._before).to(torch.uint8)
+            dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+            flags = zip(self._watched, changed.tolist(), strict=True)
+            self.moving = [name for name, flag in flags if flag or name in self.moving]
         if self.moving:
             now = dict(self._module.named_buffers())
             take_from_first((now[name] for name in self.moving), self._group)
-
-    def _find(self) -> None:
-        """Looks which buffers have changed on any rank since the module was wrapped.
-
-        It compares their bits: torch does not count what its BatchNorm writes as a change.
-        """
-        changed = (self._bits() != self._before).to(torch.uint8)
-        dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
-        flags = zip(self._watched, changed.tolist(), strict=True)
-        self.moving = [name for name, flag in flags if flag or name in self.moving]
 
     def _bits(self) -> Tensor:
         now = dict(self._module.named_buffers())

@@ -333,14 +333,11 @@ class Names(NamedTuple):
 
     def choices(self, *, each: str, of: str) -> list[Choice]:
         """In words: `each` one has a part of the samples, and these are `of` all."""
-        found = []
-        if self.converted:
-            value = f"{len(self.converted)} synchronised"
-            found.append(Choice("batchnorm", value, f"statistics of {of}"))
-        if self.left:
-            value = f"{len(self.left)} per {each}"
-            found.append(Choice("batchnorm", value, "they have a forward of their own"))
-        return found
+        rows = (
+            (len(self.converted), "synchronised", f"statistics of {of}"),
+            (len(self.left), f"per {each}", "they have a forward of their own"),
+        )
+        return [Choice("batchnorm", f"{n} {how}", why) for n, how, why in rows if n]
 
 
 def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> Names:
