@@ -34,16 +34,7 @@ from torch.distributed import Store
 from lockstep import errors
 from lockstep.distributed.network import wait_until
 from lockstep.distributed.topology import Topology
-from lockstep.errors import (
-    DuplicateRankError,
-    JoinError,
-    LockstepError,
-    MissingRankError,
-    RanksDifferError,
-    WorldSizeError,
-    grouped,
-    name_ranks,
-)
+from lockstep.errors import grouped, name_ranks
 
 # They number the process or its machine, so they differ by their nature.
 _PLACE_FLAGS = frozenset(
@@ -142,7 +133,7 @@ REQUEST_MARK = '{"number": '
 ERROR_MARK = '"error": ["'
 """What only the JSON of a decision that is an error holds."""
 
-Error = JoinError | RanksDifferError
+Error = errors.JoinError | errors.RanksDifferError
 
 
 @dataclass(frozen=True)
@@ -216,11 +207,11 @@ class Join:
             self.store.set(f"request/{own.number}", json.dumps(vars(own)))
             return self._decide(own) if decides else self._await_decision(own)
         except RuntimeError as error:  # what torch's stores raise
-            if isinstance(error, LockstepError):
+            if isinstance(error, errors.LockstepError):
                 raise
             reason = str(error).partition("\n")[0]
         # Here, as its context would keep the store alive.
-        raise MissingRankError(
+        raise errors.MissingRankError(
             self._asked,
             f"rank 0 or its store went away during the join ({reason})",
             "look at rank 0's error: it failed first",
@@ -241,14 +232,14 @@ class Join:
         store = self.store
         remove = f"; remove {self.file} before the next try" if self.file else ""
         if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
-            raise MissingRankError(
+            raise errors.MissingRankError(
                 self._asked,
                 f"rank 0 did not come within {self.timeout:g} s; {name_ranks([own.rank])} did",
                 f"look at the output of rank 0's process, or start it{remove}",
             )
         limit = time.monotonic() + self.timeout + GRACE_S
         if not wait_until(lambda: store.check(["decision"]), limit):
-            raise MissingRankError(
+            raise errors.MissingRankError(
                 self._asked,
                 f"rank 0 ({read_request(store, 'rank 0').process}) came, but stopped answering",
                 "look at rank 0's process: it was ended, stopped, or its machine is out of reach"
@@ -263,7 +254,7 @@ class Join:
         members = [JoinRequest(**member) for member in decision["members"]]
         if own not in members:
             member = members[own.rank % len(members)]
-            raise DuplicateRankError(
+            raise errors.DuplicateRankError(
                 self._asked,
                 f"a run has already begun there, with {member.process} as rank {member.rank}; "
                 f"this is {own.process} as rank {own.rank}",
@@ -301,7 +292,7 @@ class Join:
     def _contradiction(self) -> Error | None:
         by_size = grouped((request.size, request.rank) for request in self.requests)
         if len(by_size) > 1:
-            return WorldSizeError(
+            return errors.WorldSizeError(
                 f"processes that meet at {self.place}",
                 "; ".join(
                     f"{name_ranks(ranks)} {'says' if len(set(ranks)) == 1 else 'say'} "
@@ -314,7 +305,7 @@ class Join:
         by_rank = grouped((request.rank, request) for request in self.requests)
         for rank, (first, *others) in sorted(by_rank.items()):
             if others:
-                return DuplicateRankError(
+                return errors.DuplicateRankError(
                     self._asked,
                     f"two processes claim rank {rank}: {first.process} and {others[0].process}",
                     "start each process with a rank of its own, and give a second run "
@@ -328,7 +319,7 @@ class Join:
             return None
         by_host = grouped((request.host, request.rank) for request in self.requests)
         came = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in by_host.items())
-        return MissingRankError(
+        return errors.MissingRankError(
             self._asked,
             f"{name_ranks(missing)} did not come within {self.timeout:g} s; came: {came}",
             f"look at the output of {name_ranks(missing)}, or start "
@@ -340,7 +331,7 @@ class Join:
         lines = mismatches([member.manifest for member in members])
         if not lines:
             return None
-        return RanksDifferError(
+        return errors.RanksDifferError(
             self._asked,
             "; ".join(lines),
             "start the same command, with the same code and versions, on every machine",
@@ -348,7 +339,7 @@ class Join:
 
     def _wait_for_readers(self, own: JoinRequest, error: Error) -> None:
         """Until all that can be expected have read the decision, but not long."""
-        missing = isinstance(error, MissingRankError)
+        missing = isinstance(error, errors.MissingRankError)
 
         def all_have_read() -> bool:
             self._read_new_requests()

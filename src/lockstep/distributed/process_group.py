@@ -25,18 +25,10 @@ from torch import nn
 from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
+from lockstep.distributed import network
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.network import (
-    address_reaching,
-    choose_interface,
-    hostname_address,
-    local_addresses,
-    means_loopback,
-    use_gloo_interface,
-    wait_until,
-)
 from lockstep.distributed.topology import Topology, detect, port
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.settings import Choice, Settings
@@ -180,9 +172,9 @@ def _open(
     if joined is not None:
         limit = settings.collective_timeout_s
         timeout = None if limit is None else timedelta(seconds=limit)
-        network = open_group(topology, backend, device, joined.store, timeout=timeout)
+        interface = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
-        choices.append(Choice("network", *network))
+        choices.append(Choice("network", *interface))
     run = Run(
         topology=topology,
         device=device,
@@ -204,7 +196,7 @@ def _on_this_machine(joined: Joined | None, timeout: float, text: str) -> list[s
         return [text]
     store, keys = joined.store, [f"here/{rank}" for rank in joined.here]
     store.set(f"here/{joined.rank}", text)
-    come = wait_until(lambda: store.check(keys), time.monotonic() + timeout)
+    come = network.wait_until(lambda: store.check(keys), time.monotonic() + timeout)
     return [store.get(key).decode() for key in keys] if come else [text, text]
 
 
@@ -318,7 +310,7 @@ def _topology(
     host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
         host = urlsplit(init_method).hostname
-    local = means_loopback(host)
+    local = network.means_loopback(host)
     return Topology(
         rank=rank,
         size=world_size,
@@ -423,14 +415,14 @@ def open_group(
             )
         return "MPI's own", "the backend is mpi"
     store.set_timeout(timeout or default_pg_timeout)  # the join's is too short for what follows
-    interface, reason = choose_interface(
+    interface, reason = network.choose_interface(
         os.environ,
-        local_addresses(),
+        network.local_addresses(),
         topology.one_node,
-        address_reaching(topology.master_addr),
-        hostname_address(),
+        network.address_reaching(topology.master_addr),
+        network.hostname_address(),
     )
-    use_gloo_interface(interface)
+    network.use_gloo_interface(interface)
     dist.init_process_group(
         backend,
         store=store,
@@ -443,8 +435,8 @@ def open_group(
     # A rank that left now, as its strategy is refused, would close connections that others have
     # yet to accept, and they would tell of that instead.
     store.add("connected", 1)
-    patience = (timeout or default_pg_timeout).total_seconds()
-    wait_until(lambda: store.add("connected", 0) == topology.size, time.monotonic() + patience)
+    limit = time.monotonic() + (timeout or default_pg_timeout).total_seconds()
+    network.wait_until(lambda: store.add("connected", 0) == topology.size, limit)
     return interface or "by host name", reason
 
 
@@ -458,6 +450,6 @@ def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None)
 
 def close_group() -> None:
     """Undoes `open_group`, as far as it came."""
-    use_gloo_interface(None)
+    network.use_gloo_interface(None)
     if dist.is_initialized():
         dist.destroy_process_group()

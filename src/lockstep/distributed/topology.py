@@ -131,7 +131,6 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         # otherwise it is at least those up to this one's local rank.
         everyone_here = size == 1 or means_loopback(master_addr)
         local_size = size if everyone_here else (local_rank or 0) + 1
-        local_rank = rank if everyone_here and local_rank is None else local_rank
     local_rank = rank % local_size if local_rank is None else local_rank
     node_rank = _optional(environ, "GROUP_RANK")
     elastic = "TORCHELASTIC_RUN_ID" in environ
@@ -147,17 +146,12 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         source=environ.get("LOCKSTEP_LAUNCHER")
         or ("torchrun" if elastic else "RANK and WORLD_SIZE"),
     )
-    if local_size > size:
+    if local_size > size or rank < local_rank:
         raise SettingError(
-            f"LOCAL_WORLD_SIZE={local_size} and WORLD_SIZE={size}",
-            "one node cannot hold more processes than the run has",
-            "let the launcher set both",
-        )
-    if rank < local_rank:
-        raise SettingError(
-            f"RANK={rank} and LOCAL_RANK={local_rank}",
-            "ranks are counted on from machine to machine, so the local one is never the larger",
-            "let the launcher set both",
+            f"RANK={rank} and LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and "
+            f"WORLD_SIZE={size}",
+            "ranks are counted on from machine to machine, so the local numbers are never larger",
+            "let the launcher set all of them",
         )
     if not elastic:
         _agree(topology, environ)
@@ -189,11 +183,7 @@ def _mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if ranks is not None:
         source = "Open MPI"
         local_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        jobs: tuple[str, ...] = (
-            "PMIX_NAMESPACE",
-            "OMPI_MCA_ess_base_jobid",
-            "OMPI_MCA_orte_ess_jobid",
-        )
+        jobs = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"]
         pass_on = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
     else:
         ranks = _pair(environ, ("PMI_RANK", "PMI_SIZE"))
@@ -201,7 +191,7 @@ def _mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
             return None
         source = "MPICH"
         local_names = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        jobs = ("PMI_JOBID",)
+        jobs = ["PMI_JOBID"]
         pass_on = "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
     rank, size = ranks
     _same_world_size(environ, size, source)

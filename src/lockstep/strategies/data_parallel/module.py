@@ -295,8 +295,6 @@ class BalancedDataParallel(DataParallel):
                 )
             self._short = count if count < self.gpu0_bsz else None
         first = min(self.gpu0_bsz, count)
-        if first == count:
-            return [count] + [0] * (self.count - 1)
         return [first, *parts(count - first, (1,) * (self.count - 1))]
 
 
