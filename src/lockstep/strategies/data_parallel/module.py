@@ -89,9 +89,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         sync_batchnorm: bool = True,
     ) -> None:
         nn.Module.__init__(self)  # torch's own constructor wants GPUs
-        fixed, self.count = _devices(device_ids, replicas)
-        self.device_ids = [device.index for device in fixed]
-        self._fixed = fixed
+        self._fixed, self.count = _devices(device_ids, replicas)
+        self.device_ids = [device.index for device in self._fixed]
         self._output = _output(output_device)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise SettingError(f"dim={dim!r}", "it is a whole number", "give that of the samples")
@@ -173,7 +172,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         calls = []
         for module, n in zip(modules, running, strict=True):
             begin = ends[n] - sizes[n]
-            args, named = scatter(batch, self.dim, count, (begin, ends[n]), devices[n])
+            args, named = scatter(batch, self.dim, count, begin, ends[n], devices[n])
             where = f"in replica {n} on {devices[n]}, which has {sizes[n]} of {count} samples"
             told = where if count and self.count > 1 else ""
             calls.append(partial(_call, module, args, named, devices[n], told))
@@ -414,9 +413,8 @@ def _has(tensor: Tensor, dim: int) -> bool:
     return -tensor.dim() <= dim < tensor.dim()
 
 
-def scatter(batch: Any, dim: int, count: int, bounds: tuple[int, int], device: torch.device) -> Any:
+def scatter(batch: Any, dim: int, count: int, begin: int, end: int, device: torch.device) -> Any:
     """The batch of one replica, on its device: of `count` samples those from begin to end."""
-    begin, end = bounds
 
     def cut(tensor: Tensor) -> Tensor:
         if end - begin < count and _has(tensor, dim) and tensor.shape[dim] == count:

@@ -58,22 +58,22 @@ def replicate(
     Args:
         module: to copy.
         tensors: its parameters and buffers, all on the first device; gradients come together there.
-        devices: the module's own, then those of the copies, on which it may be again.
+        devices: the module's own, then those of the copies: all on that one, or each on another.
 
     Raises:
         UsageError: a part of the module is bound to the original: compiled or scripted code, or a
             `forward` that was set on the object.
     """
-    home = devices[0]
-    elsewhere = list(dict.fromkeys(device for device in devices if device != home))
-    moved = dict(zip(elsewhere, _copies(elsewhere, tensors), strict=True))
-    made = []
-    for device in devices[1:]:
-        held = moved.get(device, [])
-        if device == home:
-            held = [t if isinstance(t, nn.Parameter) else t.clone() for t in tensors]
-        made.append(_copy(module, {id(t): h for t, h in zip(tensors, held, strict=True)}))
-    return made
+    home, *others = devices
+    if home in others:
+        copies = [
+            [t if isinstance(t, nn.Parameter) else t.clone() for t in tensors] for _ in others
+        ]
+    else:
+        copies = _copies(others, tensors)
+    return [
+        _copy(module, {id(t): own for t, own in zip(tensors, held, strict=True)}) for held in copies
+    ]
 
 
 def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:

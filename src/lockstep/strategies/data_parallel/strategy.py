@@ -53,10 +53,10 @@ class DP(Strategy):
                 "use strategy='ddp', or start one process",
             )
         example = self._wrapped(nn.Identity(), run)  # where devices and shares are checked
-        home = self._device_ids(run)
+        home = example.device_ids
         if home and home[0] != run.device.index:
             raise SettingError(
-                f"DP(device_ids={list(home)})",
+                f"DP(device_ids={home})",
                 f"the first of them holds the parameters, and batches arrive on {run.device}",
                 f"begin with {run.device.index}, or set device='cuda:{home[0]}'",
             )
@@ -90,23 +90,22 @@ class DP(Strategy):
         return Wrapped(module=wrapped, choices=self._choices(wrapped, run))
 
     def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
-        device_ids = self._device_ids(run)
-        on_cpu = device_ids is None and self.replicas is None
+        device_ids, replicas = self.device_ids, self.replicas
+        if device_ids is None and replicas is None:
+            if run.device.type == "cpu":
+                replicas = 1
+            else:
+                others = set(range(torch.cuda.device_count())) - {run.device.index}
+                device_ids = [run.device.index, *sorted(others)]
         return DataParallel(
             module,
             device_ids,
             self.output_device,
             self.dim,
-            replicas=1 if on_cpu else self.replicas,
+            replicas=replicas,
             shares=None if is_auto(run.settings.shares) else run.settings.shares,
             sync_batchnorm=run.settings.sync_batchnorm,
         )
-
-    def _device_ids(self, run: Run) -> Sequence[int] | None:
-        if self.device_ids is not None or self.replicas is not None or run.device.type == "cpu":
-            return self.device_ids
-        first = run.device.index
-        return [first, *(n for n in range(torch.cuda.device_count()) if n != first)]
 
     def _choices(self, wrapped: DataParallel, run: Run) -> list[Choice]:
         if self.replicas is not None:
