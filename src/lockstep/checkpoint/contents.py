@@ -187,14 +187,12 @@ def compare(
         atol: elements are equal where |a - b| <= atol + rtol * |b|.
         rtol: see `atol`.
     """
-    for name, first in a.items():
-        second = b.get(name)
-        same = second is not None and first.shape == second.shape
-        values = compare_values(first, second, atol, rtol) if second and same else None
+    for name in {**a, **b}:
+        first, second = a.get(name), b.get(name)
+        values = None
+        if first and second and first.shape == second.shape:
+            values = compare_values(first, second, atol, rtol)
         yield Pair(name, first, second, values)
-    for name, second in b.items():
-        if name not in a:
-            yield Pair(name, None, second, None)
 
 
 def compare_values(a: LazyTensor, b: LazyTensor, atol: float = 0.0, rtol: float = 0.0) -> Values:
@@ -237,7 +235,7 @@ def _add_part(values: Values, a: Tensor, b: Tensor, atol: float, rtol: float) ->
         nans = int((a.float() if narrow else a).isnan().sum()) if _has_fractions(a) else 0
         values.nans = [count + nans for count in values.nans]
         return
-    exact = not (_has_fractions(a) or _has_fractions(b)) and a.dtype == b.dtype
+    exact = a.dtype == b.dtype and not _has_fractions(a)
     # Not in float64, which has not all integers beyond 2**53.
     wrong = _integers(a) != _integers(b) if exact else None
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
@@ -312,7 +310,7 @@ def convert(
             is not known; the output is among what is read.
     """
     names = _new_names([*contents.tensors, *contents.extra], remove, add)
-    _check_out(contents, out)
+    _check_out(contents.source, out)
     tensors = {names[name]: stored for name, stored in contents.tensors.items()}
     extra = {names[name]: value for name, value in contents.extra.items()}
     if out.suffix == ".safetensors":
@@ -349,9 +347,7 @@ def _write_torch(
             made[id(stored)] = separate(values, memory)  # torch.save writes a view's whole storage
         state[name] = made[id(stored)]
     with layout.plain_errors("saving weights to", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir():
-            raise IsADirectoryError(f"{out} is a folder")
+        layout.make_way(out)
         with storage.in_place(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state | dict(extra), file)
@@ -385,24 +381,16 @@ def _without(name: str, prefix: str) -> str:
     return name.removeprefix(prefix)
 
 
-def _check_out(contents: Contents, out: Path) -> None:
+def _check_out(source: Source, out: Path) -> None:
+    read = {path.resolve() for path in (source.path, *source.files)}
     if out.suffix not in (".safetensors", *TORCH_ENDINGS):
-        raise SettingError(
-            f"the output {out}",
-            "its ending says nothing of the form to write",
-            f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
-        )
-    folder = contents.source.path if contents.source.path.is_dir() else contents.source.path.parent
-    taken = {(folder / name).resolve() for name in contents.files} | {
-        contents.source.path.resolve()
-    }
-    if out.resolve() in taken or index_of(out).resolve() in taken:
-        raise SettingError(
-            f"the output {out}", "it is among the files that are read", "choose another name"
-        )
-    if (out.parent / layout.MANIFEST).exists():
-        raise SettingError(
-            f"the output {out}",
-            "its folder is a checkpoint, whose files belong together",
-            "choose another folder",
-        )
+        found = "its ending says nothing of the form to write"
+        do = f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file"
+    elif out.resolve() in read or index_of(out).resolve() in read:
+        found, do = "it is among the files that are read", "choose another name"
+    elif (out.parent / layout.MANIFEST).exists():
+        found = "its folder is a checkpoint, whose files belong together"
+        do = "choose another folder"
+    else:
+        return
+    raise SettingError(f"the output {out}", found, do)

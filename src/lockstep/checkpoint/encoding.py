@@ -33,6 +33,7 @@ from lockstep.checkpoint.sharding import (
     replica,
     view_of,
 )
+from lockstep.distributed.collectives import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
     local_box,
     set_state_dict_metadata,
@@ -288,10 +289,7 @@ class _Encoder:
     def _store(self, name: str, tensor: Tensor) -> None:
         """Keeps a tensor under a name, some dtypes as bytes."""
         own = separate(tensor, self._memory)
-        if own.dtype in _AS_BYTES:
-            flat = own.reshape(-1) if own.numel() else torch.empty(0, dtype=own.dtype)
-            own = flat.view(torch.uint8)
-        self.tensors[name] = own
+        self.tensors[name] = to_bytes(own) if own.dtype in _AS_BYTES else own
 
     def _refused(self, path: tuple[object, ...], problem: str) -> CheckpointError:
         place = self.inside
@@ -370,7 +368,7 @@ class _Decoder:
             self._made[name] = (
                 found.viewed(dtype, shape)
                 if isinstance(found, LazyTensor)
-                else found.clone().view(dtype).reshape(shape)
+                else from_bytes(found.clone(), dtype, shape)
             )
         return self._made[name]
 

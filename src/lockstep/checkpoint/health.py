@@ -77,7 +77,11 @@ def examine(path: Path, *, values: bool = False) -> Health:
     wrong = [_wrong_inside(path, name, held) for name, held in needed.items()]
     wrong.append("" if any(wrong) else _wrong_shards(path, manifest, needed))
     inside = [problem for problem in wrong if problem]
-    sizes = _wrong_sizes(path, manifest)
+    listed = manifest.get("files")
+    if isinstance(listed, dict) and listed.keys() == needed.keys():
+        sizes = layout.wrong_sizes(path, listed)
+    else:
+        sizes = ["the list of files in the manifest is not that of its state"]
     if values and not sizes and not inside:
         with layout.plain_errors("looking at", path):
             damaged = storage.damaged_files(path, manifest)
@@ -97,18 +101,11 @@ def _needed(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
         if not all(isinstance(p.get("$tensor", p.get("$sharded")), str) for p in places):
             raise ValueError("a tensor of the state has no name")
         needed[layout.tensor_file(name)] = {p["$tensor"] for p in places if "$tensor" in p}
-    for name, tensors in layout.shards_in(manifest).items():
+    for name, tensors in manifest.get("shards", {}).items():
         for tensor, shards in tensors.items():
             for rank, _, _ in shards:
                 needed.setdefault(layout.tensor_file(name, rank), set()).add(tensor)
     return needed
-
-
-def _wrong_sizes(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    listed = manifest.get("files")
-    if not isinstance(listed, dict) or listed.keys() != _needed(manifest).keys():
-        return ["the list of files in the manifest is not that of its state"]
-    return layout.wrong_sizes(path, listed)
 
 
 def _wrong_inside(path: Path, name: str, needed: set[str]) -> str:
@@ -298,12 +295,8 @@ def _not_if_recent(repair: Repair, now: float) -> Repair:
     changed = max(p.lstat().st_mtime for p in (repair.path, *repair.path.iterdir()))
     if repair.what == "leave" or now - changed > RECENT:
         return repair
-    return Repair(
-        "leave",
-        repair.path,
-        f"{repair.why}. It was changed in the last {RECENT / 60:.0f} minutes: a run may be saving; "
-        "try again later",
-    )
+    why = f"It was changed in the last {RECENT / 60:.0f} minutes: a run may be saving"
+    return Repair("leave", repair.path, f"{repair.why}. {why}; try again later")
 
 
 def _rebuild(path: Path) -> None:

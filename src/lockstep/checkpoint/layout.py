@@ -62,16 +62,6 @@ def tensor_file(name: str, rank: int = 0) -> str:
     return f"{name}-rank-{rank:05d}.safetensors" if rank else f"{name}.safetensors"
 
 
-Shards = dict[str, dict[str, list[tuple[int, list[int], list[int]]]]]
-"""By module (or `training`) and tensor: the rank, the offsets and the extents of each shard."""
-
-
-def shards_in(manifest: Mapping[str, Any]) -> Shards:
-    """Where the shards are that a manifest lists."""
-    found: Shards = manifest.get("shards", {})
-    return found
-
-
 def states_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The trees of the states that a manifest has, by the names of their files."""
     return {**manifest["modules"], TRAINING: manifest["training"]}
@@ -113,11 +103,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    complete: dict[int, Path] = {}
-    for path in candidates(folder):
-        if step_of(path) not in complete and is_complete(path):
-            complete[step_of(path)] = path
-    return [complete[step] for step in sorted(complete)]
+    complete = filter(is_complete, reversed(candidates(folder)))
+    return list({step_of(path): path for path in complete}.values())
 
 
 def latest(folder: Path) -> Path | None:
@@ -321,6 +308,17 @@ def opened(path: Path) -> Iterator[BufferedReader]:
             raise unreadable(path, "it is no file, but a folder, a pipe or a device")
         with path.open("rb") as file:
             yield file
+
+
+def make_way(path: Path) -> None:
+    """Makes the folders above a file that is to be written.
+
+    Raises:
+        OSError: they cannot be made, or a folder has its name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
 
 
 @contextmanager

@@ -257,9 +257,8 @@ def key_mismatch(differ: Differences, file: Mapping[str, Any], own: Mapping[str,
             nearest = f"  nearest {where}: {short(near[0])}" if near else ""
             rows.append((kind, short(name), f"{'' if shape is None else list(shape)}{nearest}"))
         rows += _more(kind, names)
-    for text in differ.mismatched[:_ROWS]:
-        name, _, shapes = text.partition(": ")
-        rows.append(("other shape", name, shapes))
+    mismatched = (text.partition(": ") for text in differ.mismatched[:_ROWS])
+    rows += [("other shape", name, shapes) for name, _, shapes in mismatched]
     rows += _more("other shape", differ.mismatched)
     width = max((len(name) for _, name, _ in rows), default=0)
     return "\n".join(f"    {kind:<13}{name:<{width}}  {text}".rstrip() for kind, name, text in rows)

@@ -34,6 +34,20 @@ _BETWEEN_S = 0.5
 """Between two exchanges, about: how late a signal may be met."""
 _LONGEST = 256
 """Steps; a step that suddenly takes a second must not let a signal wait for an hour."""
+_EXPECTED = {
+    "keep": ("it is how many checkpoints remain on disk", "give an integer of at least 1"),
+    "every": (
+        "it is a number of optimizer steps, or a time",
+        "give an integer of at least 1, or datetime.timedelta(minutes=10)",
+    ),
+    "best": (
+        "it says which metric is the best",
+        'give "min" or "max", and the metric to save(metric=...); to save an object, give it '
+        "another name",
+    ),
+    "busy": ("it says what a save does while another goes on", 'give "wait" or "skip"'),
+}
+"""Of the settings of a `Policy`: what each is, and what to give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +71,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         period = isinstance(self.every, timedelta) and self.every > timedelta()
-        for name, sound, found, do in (
-            (
-                "keep",
-                is_whole_number(self.keep),
-                "it is how many checkpoints remain on disk, this run's newest among them",
-                "give an integer of at least 1",
-            ),
-            (
-                "every",
-                self.every is None or is_whole_number(self.every) or period,
-                "it is a number of optimizer steps, or a time",
-                "give an integer of at least 1, or datetime.timedelta(minutes=10)",
-            ),
-            (
-                "best",
-                self.best in (None, "min", "max"),
-                "it says which metric is the best",
-                'give "min" or "max", and the metric to save(metric=...); to save an object, '
-                "give it another name",
-            ),
-            (
-                "busy",
-                self.busy in ("wait", "skip"),
-                "it says what a save does while an earlier one is being written",
-                'give "wait" or "skip"',
-            ),
-        ):
-            if not sound:
+        sound = {
+            "keep": is_whole_number(self.keep),
+            "every": self.every is None or is_whole_number(self.every) or period,
+            "best": self.best in (None, "min", "max"),
+            "busy": self.busy in ("wait", "skip"),
+        }
+        for name, (found, do) in _EXPECTED.items():
+            if not sound[name]:
                 was_set = f"world.checkpoint(..., {name}={getattr(self, name)!r})"
                 raise SettingError(was_set, found, do)
 

@@ -32,8 +32,8 @@ from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import Box, on_cpu
 from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.checkpoint.lock import Lock
-from lockstep.checkpoint.sharding import memory_of, run_on_all_ranks
-from lockstep.distributed.collectives import Collectives
+from lockstep.checkpoint.sharding import memory_of
+from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.rendezvous import Joined
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -225,12 +225,11 @@ def _add_entries(manifest: Mapping[str, Any], state: str, entries: Any) -> None:
 
 
 def _check_there(temporary: Path, files: Mapping[str, int]) -> None:
-    there = {file.name: file.stat().st_size for file in temporary.iterdir()}
-    missing = [name for name, size in files.items() if there.get(name) != size]
+    missing = layout.wrong_sizes(temporary, files)
     if missing:
         raise CheckpointError(
             f"saving a checkpoint in {temporary.parent}",
-            f"{missing[0]}, which another rank has written there, is not to be seen from rank 0",
+            f"{missing[0]}: what another rank has written there is not to be seen from rank 0",
             "use a folder on a file system that all machines share: sharded state is written by "
             "the ranks that have it",
         )
@@ -300,8 +299,8 @@ class Writer:
         self._collectives = collectives
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._open = False
-        """Whether something was begun of which the ranks have not heard the end."""
+        self.open = False
+        """Whether all ranks have heard that something was begun, and not yet how it ended."""
         self.abandoned = threading.Event()
         """Set when the run has failed."""
 
@@ -309,10 +308,6 @@ class Writer:
     def busy(self) -> bool:
         """Something is being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    def told(self, begun: bool) -> None:
-        """To be called on all ranks when they have heard that something was begun, or its end."""
-        self._open = begun
 
     def start(self, work: Callable[[], object]) -> None:
         """Begins with the work; what was begun before must be over."""
@@ -345,7 +340,6 @@ class Writer:
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
-        was_open = self._open
 
         def work() -> None:
             try:
@@ -353,9 +347,9 @@ class Writer:
             finally:
                 self.lock.release()
 
-        if failed or not was_open:
-            if failed:
-                self.abandoned.set()
+        if failed:
+            self.abandoned.set()
+        if failed or not self.open:
             try:
                 work()
             except Exception as error:

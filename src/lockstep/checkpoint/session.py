@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, sharding
 from lockstep.checkpoint.encoding import Box, encode, rng_state_from_text, rng_state_to_text
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.health import examine
@@ -36,24 +37,21 @@ from lockstep.checkpoint.save import (
     begin_checkpoint,
     write_checkpoint,
 )
-from lockstep.checkpoint.sharding import (
-    exchange_on_all_ranks,
-    has_shards,
-    in_memory,
-    is_meta,
-    reshard_optimizer,
-    run_on_all_ranks,
-    shards_only,
-    stored_entries,
-)
 from lockstep.data.loader import Loader
+from lockstep.data.pytree import tensors
 from lockstep.distributed import seeding
+from lockstep.distributed.collectives import (
+    check_same_metric,
+    exchange_on_all_ranks,
+    run_on_all_ranks,
+)
 from lockstep.distributed.process_group import Run
-from lockstep.errors import CheckpointError, RanksDifferError, UsageError
+from lockstep.errors import CheckpointError, UsageError
 
 RESERVED = frozenset({"training", "manifest", "world", "random"})
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
+_BUILD = "build {} as it was in the run that saved it"
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -143,10 +141,10 @@ class Checkpoint:
         """
         collect = partial(self._collect, None if metric is None else float(metric))
         states, answers = exchange_on_all_ranks(self._collectives, self._doing, collect)
-        _check_metric([answer["metric"] for answer in answers])
+        check_same_metric("checkpoint.save(metric=...)", [told["metric"] for told in answers])
         if answers[0]["skip"]:
             return None
-        self._writer.told(begun=False)
+        self._writer.open = False
         self._copies.begin(states.values())
         others = [r for r, answer in enumerate(answers) if r and answer["stores"]]
         rank = self._collectives.topology.rank
@@ -183,7 +181,7 @@ class Checkpoint:
             )
         elif rank in others:
             self._writer.start(partial(_write_part, temporary, part, told, rank))
-        self._writer.told(begun=True)
+        self._writer.open = True
         if not self._policy.asynchronous:
             self.wait()
         self._moment.saved()
@@ -262,7 +260,7 @@ class Checkpoint:
             CheckpointError: on all ranks, when something could not be written.
         """
         run_on_all_ranks(self._collectives, self._doing, self._writer.finish)
-        self._writer.told(begun=False)
+        self._writer.open = False
 
     @property
     def best(self) -> Path | None:
@@ -288,21 +286,23 @@ class Checkpoint:
         for name, value in self._state.items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
-        answer: dict[str, Any] = {
+        held = self._held(states)
+        return states, {
             "skip": skip,
             "metric": metric,
             "streams": rng_state_to_text(seeding.rng_state(self._collectives.device)),
-            "held": self._held(states),
+            "held": held,
+            "stores": bool(held) or any(map(sharding.is_sharded, tensors(states))),
         }
-        answer["stores"] = bool(answer["held"]) or has_shards(states)
-        return states, answer
 
     def _held(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:
         """Of states of which this rank may have a part only: the entries that it has."""
         held = {}
         for name, value in self._state.items():
-            if isinstance(value, nn.Module) and any(map(is_meta, states[name].values())):
-                held[name] = [key for key, entry in states[name].items() if not is_meta(entry)]
+            if isinstance(value, nn.Module):
+                here = [key for key, own in states[name].items() if not sharding.is_meta(own)]
+                if len(here) < len(states[name]):
+                    held[name] = here
             elif getattr(value, "partial", False):
                 held[name] = list(states[name]["state"])
         return held
@@ -317,9 +317,9 @@ class Checkpoint:
         for name, state in states.items():
             if name in partly:
                 held = [answer["held"].get(name) for answer in answers]
-                here[name] = stored_entries(state, held, rank)
+                here[name] = sharding.stored_entries(state, held, rank)
             else:
-                here[name] = state if rank == 0 else shards_only(state)
+                here[name] = state if rank == 0 else sharding.shards_only(state)
         modules = {name: here.pop(name) for name in self._modules()}
         if rank == 0:
             here["random"] = [rng_state_from_text(answer["streams"]) for answer in answers]
@@ -362,19 +362,13 @@ class Checkpoint:
             if isinstance(target, LRScheduler):
                 for place, saved, built in _other_lengths(target, loaded[name]):
                     notes += f"; {name} keeps {place}={saved} as saved, not {built} as built"
-            try:
+            with _explained(f"resuming {name} from {path}", _BUILD.format(name)):
                 if isinstance(target, nn.Module):
                     load_plain(target, loaded[name])
                 elif isinstance(target, Optimizer):
-                    target.load_state_dict(reshard_optimizer(loaded[name], target))
+                    target.load_state_dict(sharding.reshard_optimizer(loaded[name], target))
                 else:
-                    target.load_state_dict(in_memory(loaded[name]))
-            except Exception as error:
-                raise CheckpointError(
-                    f"resuming {name} from {path}",
-                    f"{type(error).__name__}: {error}",
-                    f"build {name} as it was in the run that saved it",
-                ) from error
+                    target.load_state_dict(sharding.in_memory(loaded[name]))
         manifest, topology = loaded["manifest"], self._collectives.topology
         size = manifest["world_size"]
         note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}, "
@@ -384,15 +378,10 @@ class Checkpoint:
                 f"{note}; it was saved by {size} processes and this run has {topology.size}, so "
                 f"model-side randomness (dropout) starts from the seed{notes}"
             )
-        try:
-            streams = in_memory(loaded["random"][topology.rank])
+        versions = "resume with the versions of Python and torch that saved them"
+        with _explained(f"resuming the random streams from {path}", versions):
+            streams = sharding.in_memory(loaded["random"][topology.rank])
             seeding.set_rng_state(streams, self._collectives.device)
-        except Exception as error:
-            raise CheckpointError(
-                f"resuming the random streams from {path}",
-                f"{type(error).__name__}: {error}",
-                "resume with the versions of Python and torch that saved them",
-            ) from error
         return note + notes
 
     def _manifest(
@@ -424,6 +413,15 @@ class Checkpoint:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
 
 
+@contextmanager
+def _explained(doing: str, do: str) -> Iterator[None]:
+    """Turns whatever a state that does not fit leads to into a `CheckpointError`."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(doing, f"{type(error).__name__}: {error}", do) from error
+
+
 def _write_part(temporary: Path, part: Part, told: Others, rank: int) -> None:
     """What the thread of another rank than 0 does."""
     report = None
@@ -432,15 +430,6 @@ def _write_part(temporary: Path, part: Part, told: Others, rank: int) -> None:
             report = part.write(temporary)
     finally:
         told.tell(rank, report)
-
-
-def _check_metric(metrics: list[float | None]) -> None:
-    if len(set(map(str, metrics))) > 1:
-        raise RanksDifferError(
-            "checkpoint.save(metric=...)",
-            ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(metrics)),
-            "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
-        )
 
 
 def _check_found(folder: Path, chosen: Finding, seen_by: list[str]) -> None:
@@ -575,7 +564,7 @@ def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
         elif was_module and (differ := differences(saved[name], plain_state_dict(value))):
             found = f"{name} does not fit: {differ}"
         if found:
-            raise CheckpointError(doing, found, f"build {name} as it was in the run that saved it")
+            raise CheckpointError(doing, found, _BUILD.format(name))
         if isinstance(value, LRScheduler):
             _check_length(path, name, value, saved[name])
 
@@ -597,8 +586,7 @@ def _check_length(path: Path, name: str, own: LRScheduler, saved: Any) -> None:
 def _other_lengths(own: LRScheduler, saved: Any) -> list[tuple[str, int, int]]:
     """Where a scheduler is built of another length than it was saved with; both lengths."""
     before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
-    both = before.keys() & now.keys()
-    return [(p, before[p], now[p]) for p in now if p in both and before[p] != now[p]]
+    return [(p, before[p], n) for p, n in now.items() if before.get(p, n) != n]
 
 
 def _lengths(state: Any, place: str = "") -> Iterator[tuple[str, int]]:

@@ -9,7 +9,7 @@ module) or is left out (in that of an optimizer); the first rank that has it sto
 strategy wrote a state, any strategy on any number of ranks reads it: each rank reads the regions
 that its own shards are of.
 
-Communication: none, but for one exchange of text in `run_on_all_ranks`.
+Communication: none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, strided
@@ -27,13 +27,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.data.pytree import tensors
-from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.torch_compat import (
     local_box,
     set_state_dict_metadata,
     state_dict_metadata,
 )
-from lockstep.errors import CheckpointError, LockstepError, UsageError
 
 Shape = tuple[int, ...]
 
@@ -257,11 +255,6 @@ def shards_only(state: Any) -> Any:
     return _map(lambda leaf: leaf if is_sharded(leaf) else None, state)
 
 
-def has_shards(state: Any) -> bool:
-    """Whether there is a DTensor in a pytree."""
-    return any(map(is_sharded, tensors(state)))
-
-
 def stored_entries(
     state: Mapping[str, Any], held: Sequence[Collection[int | str] | None], rank: int
 ) -> dict[str, Any]:
@@ -389,52 +382,3 @@ def _map(change: Callable[[Any], Any], tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(_map(change, value) for value in tree)
     return change(tree)
-
-
-T = TypeVar("T")
-
-
-def run_on_all_ranks(collectives: Collectives, doing: str, work: Callable[[], T]) -> T:
-    """Runs `work` on every rank; see `exchange_on_all_ranks`."""
-    return exchange_on_all_ranks(collectives, doing, lambda: (work(), None))[0]
-
-
-def exchange_on_all_ranks(
-    collectives: Collectives, doing: str, work: Callable[[], tuple[T, Any]]
-) -> tuple[T, list[Any]]:
-    """Runs `work` on every rank: its own result, and what each rank tells all.
-
-    Communication: one exchange of text.
-
-    Args:
-        collectives: of the run.
-        doing: what this is, for messages.
-        work: gives this rank's result, and JSON for all ranks.
-
-    Raises:
-        CheckpointError: on all ranks, what `work` has raised on one of them; on that one as it is.
-        UsageError: in the body of an evaluation loop.
-    """
-    if collectives.blocked is not None:
-        raise UsageError(
-            f"{doing} in the body of an evaluation loop",
-            collectives.blocked,
-            "do it after the loop",
-        )
-    failure: Exception | None = None
-    try:
-        result, told = work()
-        answer: dict[str, Any] = {"told": told}
-    except LockstepError as error:
-        failure, answer = error, {"error": (error.was_set, error.found, error.do)}
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        found = f"{type(error).__name__}: {error}"
-        failure, answer = error, {"error": (doing, found, "see the traceback of that rank")}
-    answers = collectives.exchange(answer)
-    if failure is not None:
-        raise failure
-    for rank, heard in enumerate(answers):
-        if "error" in heard:
-            was_set, found, do = heard["error"]
-            raise CheckpointError(was_set, f"rank {rank}: {found}", do)
-    return result, [heard["told"] for heard in answers]

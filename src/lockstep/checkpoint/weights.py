@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import unstorable
 from lockstep.checkpoint.formats.reading import read, read_value
-from lockstep.checkpoint.formats.safetensors import shard_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import in_groups, shard_bytes, write_weights
 from lockstep.checkpoint.modules import (
     Differences,
     conflict,
@@ -34,9 +34,9 @@ from lockstep.checkpoint.sharding import (
     ShardedEntry,
     is_meta,
     is_sharded,
-    run_on_all_ranks,
     view_of,
 )
+from lockstep.distributed.collectives import run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
 
@@ -216,18 +216,15 @@ def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]
 
     Only `copied` ones take memory: not what goes from a mapped file into a plain tensor.
     """
-    batches: list[dict[str, Any]] = [{}]
-    size = 0
-    by_module = sorted(values, key=lambda name: name.rpartition(".")[0])
-    for _, group in groupby(by_module, key=lambda name: name.rpartition(".")[0]):
-        names = list(group)
-        more = sum(values[name].nbytes for name in names if name in copied)
-        if batches[-1] and size + more > _BATCH:
-            batches.append({})
-            size = 0
-        batches[-1].update((name, values[name]) for name in names)
-        size += more
-    return batches
+    by_module = groupby(sorted(values, key=_module_of), key=_module_of)
+    modules = [list(names) for _, names in by_module]
+    sizes = [sum(values[name].nbytes for name in names if name in copied) for names in modules]
+    batches = in_groups(zip(modules, sizes, strict=True), _BATCH)
+    return [{name: values[name] for names in batch for name in names} for batch in batches]
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _tied(own: Mapping[str, Any]) -> list[list[str]]:

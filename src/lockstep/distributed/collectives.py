@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import RanksDifferError, UsageError
+from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
 
 Number = bool | int | float
 
@@ -264,6 +264,73 @@ class Collectives:
         dist.broadcast(carrier, source)
         received = from_bytes(carrier, dtype, shape)
         return received if own is None else received.to(own.device)
+
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(collectives: Collectives, doing: str, work: Callable[[], T]) -> T:
+    """Runs `work` on every rank; see `exchange_on_all_ranks`."""
+    return exchange_on_all_ranks(collectives, doing, lambda: (work(), None))[0]
+
+
+def exchange_on_all_ranks(
+    collectives: Collectives,
+    doing: str,
+    work: Callable[[], tuple[T, Any]],
+    kind: type[LockstepError] = CheckpointError,
+) -> tuple[T, list[Any]]:
+    """Runs `work` on every rank: its own result, and what each rank tells all.
+
+    Communication: one exchange of text, which carries what went wrong too.
+
+    Args:
+        collectives: of the run.
+        doing: what this is, for messages.
+        work: gives this rank's result, and JSON for all ranks.
+        kind: of the error that the other ranks raise.
+
+    Raises:
+        LockstepError: of that kind, what `work` has raised on another rank; its own error as it is.
+        UsageError: in the body of an evaluation loop.
+    """
+    if collectives.blocked is not None:
+        raise UsageError(
+            f"{doing} in the body of an evaluation loop",
+            collectives.blocked,
+            "do it after the loop",
+        )
+    failure: Exception | None = None
+    try:
+        result, told = work()
+        answer: dict[str, Any] = {"told": told}
+    except LockstepError as error:
+        failure, answer = error, {"error": (error.was_set, error.found, error.do)}
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        found = f"{type(error).__name__}: {error}"
+        failure, answer = error, {"error": (doing, found, "see the traceback of that rank")}
+    answers = collectives.exchange(answer)
+    if failure is not None:
+        raise failure
+    for rank, heard in enumerate(answers):
+        if "error" in heard:
+            was_set, found, do = heard["error"]
+            raise kind(was_set, f"rank {rank}: {found}", do)
+    return result, [heard["told"] for heard in answers]
+
+
+def check_same_metric(was_set: str, values: Sequence[Any], code: str | None = None) -> None:
+    """Raises RanksDifferError where the ranks, in their order, give different values of a metric.
+
+    NaN is the same as NaN.
+    """
+    if len(set(map(str, values))) > 1:
+        raise RanksDifferError(
+            was_set,
+            ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
+            "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
+            code=code,
+        )
 
 
 def _differ(calls: Sequence[CallDescription]) -> RanksDifferError:

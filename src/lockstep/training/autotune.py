@@ -34,6 +34,7 @@ from lockstep.data.shares import (
     shares_by_times,
     step_seconds,
 )
+from lockstep.distributed.collectives import exchange_on_all_ranks
 from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
@@ -454,27 +455,26 @@ class _Search(ProfilingRun):
 
         They begin together, and what fails on one fails on all.
         """
-        exchange = self._run.collectives.exchange
-        exchange("begin")
-        cause: Exception | None = None
-        value, problem = None, None
-        try:
-            value = [find(device, shares) for device in devices]
-        except Exception as error:
-            cause = error
-            plain = f"{error.was_set}: {error.found}" if isinstance(error, LockstepError) else error
-            problem = f"{type(error).__name__}: {plain}"
-        answers = exchange([value, problem])
-        problems = [f"rank {r}: {told}" for r, (_, told) in enumerate(answers) if told is not None]
-        if problems:
-            raise UsageError(
-                "shares='auto'"
-                if self._division.request.open_shares
-                else "micro_batch_size='auto'",
-                f"the model could not be tried at other sizes; {problems[0]}",
-                "give numbers instead, such as shares='2:3' and micro_batch_size=16",
-            ) from cause
-        return [each for found, _ in answers for each in found]
+        collectives = self._run.collectives
+        was_set = f"{'shares' if self._division.request.open_shares else 'micro_batch_size'}='auto'"
+
+        def find_all() -> tuple[None, list[Any]]:
+            try:
+                return None, [find(device, shares) for device in devices]
+            except Exception as error:
+                plain = str(error)
+                if isinstance(error, LockstepError):
+                    plain = f"{error.was_set}: {error.found}"
+                raise UsageError(
+                    was_set,
+                    "the model could not be tried at other sizes on "
+                    f"rank {collectives.topology.rank}: {type(error).__name__}: {plain}",
+                    "give numbers instead, such as shares='2:3' and micro_batch_size=16",
+                ) from error
+
+        collectives.exchange("begin")
+        _, answers = exchange_on_all_ranks(collectives, was_set, find_all, UsageError)
+        return [each for found in answers for each in found]
 
 
 def _stand_in(output: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.distributed.collectives import Collectives
-from lockstep.errors import RanksDifferError, UsageError, warn
+from lockstep.distributed.collectives import Collectives, check_same_metric
+from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.step import Pass, Step
 from lockstep.strategies.base import parameters_of
@@ -311,13 +311,7 @@ class PreparedScheduler(_Around, LRScheduler):
 
     def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
         values = self._collectives.exchange(repr(float(metrics)))
-        if len(set(values)) > 1:
-            raise RanksDifferError(
-                "ReduceLROnPlateau.step(metric)",
-                ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
-                code="LS402",
-            )
+        check_same_metric("ReduceLROnPlateau.step(metric)", values, "LS402")
 
 
 def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:

@@ -48,6 +48,7 @@ from lockstep.checkpoint.sharding import (
 from lockstep.errors import CheckpointError
 
 METADATA = ".metadata"
+"""In each folder of DCP's."""
 
 _MAX_METADATA = 200_000_000  # bytes
 _MAX_OPERATIONS = 20_000_000  # of its pickle; each takes some 100 bytes of memory at most
@@ -265,16 +266,6 @@ class _RestrictedUnpickler(pickle.Unpickler):
         return DTYPES.get(full) or type(name, (_Record,), {"name": name})
 
 
-def _unpickled(content: bytes) -> Any:
-    """What a pickle describes: numbers, text, tuples, lists, dictionaries, and records.
-
-    Raises:
-        Exception: it uses other names, or is damaged.
-    """
-    _check_operations(content)
-    return _RestrictedUnpickler(io.BytesIO(content)).load()
-
-
 def _check_operations(content: bytes) -> None:
     """Looks whether unpickling would take more time or memory than any metadata does.
 
@@ -383,11 +374,6 @@ class Objects:
         return self.archive.load()[0]
 
 
-def is_dcp(folder: Path) -> bool:
-    """Whether a folder is one of DCP's."""
-    return (folder / METADATA).is_file()
-
-
 def read_dcp(folder: Path) -> dict[str, Any]:
     """What a folder holds, in the pytree that was saved; reads no values.
 
@@ -405,7 +391,9 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     try:
         if len(content) > _MAX_METADATA:
             raise ValueError(f"it has more than {_MAX_METADATA} bytes")
-        metadata = _state(_unpickled(content), "Metadata")
+        _check_operations(content)
+        found = _RestrictedUnpickler(io.BytesIO(content)).load()
+        metadata = _state(found, "Metadata")
         ends = dict(_entries(folder, metadata))
         return _nested(ends, metadata.get("planner_data"))
     except Exception as error:  # whatever a damaged pickle leads to

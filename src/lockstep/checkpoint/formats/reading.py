@@ -17,7 +17,6 @@ from lockstep.checkpoint.encoding import FindShards, decode, leaves
 from lockstep.checkpoint.formats.pytorch import (
     METADATA,
     Objects,
-    is_dcp,
     read_dcp,
     read_torch,
     read_torch_index,
@@ -119,11 +118,11 @@ def read(
         return _read_checkpoint(path, name, everything=everything, lazy=lazy)
     if kind == "torch":
         content = read_torch(path, trust)
-        states = _named(path, _states_in(path, content), name)
+        states = _states_in(path, content, name)
         return Source(path, "a torch file", states, [path], _plain_values(content))
     if kind == "dcp":
         tree = read_dcp(path)
-        states = _named(path, _states_in(path, tree), name)
+        states = _states_in(path, tree, name)
         shards = [shard for _, entry in tensors_in(tree) for shard in entry.shards]
         return Source(
             path,
@@ -167,11 +166,12 @@ def locate(path: Path) -> tuple[Path, Kind]:
     return path, "safetensors" if path.suffix == ".safetensors" else "torch"
 
 
-def _states_in(path: Path, content: Any) -> list[Found]:
-    """The states in what `read_torch` gave; at least one.
+def _states_in(path: Path, content: Any, name: str | None) -> list[Found]:
+    """The states in what `read_torch` gave, or those below a name; at least one.
 
     Raises:
         CheckpointError: there is none.
+        SettingError: there is none below that name.
     """
     found = list(_states(content, "", _DEPTH))
     if not found:
@@ -184,7 +184,10 @@ def _states_in(path: Path, content: Any) -> list[Found]:
             f"no weights: it holds a {held}",
             f"save the model's state_dict(), at the top or under one of {', '.join(_NESTED_UNDER)}",
         )
-    return found
+    named = [state for state in found if name is None or f"[{name!r}]" in state.place]
+    if not named:
+        raise _no_such(path, str(name), [state.place or "the top" for state in found])
+    return named
 
 
 def read_stored(
@@ -217,7 +220,7 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
         ValueError, KeyError, TypeError: the manifest is damaged.
     """
     headers = cache(partial(_entries, path, manifest, name))
-    listed = layout.shards_in(manifest).get(name, {})
+    listed = manifest.get("shards", {}).get(name, {})
 
     def find(tensor: str, dtype: torch.dtype, shape: Shape) -> ShardedEntry:
         shards = []
@@ -253,7 +256,7 @@ def _in_folder(folder: Path) -> tuple[Path, Kind]:
         return folder, "checkpoint"
     if (path := layout.latest(folder)) is not None:
         return path, "checkpoint"
-    if is_dcp(folder):
+    if (folder / METADATA).is_file():
         return folder, "dcp"
     with layout.plain_errors("reading weights from", folder):
         indexes = sorted(folder.glob(f"*{INDEX}"))
@@ -279,9 +282,8 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     if name is not None and name not in modules:
         raise _no_such(path, name, modules)
     if name is None and everything and len(modules) > 1:
-        states = {n: read_stored(path, manifest, n, lazy=lazy) for n in modules}
-        state = {f"{n}.{key}": value for n in modules for key, value in states[n].items()}
-        found = Found(state, "")
+        states = ((n, read_stored(path, manifest, n, lazy=lazy)) for n in modules)
+        found = Found({f"{n}.{key}": value for n, s in states for key, value in s.items()}, "")
     else:
         if name is None and len(modules) != 1 and "model" not in modules:
             raise layout.unreadable(
@@ -307,13 +309,6 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         modules,
         training,
     )
-
-
-def _named(path: Path, states: list[Found], name: str | None) -> list[Found]:
-    named = [found for found in states if name is None or f"[{name!r}]" in found.place]
-    if not named:
-        raise _no_such(path, str(name), [found.place or "the top" for found in states])
-    return named
 
 
 def _no_such(path: Path, name: str, there: Sequence[str]) -> SettingError:

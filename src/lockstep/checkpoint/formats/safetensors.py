@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import DTYPES, separate
 from lockstep.checkpoint.sharding import LazyTensor, as_shape
+from lockstep.distributed.collectives import to_bytes
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.settings import in_bytes
 
@@ -51,6 +52,8 @@ SHARD_SIZE = 5_000_000_000
 # Not the 8-bit ones: their scales stand beside them, in tensors of their own.
 _CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MAX_INDEX = 100_000_000  # bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     header = _header(path, ordered)
     size, crc = 0, 0
     with storage.new_file(path) as file:
-        for data in (memoryview(header), *(_memory(tensor) for _, tensor in ordered)):
+        values = (to_bytes(tensor).numpy().data for _, tensor in ordered)
+        for data in (memoryview(header), *values):
             for begin in range(0, len(data), _CHUNK):
                 chunk = data[begin : begin + _CHUNK]
                 crc = zlib.crc32(chunk, crc)
@@ -198,14 +202,6 @@ def _header(path: Path, tensors: list[tuple[str, Tensor]]) -> bytes:
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, not copied."""
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def shard_bytes(size: int | str) -> int:
@@ -282,12 +278,11 @@ def write_weights(
     Raises:
         CheckpointError: it cannot be written; nothing is left of it then.
     """
-    groups = _groups(tensors, shard_size, dtype)
+    sizes = {name: t.count * cast_to(t.dtype, dtype).itemsize for name, t in tensors.items()}
+    groups = in_groups(sizes.items(), shard_size)
     index, several = index_of(path), len(groups) > 1
     with layout.plain_errors("saving weights to", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
+        layout.make_way(path)
         former = _former(index)
         files = _free_names(path, len(groups)) if several else [path]
         try:
@@ -298,7 +293,7 @@ def write_weights(
                     own = (separate(value, memory) for value in values)
                     write_tensors(temporary, dict(zip(names, own, strict=True)))
             if several:
-                _write_index(index, files, groups, sum(_size(t, dtype) for t in tensors.values()))
+                _write_index(index, files, groups, sum(sizes.values()))
         except BaseException:
             for file in files if several else ():
                 file.unlink(missing_ok=True)
@@ -318,24 +313,17 @@ def _write_index(
         storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
 
 
-def _groups(
-    tensors: Mapping[str, LazyTensor], shard_size: int | None, dtype: torch.dtype | None
-) -> list[list[str]]:
-    """In the given order, each group within the size but for one tensor that alone exceeds it."""
-    groups: list[list[str]] = [[]]
+def in_groups(sizes: Iterable[tuple[T, int]], most: int | None) -> list[list[T]]:
+    """In the given order, each group within `most` but for one item that alone exceeds it."""
+    groups: list[list[T]] = [[]]
     size = 0
-    for name, tensor in tensors.items():
-        more = _size(tensor, dtype)
-        if groups[-1] and shard_size is not None and size + more > shard_size:
+    for item, more in sizes:
+        if groups[-1] and most is not None and size + more > most:
             groups.append([])
             size = 0
-        groups[-1].append(name)
+        groups[-1].append(item)
         size += more
     return groups
-
-
-def _size(tensor: LazyTensor, dtype: torch.dtype | None) -> int:
-    return tensor.count * cast_to(tensor.dtype, dtype).itemsize
 
 
 def cast_to(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
