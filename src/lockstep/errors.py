@@ -217,6 +217,11 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
+def printable(text: str) -> str:
+    """The same without what would move the cursor; for what files say."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """By the first of each pair all that came with it, in their order."""
     found: dict[K, list[V]] = {}

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 import lockstep
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.collectives import Collectives, from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import RanksDifferError, UsageError
 
@@ -488,3 +488,10 @@ def test_ranks_without_results_do_not_count(size):
         "gather": [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
         "broadcast": size - 1,
     }
+
+
+def test_an_empty_tensor_of_any_stride_travels_as_bytes() -> None:
+    empty = torch.ones(1, dtype=torch.float64).expand(0)
+    data = to_bytes(empty)
+    assert (data.dtype, data.shape) == (torch.uint8, (0,))
+    assert from_bytes(data, empty.dtype, empty.shape).shape == (0,)

@@ -16,6 +16,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -309,16 +310,14 @@ def _can_be_key(key: object) -> bool:
     return key is None or type(key) in {str, int, float, bool}
 
 
+@dataclass
 class _Decoder:
     """The tensors of one call of `decode`."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor | LazyTensor], shards: FindShards | None
-    ) -> None:
-        self._tensors = tensors
-        self._shards = shards
-        self._made: dict[str, Any] = {}
-        """Of tensors in shards, and of those that are stored as bytes: one of each name."""
+    tensors: Mapping[str, Tensor | LazyTensor]
+    shards: FindShards | None
+    made: dict[str, Any] = field(default_factory=dict)
+    """Of tensors in shards, and of those that are stored as bytes: one of each name."""
 
     def value(self, tree: Tree) -> Any:
         if isinstance(tree, list):
@@ -344,33 +343,33 @@ class _Decoder:
 
     def sharded(self, tree: Any) -> Any:
         name = tree["$sharded"]
-        if self._shards is None:
+        if self.shards is None:
             raise ValueError("a tensor in shards where none is expected")
-        if name not in self._made:
+        if name not in self.made:
             dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
-            self._made[name] = self._shards(name, dtype, shape)
-        return self._made[name]
+            self.made[name] = self.shards(name, dtype, shape)
+        return self.made[name]
 
     def stored(self, tree: Any) -> Any:
         name = tree["$tensor"]
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise CheckpointError(
                 "reading a saved state",
                 f"its list names the tensor {str(name)[:80]!r}, which is in none of its files",
                 "the files do not belong together: use another checkpoint",
             )
-        found = self._tensors[name]
+        found = self.tensors[name]
         if "dtype" not in tree:
             return found
         dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
-        if name not in self._made:
+        if name not in self.made:
             # Copied, since bytes in a mapped file may begin at any address.
-            self._made[name] = (
+            self.made[name] = (
                 found.viewed(dtype, shape)
                 if isinstance(found, LazyTensor)
                 else from_bytes(found.clone(), dtype, shape)
             )
-        return self._made[name]
+        return self.made[name]
 
     def pairs(self, items: Iterable[Any]) -> list[tuple[Any, Any]]:
         return [(self.value(key), self.value(value)) for key, value in items]

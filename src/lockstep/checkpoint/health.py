@@ -174,9 +174,8 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     readable = [health.path for health in checkpoints if not health.problems]
     if not readable and (checkpoints or leftovers):
         return Inspection(path, checkpoints, leftovers, None)
-    newest = sorted(readable, key=lambda p: (layout.step_of(p), not p.name.startswith(".")))
-    path_read = newest[-1] if newest else path
-    contents = open_contents(path_read, name=name, trust=trust, everything=True, training=True)
+    newest = readable[-1] if readable else path
+    contents = open_contents(newest, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 
 

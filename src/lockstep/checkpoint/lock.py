@@ -115,17 +115,17 @@ def _take(path: Path) -> _Held:
                 os.pwrite(descriptor, text, 0)
                 stack.pop_all()
                 return _Held(descriptor, text)
-        if other is not None and looks == _LOOKS:
+        if other is None:  # and the former owner has just removed the file
+            continue
+        if looks == _LOOKS:
             raise CheckpointError(
                 f"saving a checkpoint in {path.parent}",
                 f"{other} writes into this folder",
                 f"give each run a folder of its own, or end that one (if it has ended, remove "
                 f"{path})",
             )
-        if other is not None:  # it may be somebody who only looks, see `holder`
-            looks += 1
-            time.sleep(_PAUSE_S)
-        # Else the former owner has just removed the file.
+        looks += 1  # it may be somebody who only looks, see `holder`
+        time.sleep(_PAUSE_S)
 
 
 def _other(descriptor: int, path: Path) -> str | None:
@@ -141,10 +141,10 @@ def _other(descriptor: int, path: Path) -> str | None:
 
 
 def _seems_alive(text: bytes, path: Path) -> bool:
-    who = _identity_in(text)
-    if who.get("host") != socket.gethostname():
-        return bool(who) and time.time() - path.stat().st_mtime < _YOUNG_S
     try:
+        who = layout.parsed(text)
+        if who.get("host") != socket.gethostname():
+            return bool(who) and time.time() - path.stat().st_mtime < _YOUNG_S
         process = psutil.Process(int(who["pid"]))
         # Within what a clock that was set in between changes.
         same = abs(process.create_time() - float(who["started"])) < 3.0
@@ -163,20 +163,11 @@ def _identity() -> dict[str, Any]:
     }
 
 
-def _identity_in(text: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
-        return layout.parsed(text)
-    return {}
-
-
 def _in_words(text: bytes) -> str:
-    who = _identity_in(text)
-    if not who:
-        return "another run"
-    return (
-        f"another run (process {who.get('pid')} on {who.get('host')}, since {who.get('since')}, "
-        f"run {who.get('run')})"
-    )
+    run = "another run (process {pid} on {host}, since {since}, run {run})"
+    with suppress(ValueError, KeyError):
+        return run.format_map(layout.parsed(text))
+    return "another run"
 
 
 def _read(path: Path) -> bytes:

@@ -45,7 +45,10 @@ _EXPECTED = {
         'give "min" or "max", and the metric to save(metric=...); to save an object, give it '
         "another name",
     ),
-    "busy": ("it says what a save does while another goes on", 'give "wait" or "skip"'),
+    "busy": (
+        "it says what a save does while an earlier one is being written",
+        'give "wait" or "skip"',
+    ),
 }
 """Of the settings of a `Policy`: what each is, and what to give."""
 

@@ -234,8 +234,7 @@ class Checkpoint:
         """
         self.wait()
         doing = f"resuming from {self.folder}"
-        main = self._collectives.topology.is_main
-        see = partial(_find, self.folder, thoroughly=main)
+        see = partial(_find, self.folder, thoroughly=self._collectives.topology.is_main)
         _, answers = exchange_on_all_ranks(self._collectives, doing, lambda: (None, see()))
         chosen = Finding(*answers[0])
         self._passed_over = tuple(chosen.passed_over)
@@ -244,10 +243,8 @@ class Checkpoint:
             self.last_resume_note = f"nothing to resume in {self.folder}"
             return False
         path = self.folder / chosen.name
-        read = partial(self._read_all, path, chosen.id)
-        loaded = run_on_all_ranks(self._collectives, doing, read)
-        apply = partial(self._apply_all, path, loaded)
-        note = run_on_all_ranks(self._collectives, doing, apply)
+        loaded = run_on_all_ranks(self._collectives, doing, lambda: self._read_all(path, chosen.id))
+        note = run_on_all_ranks(self._collectives, doing, lambda: self._apply_all(path, loaded))
         self.last_resume_note = note + chosen.words
         self._world.print(self.last_resume_note)
         self._stepped = self._progress.number

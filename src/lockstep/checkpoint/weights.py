@@ -203,11 +203,10 @@ def _plan(
         changes=(*place, *match.changes, *_casts(fitting, own)),
     )
     values = {name: value for name, value in fitting.items() if name not in meta}
-    copied = {name for name in values if is_sharded(own[name])}
-    for name, value in values.items():
-        if isinstance(value, ShardedEntry):
-            value.check()
-            copied.add(name)
+    stored = {name: v for name, v in values.items() if isinstance(v, ShardedEntry)}
+    for entry in stored.values():
+        entry.check()
+    copied = {name for name in values if name in stored or is_sharded(own[name])}
     return _batches(values, copied), report
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.errors import LockstepError, SettingError, printable
+
 if TYPE_CHECKING:
     from lockstep.checkpoint.contents import Contents, Pair
     from lockstep.checkpoint.health import Inspection
@@ -112,7 +114,6 @@ def diff_command(
     Ends with 0 where they are equal, 1 where they differ, 2 where they cannot be compared.
     """
     from lockstep.checkpoint.contents import compare, open_contents, renamed
-    from lockstep.errors import LockstepError
 
     try:
         sides = [
@@ -182,7 +183,6 @@ def convert_command(
     """
     from lockstep.checkpoint.contents import DTYPES, convert, open_contents
     from lockstep.checkpoint.formats.safetensors import index_of, shard_bytes
-    from lockstep.errors import SettingError
 
     size = shard_bytes(shard_size)
     there = next((path for path in (out, index_of(out)) if path.exists()), None)
@@ -366,7 +366,7 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 def _table(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()
 ) -> None:
-    table = [tuple(map(_printable, row)) for row in (head, *rows)]
+    table = [tuple(map(printable, row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     for row in table:
         cells = [
@@ -384,12 +384,7 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _say(text: str = "") -> None:
-    click.echo("\n".join(map(_printable, text.split("\n"))))
-
-
-def _printable(text: str) -> str:
-    # Much of it comes from files: what would move the cursor is not sent.
-    return "".join(c if c.isprintable() else "?" for c in text)
+    click.echo("\n".join(map(printable, text.split("\n"))))  # much of it comes from files
 
 
 def _size(size: float) -> str:

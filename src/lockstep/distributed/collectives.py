@@ -546,7 +546,8 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 def to_bytes(tensor: Tensor) -> Tensor:
     """The tensor's data, `(bytes,)` in uint8; may share its memory."""
     own = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return own.reshape(-1).view(torch.uint8)
+    flat = own.reshape(-1) if own.numel() else own.new_empty(0)  # an empty one may have any stride
+    return flat.view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

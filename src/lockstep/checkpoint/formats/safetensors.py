@@ -31,9 +31,9 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import DTYPES, separate
-from lockstep.checkpoint.sharding import LazyTensor, as_shape
+from lockstep.checkpoint.sharding import LazyTensor, as_shape, dtype_name
 from lockstep.distributed.collectives import to_bytes
-from lockstep.errors import CheckpointError, SettingError
+from lockstep.errors import CheckpointError, SettingError, printable
 from lockstep.settings import in_bytes
 
 MAX_HEADER = 100_000_000
@@ -141,7 +141,7 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
 
 def short(value: object, length: int = 80) -> str:
     """A text of a file's in a message: what would move the cursor, or fill the screen, is not."""
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[: length + 1])
+    text = printable(str(value)[: length + 1])
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
@@ -342,7 +342,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
         return tensor
     if dtype.itemsize <= tensor.dtype.itemsize and not torch.equal(result.isinf(), tensor.isinf()):
         raise CheckpointError(
-            f"converting {name} to {str(dtype).removeprefix('torch.')}",
+            f"converting {name} to {dtype_name(dtype)}",
             f"its largest value {float(tensor.abs().nan_to_num(0, 0).max()):.3g} is beyond what "
             f"that dtype can hold ({torch.finfo(dtype).max:.3g})",
             "use bf16, which has the range of fp32, or leave the dtype as it is",
