@@ -266,18 +266,12 @@ def _for_broken(health: Health, remains: bool, before: str = "") -> Repair:
     why = before + ("; ".join(health.problems) or "there is a complete one of the same step")
     if health.only_sizes and not before:
         return Repair("rebuild", health.path, f"{why}; the files are whole and hold the state")
-    if health.foreign:
-        return Repair("leave", health.path, why)
-    readable = [] if remains else _readable_weights(health.path)
+    readable = [] if remains or health.foreign else _readable_weights(health.path)
     if readable:
         names = ", ".join(file.name for file in readable)
-        return Repair(
-            "leave",
-            health.path,
-            f"{why}. No complete checkpoint remains, and {names} can be read: "
-            f"lockstep.load_weights(model, '{readable[0]}')",
-        )
-    return Repair("remove", health.path, why)
+        why += f". No complete checkpoint remains, and {names} can be read: "
+        why += f"lockstep.load_weights(model, '{readable[0]}')"
+    return Repair("leave" if health.foreign or readable else "remove", health.path, why)
 
 
 def _readable_weights(path: Path) -> list[Path]:

@@ -121,11 +121,8 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
 
     Of equal ones the earliest; one without a metric is none.
     """
-    metrics: dict[Path, float] = {}
-    for path in sorted(paths, key=step_of):
-        metric = (_if_complete(path) or {}).get("metric")
-        if isinstance(metric, int | float):
-            metrics[path] = metric
+    found = {p: (_if_complete(p) or {}).get("metric") for p in sorted(paths, key=step_of)}
+    metrics = {path: metric for path, metric in found.items() if isinstance(metric, int | float)}
     choose = min if by == "min" else max
     return choose(metrics, key=metrics.__getitem__, default=None)
 

@@ -17,6 +17,7 @@ do what they do without us.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -129,10 +130,8 @@ class Moment:
     def _together(self, number: int) -> tuple[bool, bool]:
         """Whether any rank was asked to save, or it is time; and whether any was asked to stop."""
         now = self._clock()
-        late = (
-            isinstance(self._every, timedelta)
-            and now - self._saved_at >= self._every.total_seconds()
-        )
+        every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
+        late = now - self._saved_at >= every
         asked, stop = self._requests.take_save(), self._requests.stop
         if self._collectives.alone:
             return asked or late, stop

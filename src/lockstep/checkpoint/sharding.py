@@ -361,10 +361,9 @@ def view_of(tensor: Any) -> tuple[object, ...] | None:
     """
     local = _local(tensor)
     begin = local.untyped_storage().data_ptr()
+    place = begin, local.storage_offset(), local.is_conj(), local.is_neg()
     form = tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-    return (
-        (begin, local.storage_offset(), local.is_conj(), local.is_neg(), *form) if begin else None
-    )
+    return (*place, *form) if begin else None
 
 
 def _local(tensor: Any) -> Tensor:

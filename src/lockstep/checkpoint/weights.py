@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from lockstep.checkpoint.sharding import (
 )
 from lockstep.distributed.collectives import run_on_all_ranks
 from lockstep.distributed.process_group import run_of
-from lockstep.errors import CheckpointError, SettingError
+from lockstep.errors import CheckpointError, SettingError, grouped
 
 _BATCH = 2**26
 """Bytes of values that are in memory at a time, beside the model and the mapped file."""
@@ -215,23 +214,16 @@ def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]
 
     Only `copied` ones take memory: not what goes from a mapped file into a plain tensor.
     """
-    by_module = groupby(sorted(values, key=_module_of), key=_module_of)
-    modules = [list(names) for _, names in by_module]
+    modules = list(grouped((name.rpartition(".")[0], name) for name in values).values())
     sizes = [sum(values[name].nbytes for name in names if name in copied) for names in modules]
     batches = in_groups(zip(modules, sizes, strict=True), _BATCH)
     return [{name: values[name] for names in batch for name in names} for batch in batches]
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _tied(own: Mapping[str, Any]) -> list[list[str]]:
     """Groups of names that are one tensor."""
-    groups: dict[object, list[str]] = {}
-    for name, value in own.items():
-        if shape_of(value) is not None and (view := view_of(value)):
-            groups.setdefault(view, []).append(name)
+    views = ((view_of(value), name) for name, value in own.items() if shape_of(value) is not None)
+    groups = grouped((view, name) for view, name in views if view)
     return [names for names in groups.values() if len(names) > 1]
 
 

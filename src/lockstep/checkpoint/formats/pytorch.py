@@ -45,7 +45,7 @@ from lockstep.checkpoint.sharding import (
     as_shape,
     sharded_entry,
 )
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, grouped
 
 METADATA = ".metadata"
 """In each folder of DCP's."""
@@ -133,10 +133,10 @@ def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict
         CheckpointError: a file cannot be read, or does not hold what the index says.
     """
     state: dict[str, Any] = {}
-    for file in dict.fromkeys(places.values()):
+    for file, names in grouped((file, name) for name, file in places.items()).items():
         content = read_torch(path.parent / file, trust)
         held = content if isinstance(content, Mapping) else {}
-        for name in (name for name, place in places.items() if place == file):
+        for name in names:
             if not isinstance(held.get(name), Tensor):
                 raise misplaced(path, name, file)
             state[name] = held[name]
@@ -437,14 +437,10 @@ def _archives(folder: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape
         name = place["relative_path"]
         offset, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):
-            raise ValueError(
-                f"{name} was transformed while it was written, which is not known here"
-            )
+            raise ValueError(f"{name} was transformed while it was written")
         if name not in sizes:
             if not layout.is_plain(name):
-                raise ValueError(
-                    f"it names the file {str(name)[:80]!r}, which is not one beside it"
-                )
+                raise ValueError(f"it names the file {short(name)!r}, which is not one beside it")
             sizes[name] = layout.size_of(folder / name)
         if offset + length > sizes[name]:
             raise ValueError(f"{name} is to have {offset + length} bytes, and has {sizes[name]}")
@@ -473,10 +469,7 @@ def _tensor(
         archive = archives[name, offsets]
         spare = archive.length - math.prod(sizes) * dtype.itemsize
         if not 0 <= spare <= _MAX_OVERHEAD:
-            raise ValueError(
-                f"{name}: the shard at {list(offsets)} of shape {list(sizes)} is to be in "
-                f"{archive.length} bytes"
-            )
+            raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
         shards.append(Shard(offsets, _ArchivedShard(archive.file, dtype, sizes, archive, last)))
     return sharded_entry(name, dtype, _shape(state["size"]), shards)
 

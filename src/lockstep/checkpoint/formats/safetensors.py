@@ -119,10 +119,7 @@ def _entry(path: Path, name: str, says: Any, begin: int) -> Entry:
         found = f"{short(name)} has the shape {short(shape)} at {short(places)}"
         raise ValueError(found) from None
     if last - first != entry.nbytes:
-        raise ValueError(
-            f"{short(name)} of shape {short(shape)} takes {entry.nbytes} bytes and has "
-            f"{last - first}"
-        )
+        raise ValueError(f"{short(name)} takes {entry.nbytes} bytes and has {last - first}")
     return entry
 
 
