@@ -363,12 +363,10 @@ class _Decoder:
             return found
         dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
         if name not in self.made:
-            # Copied, since bytes in a mapped file may begin at any address.
-            self.made[name] = (
-                found.viewed(dtype, shape)
-                if isinstance(found, LazyTensor)
-                else from_bytes(found.clone(), dtype, shape)
-            )
+            if isinstance(found, LazyTensor):
+                self.made[name] = found.viewed(dtype, shape)
+            else:  # copied, since bytes in a mapped file may begin at any address
+                self.made[name] = from_bytes(found.clone(), dtype, shape)
         return self.made[name]
 
     def pairs(self, items: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -347,10 +347,9 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 
     a, b, values = pair.a, pair.b, pair.values
     sides = ["" if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (a, b)]
-    if a is None or b is None:
-        return (pair.name, f"in {'b' if a is None else 'a'} alone", *sides, "", "", "")
-    if values is None:
-        return (pair.name, "shape", *sides, "", "", "")
+    if a is None or b is None or values is None:
+        lacks = "shape" if a and b else f"in {'a' if a else 'b'} alone"
+        return (pair.name, lacks, *sides, "", "", "")
     what = ["dtype"] if a.dtype is not b.dtype else []
     what += ["values"] if values.count else []
     if any(values.nans):

@@ -130,10 +130,9 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
         if entry.offset != end:
             raise ValueError(f"{short(name)} is at byte {entry.offset}, where {end} is next")
         end += entry.nbytes
-    if end > size:
-        raise ValueError(f"its tensors end at byte {end}, the file at {size}: it was cut short")
-    if end < size:
-        raise ValueError(f"its tensors end at byte {end}, the file goes on to {size}")
+    if end != size:
+        file = f"goes on to {size}" if end < size else f"at {size}: it was cut short"
+        raise ValueError(f"its tensors end at byte {end}, the file {file}")
 
 
 def short(value: object, length: int = 80) -> str:
