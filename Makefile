@@ -10,7 +10,7 @@ train: .venv/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 4 --dist loadfile  # most wait for processes, not for a core
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each command compiles Lockstep again
 # Before torch starts its thread pools, and before the fork server is started.
 os.environ["OMP_NUM_THREADS"] = "1"
 for _name in [
@@ -36,22 +37,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import LEAVE_S
+from ranks import LEAVE_S, descendants
 
 torch.set_num_threads(1)
 
 
 def _processes() -> dict[int, str]:
-    found = {}
-    for child in psutil.Process().children(recursive=True):
-        try:
-            command = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
-        if "forkserver" in command or "resource_tracker" in command:
-            continue
-        found[child.pid] = command
-    return found
+    return {
+        pid: command
+        for pid, command in descendants(os.getpid()).items()
+        if command and "forkserver" not in command and "resource_tracker" not in command
+    }
 
 
 def _shared_memory() -> set[str]:
@@ -71,7 +67,8 @@ def _temporary_files() -> set[str]:
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 
-_MARKERS = {"unit", "ranks", "launcher", "netns", "gpu"}
+_MARKERS = ("launcher", "netns", "ranks", "gpu", "unit")
+"""In the order in which they run: the files that take longest must not be the last ones."""
 
 
 def _marker(path: Path) -> str:
@@ -89,8 +86,9 @@ def _marker(path: Path) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     markers = {path: _marker(path) for path in {item.path for item in items}}
     for item in items:
-        if not _MARKERS & {mark.name for mark in item.iter_markers()}:
+        if not {*_MARKERS} & {mark.name for mark in item.iter_markers()}:
             item.add_marker(markers[item.path])
+    items.sort(key=lambda item: _MARKERS.index(markers[item.path]))
 
 
 _started: list[str] = []

@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,7 +30,7 @@ _OTHERS_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world", "ranks"]
+    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world", "ranks", "frozen"]
 )
 
 
@@ -192,6 +191,23 @@ def _send(pipe: Connection, kind: str, value: Any) -> None:
     pipe.send_bytes(pickle.dumps((kind, value)))
 
 
+def descendants(pid: int) -> dict[int, str]:
+    """The command lines of the processes below one; psutil would read every process there is."""
+    found: dict[int, str] = {}
+    for path in glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            for child in map(int, Path(path).read_text().split()):
+                found |= {child: _command_line(child), **descendants(child)}
+    return found
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:  # it has just ended
+        return ""
+
+
 def _check_nothing_left() -> None:
     # Python's stand-in for a thread of torch's, of CUDA's autograd say, stays when that has gone.
     left = [
@@ -209,6 +225,6 @@ def _check_nothing_left() -> None:
             tasks.append(Path(path).read_text().strip())
     if "pt_gloo_runloop" in tasks:
         raise AssertionError(f"threads of the process group outlive it: {sorted(tasks)}")
-    children = psutil.Process().children(recursive=True)
+    children = descendants(os.getpid())
     if children:
         raise AssertionError(f"processes left behind: {children}")

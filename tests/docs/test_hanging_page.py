@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pages
-from ranks import HANG_S
+from launched import launch
 
 PAGE = pages.ROOT / "docs" / "troubleshooting.md"
 WATCHDOG = pages.ROOT / "src" / "lockstep" / "watchdog"
@@ -58,15 +56,7 @@ def outputs() -> dict[str, str]:
 
 def run(folder: Path, name: str) -> str:
     """What Lockstep says, without its first line, which the machine decides."""
-    command = [sys.executable, "-m", "lockstep.cli.main", "run", "--nproc", "2"]
-    done = subprocess.run(
-        [*command, "--log-dir", str(folder / "logs"), name],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = launch(["run", "--nproc", "2", "--log-dir", str(folder / "logs"), name], folder)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("[rank ")]
     return "\n".join(lines[1:])
 

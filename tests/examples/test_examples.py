@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 from ranks import HANG_S
 from safetensors.torch import load_file
 
@@ -33,6 +34,11 @@ def run(*command: object, path: Path | None = None) -> str:
         timeout=HANG_S,
         check=False,
     )
+    return checked(done)
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> str:
+    """What it printed, if all went well."""
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert not UNTIDY.search(done.stderr), done.stderr
     return done.stdout
@@ -40,7 +46,8 @@ def run(*command: object, path: Path | None = None) -> str:
 
 def lockstep_run(*command: object) -> str:
     """Runs `lockstep run --nproc 2 ...`."""
-    return run("-m", "lockstep.cli.main", "run", "--nproc", 2, *command)
+    done = launch(["run", "--nproc", "2", *map(str, command)], Path.cwd())
+    return checked(done)
 
 
 def accuracies(output: str) -> list[float]:

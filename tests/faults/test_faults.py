@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from faults import FAULTS, Fault
+from launched import Launched
 from memory_group import memory_group
-from ranks import HANG_S, LEAVE_S
-
-COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
+from ranks import LEAVE_S
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_verdict_is_right(fault: Fault, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(fault.script)
     limit = fault.memory_bytes
-    with memory_group(limit) if limit else contextlib.nullcontext([]) as enter:
-        check(fault, tmp_path, enter)
+    with memory_group(limit) if limit else contextlib.nullcontext() as group:
+        check(fault, tmp_path, group)
 
 
-def check(fault: Fault, folder: Path, enter: list[str]) -> None:
-    launcher = subprocess.Popen(
-        [*enter, *COMMAND, "--nproc", str(fault.nproc), *fault.flags, "script.py"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None
-    assert launcher.stderr is not None
-    told: list[str] = []
-    reading = threading.Thread(target=lambda: told.append(launcher.stderr.read()))
-    reading.start()
-    try:
+def check(fault: Fault, folder: Path, group: Path | None) -> None:
+    arguments = ["run", "--nproc", str(fault.nproc), *fault.flags, "script.py"]
+    with Launched(arguments, cwd=folder, group=group) as launcher:
         # Each rank's own line, so that all of them are where the fault begins.
         waiting = fault.nproc
         while waiting:
@@ -49,15 +34,10 @@ def check(fault: Fault, folder: Path, enter: list[str]) -> None:
         processes = psutil.Process(launcher.pid).children(recursive=True)
         if fault.launcher_signal is not None:
             launcher.send_signal(fault.launcher_signal)
-        code = launcher.wait(timeout=HANG_S)
+        done = launcher.finish()
         left = psutil.wait_procs(processes, timeout=LEAVE_S)[1]
-    finally:
-        launcher.kill()
-        launcher.wait()
-        reading.join()
-        launcher.stdout.close()
-        launcher.stderr.close()
     assert left == []
-    assert code == fault.exit_code, told[0]
-    block = told[0] if code == 0 else told[0][told[0].rindex("\nlockstep: ") :]
-    assert re.search(".*".join(fault.says), block, re.DOTALL), told[0]
+    told = done.stderr
+    assert done.returncode == fault.exit_code, told
+    block = told if done.returncode == 0 else told[told.rindex("\nlockstep: ") :]
+    assert re.search(".*".join(fault.says), block, re.DOTALL), told

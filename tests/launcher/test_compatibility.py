@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launched import Launched, launch
 from ranks import HANG_S
 
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
@@ -21,11 +22,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = ["--warm", "--no-warm"]
 
 
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
 def start(
     folder: Path, line: list[str], *, typed: str | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end; what it writes is read as text, whatever it is."""
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    kept = environment()
     if line[: len(TORCHRUN)] == TORCHRUN:
         kept["TMPDIR"] = str(folder)  # it leaves its own there
     return subprocess.run(
@@ -42,7 +47,7 @@ def start(
 
 def run(folder: Path, *line: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`lockstep run`, which is to end well."""
-    done = start(folder, [*LOCKSTEP, *line], **variables)
+    done = launch(["run", *line], folder, env={**environment(), **variables})
     assert done.returncode == 0, done.stderr
     return done
 
@@ -240,24 +245,14 @@ def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> No
         "while True: time.sleep(60)\n"
     )
     flags = ["--signals-to-handle", "SIGUSR1,SIGTERM", "--shutdown-timeout", "1", "--nproc", "2"]
-    with subprocess.Popen(
-        [*LOCKSTEP, *flags, "script.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as launcher:
-        assert launcher.stdout is not None
-        try:
-            assert {launcher.stdout.readline() for _ in range(2)} == {
-                f"[rank {rank}] up\n" for rank in range(2)
-            }
-            launcher.send_signal(signal.SIGUSR1)
-            said = launcher.stdout.read()
-            assert said.count("heard it") == 2
-            assert launcher.wait(60) == 128 + signal.SIGUSR1
-        finally:
-            launcher.kill()
+    with Launched(["run", *flags, "script.py"], cwd=tmp_path) as launcher:
+        assert {launcher.stdout.readline() for _ in range(2)} == {
+            f"[rank {rank}] up\n" for rank in range(2)
+        }
+        launcher.send_signal(signal.SIGUSR1)
+        done = launcher.finish()
+    assert done.stdout.count("heard it") == 2
+    assert done.returncode == 128 + signal.SIGUSR1
 
 
 def test_torchs_events(tmp_path: Path) -> None:

@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from ranks import HANG_S, LEAVE_S
-
-COMMAND = [sys.executable, "-m", "lockstep.cli.main", "run"]
+from launched import Launched, launch
+from ranks import LEAVE_S
 
 # Knows nothing of Lockstep.
 PLAIN = """
@@ -52,14 +50,7 @@ def lockstep_run(
     folder: Path, text: str, *arguments: str, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=folder,
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    return launch(["run", *arguments], folder, env=environment(**changes))
 
 
 def test_a_script_that_knows_only_torch(tmp_path: Path) -> None:
@@ -100,9 +91,9 @@ def test_a_module_and_the_users_own_variables(tmp_path: Path) -> None:
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, warm: str) -> None:
     with started(tmp_path, WAITS, warm, "--nproc=2") as (launcher, processes):
         launcher.send_signal(number)
-        _, stderr = launcher.communicate(timeout=HANG_S)
-        assert launcher.returncode == 128 + number
-        assert f"INTERRUPTED: lockstep was sent {number.name}" in stderr
+        done = launcher.finish()
+        assert done.returncode == 128 + number
+        assert f"INTERRUPTED: lockstep was sent {number.name}" in done.stderr
         assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
@@ -111,11 +102,9 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     with started(tmp_path, deaf + WAITS, "--nproc=2") as (launcher, processes):
         launcher.send_signal(signal.SIGINT)
         # Not a fixed time: again and again, as a user does, until it has been heard twice.
-        while launcher.poll() is None:
+        while launcher.wait(0.2) is None:
             launcher.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(0.2)
-        assert launcher.returncode == 130
+        assert launcher.wait() == 130
         assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
@@ -127,40 +116,24 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
-    nohup = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-    with started(tmp_path, WAITS, "--nproc=2", before=nohup) as (launcher, processes):
-        for process in [launcher, *processes]:
-            os.kill(process.pid, signal.SIGHUP)
-        with pytest.raises(subprocess.TimeoutExpired):
-            launcher.wait(1.0)
+    with started(tmp_path, WAITS, "--nproc=2", ignored=(signal.SIGHUP,)) as (launcher, processes):
+        for pid in [launcher.pid, *(process.pid for process in processes)]:
+            os.kill(pid, signal.SIGHUP)
+        assert launcher.wait(1.0) is None
         assert all(process.is_running() for process in processes)
-        launcher.terminate()
-        assert launcher.wait(60) == 143
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait() == 143
 
 
 @contextlib.contextmanager
 def started(
-    folder: Path, text: str, *flags: str, before: Callable[[], object] | None = None
-) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    folder: Path, text: str, *flags: str, ignored: tuple[int, ...] = ()
+) -> Iterator[tuple[Launched, list[psutil.Process]]]:
     """A run of two ranks which each have a child; the launcher and those four processes."""
     (folder / "script.py").write_text(text)
-    launcher = subprocess.Popen(
-        [*COMMAND, *flags, "script.py"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=before,
-    )
-    assert launcher.stdout is not None
-    assert launcher.stderr is not None
-    with launcher.stdout, launcher.stderr:
-        try:
-            lines = [launcher.stdout.readline().split("] ")[1] for _ in range(2)]
-            processes = [psutil.Process(int(pid)) for line in lines for pid in line.split()]
-            assert len(processes) == 4
-            yield launcher, processes
-        finally:
-            launcher.kill()
-            launcher.wait()
+    arguments = ["run", *flags, "script.py"]
+    with Launched(arguments, cwd=folder, env=environment(), ignored=ignored) as launcher:
+        lines = [launcher.stdout.readline().split("] ")[1] for _ in range(2)]
+        processes = [psutil.Process(int(pid)) for line in lines for pid in line.split()]
+        assert len(processes) == 4
+        yield launcher, processes

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import launch
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
@@ -103,9 +104,7 @@ def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -
         plain = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S
         )
-        ours = subprocess.run(
-            [*RUN, warm, str(script)], capture_output=True, text=True, timeout=HANG_S
-        )
+        ours = launch(["run", warm, str(script)], tmp_path)
         assert (plain.returncode, ours.returncode) == (code, code), text
         assert plain.stderr in ours.stderr
         assert ours.stdout == plain.stdout
@@ -131,9 +130,7 @@ def test_ranks_do_not_share_their_random_numbers(tmp_path: Path) -> None:
         "drawn = (random.random(), numpy.random.rand())\n"
         "open(os.environ['RANK'], 'w').write(repr(drawn))\n"
     )
-    done = subprocess.run(
-        [*RUN, "--nproc", "3", "script.py"], cwd=tmp_path, capture_output=True, timeout=HANG_S
-    )
+    done = launch(["run", "--nproc", "3", "script.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     drawn = [eval((tmp_path / str(rank)).read_text()) for rank in range(3)]
     assert len({pair[0] for pair in drawn}) == len({pair[1] for pair in drawn}) == 3
@@ -152,12 +149,7 @@ def test_a_script_that_takes_its_local_rank_from_an_argument(
         "given = parser.parse_args()\n"
         "open(f'rank{given.local_rank}', 'w').write(given.lr)\n"
     )
-    done = subprocess.run(
-        [*RUN, warm, "--nproc", "2", "script.py", "--lr", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=HANG_S,
-    )
+    done = launch(["run", warm, "--nproc", "2", "script.py", "--lr", "1"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
@@ -184,9 +176,7 @@ if __name__ == "__main__":
 
 def test_a_script_that_spawns_its_ranks_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SPAWNS)
-    done = subprocess.run(
-        [*RUN, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
-    )
+    done = launch(["run", "script.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the script starts its own processes" in done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]

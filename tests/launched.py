@@ -1,0 +1,128 @@
+"""`lockstep` as a command, forked from a process that has imported torch.
+
+Importing it takes two seconds of a core, in each of the hundreds of commands that the tests run.
+What is told from how the command itself was started (its name, its terminal) is tested with
+`subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ranks import HANG_S, context
+
+
+class Launched:
+    """`lockstep ARGUMENTS` in a folder; what it prints is read from `stdout`, as text.
+
+    Args:
+        arguments: what stands behind `lockstep`.
+        cwd: the folder.
+        env: its variables; ours if left out.
+        typed: its standard input.
+        group: the folder of the control group that it is in.
+        ignored: signals that it inherits as ignored, as under nohup.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        typed: str = "",
+        group: Path | None = None,
+        ignored: tuple[int, ...] = (),
+    ) -> None:
+        standard_input, output, errors = os.pipe(), os.pipe(), os.pipe()
+        theirs = [Connection(end) for end in (standard_input[0], output[1], errors[1])]
+        setting = (dict(env or os.environ), theirs, group, ignored)
+        self._process = context.Process(target=_main, args=(list(arguments), cwd, *setting))
+        self._process.start()
+        for connection in theirs:
+            connection.close()
+        self.pid = int(self._process.pid or 0)
+        self.stdout = os.fdopen(output[0], encoding="utf-8", errors="backslashreplace")
+        self._said: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(errors[0],))
+        self._reader.start()
+        with open(standard_input[1], "w") as file:
+            file.write(typed)
+
+    def _read(self, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8", errors="backslashreplace") as file:
+            self._said.append(file.read())
+
+    def send_signal(self, number: int) -> None:
+        """Sends it, and nobody else, a signal."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills it, and nobody else, at once."""
+        self._process.kill()
+
+    def wait(self, timeout: float = HANG_S) -> int | None:
+        """Its exit code, or minus the number of the signal that ended it; None: it still runs."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Waits for its end, and for that of all that it says."""
+        stdout = self.stdout.read()
+        code = self.wait()
+        assert code is not None, f"still running, {HANG_S} s after it closed its output"
+        self._reader.join()
+        return subprocess.CompletedProcess("lockstep", code, stdout, self._said[0])
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._reader.join()
+        self.stdout.close()
+
+
+def launch(arguments: Sequence[str], cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`lockstep ARGUMENTS` to its end."""
+    with Launched(arguments, cwd=cwd, **options) as process:
+        return process.finish()
+
+
+def _main(
+    arguments: list[str],
+    cwd: Path,
+    environ: dict[str, str],
+    streams: list[Connection],
+    group: Path | None,
+    ignored: tuple[int, ...],
+) -> None:
+    if group:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put /dev/null in its place
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    sys.argv = ["lockstep", *arguments]
+    from lockstep.cli.main import main
+
+    main(arguments, prog_name="lockstep")
