@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
+from lockstep.distributed import network
 from lockstep.distributed.manifest import (
     ERROR_MARK,
     REQUEST_MARK,
@@ -36,21 +37,7 @@ from lockstep.distributed.manifest import (
     JoinRequest,
     read_request,
 )
-from lockstep.distributed.network import (
-    CUT,
-    LOOPBACK,
-    NO_ANSWER,
-    REFUSED,
-    UNRESOLVED,
-    Endpoint,
-    cannot_listen,
-    is_here,
-    port_taken,
-    serve_store,
-    serving_address,
-    unreachable,
-    wait_until,
-)
+from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.torch_compat import answers_as_store
 from lockstep.errors import (
@@ -248,13 +235,13 @@ def _serve(
     store = connect(endpoint, timeout)
     scoped = _scope(store, attempt)
     if not wait_until(lambda: scoped.check(["rank 0"]), time.monotonic() + min(_RANK_0_S, timeout)):
-        raise port_taken(endpoint)
+        raise network.port_taken(endpoint)
     other = read_request(scoped, "rank 0")
     same = all(other.manifest.get(f) == manifest.get(f) for f in ("arguments", "script"))
     if scoped.check(["decision"]) or other.size != topology.size or not same:
         arguments = other.manifest.get("arguments", "")
         owner = f"another Lockstep run: {other.process}, {arguments}".rstrip(", ")
-        raise port_taken(endpoint, owner)
+        raise network.port_taken(endpoint, owner)
     return store
 
 
@@ -267,11 +254,12 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         SettingError: this user may not listen on it.
     """
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
-        raise unreachable("rank 0", endpoint, UNRESOLVED)
+        raise network.unreachable("rank 0", endpoint, network.UNRESOLVED)
     try:
-        return serve_store(serving_address(endpoint), endpoint.port, timedelta(seconds=timeout))
+        address = network.serving_address(endpoint)
+        return network.serve_store(address, endpoint.port, timedelta(seconds=timeout))
     except OSError as error:
-        raise cannot_listen(error, endpoint) from None
+        raise network.cannot_listen(error, endpoint) from None
 
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
@@ -291,8 +279,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
 
     if not wait_until(is_there, deadline):
         if reason == _NOT_A_STORE and is_here(address):
-            raise port_taken(endpoint)
-        raise unreachable("rank 0", endpoint, reason, address=address, tried=timeout)
+            raise network.port_taken(endpoint)
+        raise network.unreachable("rank 0", endpoint, reason, address=address, tried=timeout)
     try:
         return TCPStore(
             address,
@@ -302,7 +290,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
             timeout=timedelta(seconds=max(deadline - time.monotonic(), _ATTEMPT_S)),
         )
     except RuntimeError:
-        raise unreachable("rank 0", endpoint, CUT, address=address) from None
+        raise network.unreachable("rank 0", endpoint, network.CUT, address=address) from None
 
 
 def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:
@@ -311,13 +299,14 @@ def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:
     Returns:
         The address that was tried last, and why there is no store; empty when there is one.
     """
-    address, reason = "", UNRESOLVED
+    address, reason = "", network.UNRESOLVED
     for address in endpoint.addresses():
         limit = min(_ATTEMPT_S, max(deadline - time.monotonic(), 0.1))
         try:
             connection = socket.create_connection((address, endpoint.port), timeout=limit)
         except OSError as error:
-            reason = REFUSED if isinstance(error, ConnectionRefusedError) else NO_ANSWER
+            refused = isinstance(error, ConnectionRefusedError)
+            reason = network.REFUSED if refused else network.NO_ANSWER
             continue
         with connection:
             if answers_as_store(connection) or not _greeting_is_current():
@@ -329,7 +318,7 @@ def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:
 @cache
 def _greeting_is_current() -> bool:
     """Whether this torch's stores understand our greeting, tried on one; else all may be stores."""
-    store = serve_store(LOOPBACK, 0, timedelta(seconds=_OWN_STORE_S))
+    store = network.serve_store(LOOPBACK, 0, timedelta(seconds=_OWN_STORE_S))
     with socket.create_connection((LOOPBACK, store.port), timeout=_OWN_STORE_S) as connection:
         return answers_as_store(connection)
 
