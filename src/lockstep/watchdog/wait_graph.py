@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
@@ -268,8 +269,9 @@ class CallTable:
     def members(self, key: str) -> set[int]:
         """The ranks of a group; where torch did not say, those that have used it."""
         group = self._groups.get(key.partition(":")[2])
-        used = {rank for known, rank in self._numbers if known == key}
-        return set(group.ranks) if group and group.ranks else used
+        if group and group.ranks:
+            return set(group.ranks)
+        return {rank for known, rank in self._numbers if known == key}
 
     def name(self, key: str) -> str:
         """For people."""
@@ -285,8 +287,20 @@ class CallTable:
 
     def contradicts(self, call: CollectiveCall) -> bool:
         """Whether another rank called something else in its place."""
-        others = self.calls[call.key].get(call.seq, {}).values()
-        return any(signature(other) != signature(call) for other in others)
+        return (call.key, call.seq) in self.contradicted
+
+    @cached_property
+    def contradicted(self) -> set[tuple[str, int]]:
+        """Group and number of the calls in which not all ranks called the same.
+
+        Found once: thousands may be open on a GPU, and each is asked for by every rank.
+        """
+        return {
+            (group, seq)
+            for group, numbered in self.calls.items()
+            for seq, calls in numbered.items()
+            if len(set(map(signature, calls.values()))) > 1
+        }
 
     def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
@@ -401,7 +415,7 @@ def _mismatch_of(table: CallTable, group: str) -> Mismatch | None:
     for seq, calls in sorted(table.calls[group].items()):
         complete = all(table.known(group, seq, rank) for rank in members)
         missing = any(rank not in calls for rank in members)
-        if len({signature(call) for call in calls.values()}) > 1 or (complete and missing):
+        if (group, seq) in table.contradicted or (complete and missing):
             named = tuple((rank, calls.get(rank)) for rank in members)
             return Mismatch(table.name(group), seq, named, _lines_differ(table, group, seq))
     return None
