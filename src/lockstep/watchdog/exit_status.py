@@ -256,10 +256,8 @@ def _line(error: BaseException) -> str | None:
 
 
 def _stack(trace: TracebackType | None) -> Stack:
-    return tuple(
-        Frame(frame.f_code.co_filename, number, frame.f_code.co_name)
-        for frame, number in reversed(list(traceback.walk_tb(trace)))
-    )
+    frames = reversed(traceback.extract_tb(trace))
+    return tuple(Frame(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
