@@ -69,7 +69,6 @@ class World:
     def __init__(
         self, run: Run, strategy: Strategy, plan: StrategyPlan, choices: list[Choice]
     ) -> None:
-        self.topology = run.topology
         self.rank = run.topology.rank
         self.size = run.topology.size
         self.local_rank = run.topology.local_rank
@@ -77,9 +76,7 @@ class World:
         self.node_rank = run.topology.node_rank
         self.is_main = run.topology.is_main
         self.device = run.device
-        self.collectives = run.collectives
         self.strategy = strategy.name
-        self.means = self._outside = RunningMeans(run.collectives, 0)
         self._plan = plan
         self._run = run
         self._preparer = Preparer(run, strategy, plan)
@@ -87,6 +84,8 @@ class World:
         self._diverged = self._closed = False
         self._turns = 0
         self._folders: list[str] = []
+        self._means: list[RunningMeans] = []
+        """Those of the passes that `progress` shows, the innermost last."""
         self._epochs = Epochs(self._preparer.loaders, run.step)
         _open.add(self)
         atexit.register(close_at_exit, self._close)
@@ -127,7 +126,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
         if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
-            seed_rank(self._run.settings.seed, self.collectives.data_parallel.rank)
+            seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._diverged = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -225,31 +224,31 @@ class World:
 
     def sum(self, value: Any) -> Any:
         """The sum over all ranks of tensors, numbers and nests of them, on every rank."""
-        return self.collectives.sum(value)
+        return self._run.collectives.sum(value)
 
     def mean(self, value: Any) -> Any:
         """The mean over ranks; for a mean over samples divide two sums."""
-        return self.collectives.mean(value)
+        return self._run.collectives.mean(value)
 
     def max(self, value: Any) -> Any:
         """The largest over all ranks."""
-        return self.collectives.max(value)
+        return self._run.collectives.max(value)
 
     def min(self, value: Any) -> Any:
         """The smallest over all ranks."""
-        return self.collectives.min(value)
+        return self._run.collectives.min(value)
 
     def gather(self, value: Any) -> Any:
         """All ranks' values: tensors joined along the first dimension, numbers as lists."""
-        return self.collectives.gather(value)
+        return self._run.collectives.gather(value)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Rank `source`'s value on every rank; the others may pass None."""
-        return self.collectives.broadcast(value, source)
+        return self._run.collectives.broadcast(value, source)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.collectives.barrier()
+        self._run.collectives.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, the others when it is done (however long that takes)."""
@@ -267,14 +266,14 @@ class World:
         Raises:
             UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
         """
-        check_shown(self.means is not self._outside, values)
-        self.means.add(self._run.step.seen.local, **values)
+        check_shown(self._means, values)
+        self._means[-1].add(self._run.step.seen.local, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
         check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
-        return progress(loader, self, text, done=loader.start)
+        return progress(loader, self._run.collectives, self._means, text, done=loader.start)
 
     def memory(
         self,
@@ -367,7 +366,7 @@ class World:
         """Prints the choices made since the last time, once, on rank 0."""
         choices, self._preparer.choices = self._preparer.choices, []
         if self.is_main and choices:
-            print_choices(title_of(self.topology, __version__), choices)
+            print_choices(title_of(self._run.topology, __version__), choices)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -157,7 +157,7 @@ def handed(world: lockstep.World, loader: Loader) -> list[list[Any]]:
             batches.append([])
             counts.append(now.count)
         batches[-1] += batch.tolist()
-    everywhere = [eval(text) for text in world.collectives.exchange(repr(batches))]
+    everywhere = [eval(text) for text in world._run.collectives.exchange(repr(batches))]
     joined = [sorted(sum(parts, [])) for parts in zip(*everywhere, strict=True)]
     assert [len(batch) for batch in joined] == counts
     return joined
@@ -230,7 +230,9 @@ def evaluated(world: lockstep.World) -> list[Any]:
         loader = world.loader(Numbers(), BATCH, **options)
         with torch.no_grad():
             mine = sum(read(loader), [])
-        found.append(sorted(sum((eval(t) for t in world.collectives.exchange(repr(mine))), [])))
+        found.append(
+            sorted(sum((eval(t) for t in world._run.collectives.exchange(repr(mine))), []))
+        )
     return found
 
 

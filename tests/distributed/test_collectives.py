@@ -66,7 +66,7 @@ def everything() -> dict[str, Any]:
             "gather numbers": world.gather({"n": r, "s": f"rank {r}", "z": torch.tensor(r)}),
             "broadcast": world.broadcast({"w": torch.full((2,), 5.0), "n": 3} if r == 0 else None),
             "broadcast text": world.broadcast("über" if r == 1 else None, source=1),
-            "exchange": world.collectives.exchange("x" * r),
+            "exchange": world._run.collectives.exchange("x" * r),
             "barrier": world.barrier(),
         }
 
@@ -134,7 +134,7 @@ def test_what_does_not_match_is_an_error_on_every_rank():
 CALLS: dict[str, Callable[[Any], Any]] = {
     "barrier": lambda world: world.barrier(),
     "broadcast": lambda world: world.broadcast({"a": torch.ones(3)}),
-    "exchange": lambda world: world.collectives.exchange("text" * world.rank),
+    "exchange": lambda world: world._run.collectives.exchange("text" * world.rank),
     "sum": lambda world: world.sum(1.0),
     "mean": lambda world: world.mean(1.0),
     "max": lambda world: world.max([torch.ones(2), 1]),
@@ -391,7 +391,7 @@ def digests() -> dict[str, int]:
     """How many all-gathers each call takes."""
     with lockstep.init() as world:
         counted: dict[str, int] = {}
-        plain_all_gather = world.collectives._all_gather
+        plain_all_gather = world._run.collectives._all_gather
         calls = 0
 
         def counting(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -399,7 +399,7 @@ def digests() -> dict[str, int]:
             calls += 1
             return plain_all_gather(tensor)
 
-        world.collectives._all_gather = counting
+        world._run.collectives._all_gather = counting
         for name, call in {**CALLS, "sum": lambda w: w.sum(torch.ones(3))}.items():
             if name != "gather":  # whose lengths differ here
                 calls = 0
@@ -453,10 +453,10 @@ def test_in_an_evaluation_loop(name):
 def only_the_first_two_count() -> Any:
     """As in a pipeline, where further ranks compute the same part and hold none of the results."""
     with lockstep.init() as world:
-        world.collectives.data_parallel = DataParallelRank(rank=world.rank % 2, size=2)
+        world._run.collectives.data_parallel = DataParallelRank(rank=world.rank % 2, size=2)
         r, nothing = world.rank, [float("nan")] * 2
         counts = r < 2
-        assert world.collectives.contributes is counts
+        assert world._run.collectives.contributes is counts
         values = [1.0 + r, -5.0] if counts else nothing
         found = {
             "sum": world.sum(torch.tensor(values)),

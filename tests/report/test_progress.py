@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,12 @@ class PlainLoader:
 class PlainWorld:
     def __init__(self, topology: Topology | None = None) -> None:
         self.collectives = Collectives(topology or Topology(), torch.device("cpu"))
-        self.means = RunningMeans(self.collectives)
+        self.means: list[RunningMeans] = []
+
+    def progress(
+        self, loader: PlainLoader, description: str = "", *, done: int = 0
+    ) -> Generator[Any, None, None]:
+        return progress(loader, self.collectives, self.means, description, done=done)
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +87,8 @@ def test_pipe_gets_one_line_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
     world = PlainWorld()
     for epoch in range(2):
         items = []
-        for item in progress(PlainLoader(3, 8, 8), world, f"epoch {epoch}"):
-            world.means.add(8, loss=torch.tensor(float(item)), acc=0.5)
+        for item in world.progress(PlainLoader(3, 8, 8), f"epoch {epoch}"):
+            world.means[-1].add(8, loss=torch.tensor(float(item)), acc=0.5)
             items.append(item)
         assert items == [0, 1, 2]
     assert untimed(capsys.readouterr().out) == (
@@ -95,8 +100,8 @@ def test_pipe_gets_one_line_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("draw_always")
 def test_pipe_gets_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     world = PlainWorld()
-    for item in progress(PlainLoader(2, 8, 4, micro_batches=2), world, "epoch 0", done=0):
-        world.means.add(4, loss=item)
+    for item in world.progress(PlainLoader(2, 8, 4, micro_batches=2), "epoch 0", done=0):
+        world.means[-1].add(4, loss=item)
     assert untimed(capsys.readouterr().out).splitlines() == [
         "epoch 0  1/2  loss 0.000  R samples/s  T left",
         "epoch 0  2/2  loss 0.5000  R samples/s",
@@ -110,7 +115,7 @@ def test_resumed_epoch_counts_from_where_it_was(capsys: pytest.CaptureFixture[st
         def __iter__(self) -> Iterator[int]:
             return iter([item for item in super().__iter__() if item >= 2])
 
-    list(progress(Rest(3, 8, 8), PlainWorld(), "epoch 0", done=2))
+    list(PlainWorld().progress(Rest(3, 8, 8), "epoch 0", done=2))
     assert capsys.readouterr().out.startswith("epoch 0  3/3  ")
 
 
@@ -120,8 +125,8 @@ def test_bar_on_a_terminal_and_what_is_left_of_it() -> None:
     threads = threading.active_count()
     with stdout_is_a_terminal() as terminal:
         plain = sys.stdout
-        for item in progress(PlainLoader(4, 8, 8), world, "epoch 3"):
-            world.means.add(8, loss=float(item))
+        for item in world.progress(PlainLoader(4, 8, 8), "epoch 3"):
+            world.means[-1].add(8, loss=float(item))
             if item == 1:
                 assert threading.active_count() == threads + 1  # the terminal's own reader
                 sys.stdout.write("from the script [red]\n")
@@ -148,7 +153,7 @@ def test_bar_on_a_terminal_and_what_is_left_of_it() -> None:
 def test_bar_is_readable_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     with stdout_is_a_terminal() as terminal:
-        list(progress(PlainLoader(4, 8, 8), PlainWorld(), "epoch 3"))
+        list(PlainWorld().progress(PlainLoader(4, 8, 8), "epoch 3"))
     assert "\x1b[3" not in terminal.written
     assert re.search("━+─+", re.sub(r"\x1b\[\d+m", "", terminal.written))
 
@@ -157,7 +162,7 @@ def test_bar_is_readable_without_colour(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with stdout_is_a_terminal() as terminal:
-        list(progress(PlainLoader(1, 8, 8), PlainWorld(), "epoch 3"))
+        list(PlainWorld().progress(PlainLoader(1, 8, 8), "epoch 3"))
     assert "\x1b" not in terminal.written
     assert terminal.rows()[0].startswith("epoch 3  1/1  ")
 
@@ -167,8 +172,8 @@ def test_rows_stay_on_one_line_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COLUMNS", "30")
     world = PlainWorld()
     with stdout_is_a_terminal() as terminal:
-        for _ in progress(PlainLoader(4, 8, 8), world, "epoch 3"):
-            world.means.add(8, loss=1.0, accuracy=0.5)
+        for _ in world.progress(PlainLoader(4, 8, 8), "epoch 3"):
+            world.means[-1].add(8, loss=1.0, accuracy=0.5)
     rows = re.sub(r"\x1b\[[\d?]*[a-zA-Z]", "", terminal.written).replace("\n", "\r").split("\r")
     drawn = [row for row in rows if "/4" in row]
     assert drawn
@@ -179,9 +184,9 @@ def test_a_launcher_with_a_terminal_gets_a_line_that_is_drawn_again() -> None:
     script = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from test_progress import PlainLoader, PlainWorld, bar_module, progress
+from test_progress import PlainLoader, PlainWorld, bar_module
 bar_module.LauncherBar.interval = 0.0
-for item in progress(PlainLoader(2, 8, 8), PlainWorld(), "epoch 3"):
+for item in PlainWorld().progress(PlainLoader(2, 8, 8), "epoch 3"):
     print("item", item)
 """
     here = Path(__file__).parent
@@ -203,16 +208,15 @@ for item in progress(PlainLoader(2, 8, 8), PlainWorld(), "epoch 3"):
 @pytest.mark.usefixtures("draw_always")
 def test_pass_inside_a_pass_has_its_own_row_and_means() -> None:
     world = PlainWorld()
-    outermost = world.means
     with stdout_is_a_terminal() as terminal:
-        for _ in progress(PlainLoader(2, 8, 8), world, "epoch 3"):
-            outer = world.means
+        for _ in world.progress(PlainLoader(2, 8, 8), "epoch 3"):
+            outer = world.means[-1]
             with torch.no_grad():
-                for _ in progress(PlainLoader(3, 4, 4), world, "test"):
-                    world.means.add(4, correct=1.0)
-            assert world.means is outer
-            world.means.add(8, loss=2.0)
-    assert world.means is outermost
+                for _ in world.progress(PlainLoader(3, 4, 4), "test"):
+                    world.means[-1].add(4, correct=1.0)
+            assert world.means[-1] is outer
+            world.means[-1].add(8, loss=2.0)
+    assert world.means == []
     summary = "test  correct 1.000  R samples/s  T s"
     assert [untimed(row) for row in terminal.rows()] == [
         summary,
@@ -236,13 +240,12 @@ def stop_by(how: str, passing: Any) -> None:
 @pytest.mark.parametrize("how", ["break", "raise", "close"])
 def test_broken_off_pass_closes_the_bar_and_says_where(how: str) -> None:
     world = PlainWorld()
-    means = world.means
     with stdout_is_a_terminal() as terminal:
         plain = sys.stdout
         with contextlib.suppress(KeyError):  # which, unlike pytest.raises, lets the frames go
-            stop_by(how, progress(PlainLoader(5, 8, 8), world, "epoch 3"))
+            stop_by(how, world.progress(PlainLoader(5, 8, 8), "epoch 3"))
         assert sys.stdout is plain
-        assert world.means is means
+        assert world.means == []
     assert [untimed(row) for row in terminal.rows()] == [
         "epoch 3  stopped after 2 of 5 global batches  R samples/s  T s",
         "",
@@ -257,7 +260,7 @@ class Breaks(PlainLoader):
 
 def test_error_of_the_loader_passes_through(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
-        list(progress(Breaks(2, 8, 8), PlainWorld(), "epoch 3"))
+        list(PlainWorld().progress(Breaks(2, 8, 8), "epoch 3"))
     assert "stopped after 2 of 2" in capsys.readouterr().out
 
 
@@ -267,10 +270,10 @@ def test_uncaught_exception_has_the_last_word_and_no_bar_is_left(held: bool) -> 
 import builtins, sys
 sys.path[:0] = sys.argv[1:]
 from pseudo_terminal import stdout_is_a_terminal
-from test_progress import PlainLoader, PlainWorld, bar_module, progress
+from test_progress import PlainLoader, PlainWorld, bar_module
 bar_module.Bar.interval = 0.0
 def main():
-    HOW progress(PlainLoader(5, 8, 8), PlainWorld(), "epoch 3")):
+    HOW PlainWorld().progress(PlainLoader(5, 8, 8), "epoch 3")):
         if item == 3:
             raise ValueError("the user's own")
 main()
@@ -299,7 +302,7 @@ main()
 
 @pytest.mark.usefixtures("draw_always")
 def test_empty_loader(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(progress(PlainLoader(0, 8, 8), PlainWorld(), "epoch 0")) == []
+    assert list(PlainWorld().progress(PlainLoader(0, 8, 8), "epoch 0")) == []
     assert untimed(capsys.readouterr().out) == "epoch 0\n"
 
 
@@ -314,14 +317,14 @@ def train_and_evaluate(shares: list[int]) -> tuple[str, float]:
     out = io.StringIO()
     last = -1.0
     with contextlib.redirect_stdout(out):
-        for item in progress(PlainLoader(6, sum(shares), shares[rank]), world, "train"):
+        for item in world.progress(PlainLoader(6, sum(shares), shares[rank]), "train"):
             share = shares[rank]
-            world.means.add(share, loss=torch.tensor(item + rank if share else float("nan")))
-            means = world.means
+            world.means[-1].add(share, loss=torch.tensor(item + rank if share else float("nan")))
+            means = world.means[-1]
         last = means.values["loss"]
         with torch.no_grad():  # ranks see different numbers of batches, one none
-            for _ in progress(PlainLoader(rank, 10, 5), world, "test"):
-                world.means.add(5, correct=torch.tensor(float(rank)))
+            for _ in world.progress(PlainLoader(rank, 10, 5), "test"):
+                world.means[-1].add(5, correct=torch.tensor(float(rank)))
     dist.destroy_process_group()
     return out.getvalue(), last
 

@@ -161,7 +161,7 @@ def train(
             BATCH,
             shuffle=True,
             micro_batch_size=None if world.size > 1 else math.ceil(BATCH / micro_batches),
-            shares=shares if world.collectives.data_parallel.size > 1 else None,
+            shares=shares if world._run.collectives.data_parallel.size > 1 else None,
             weight=count_words if weighted else None,
         )
         assert loader.micro_batches == micro_batches

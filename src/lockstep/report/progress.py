@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,14 +46,6 @@ _MIN_BAR = 8
 _GAP = "  "
 
 
-class ProgressWorld(Protocol):
-    """What is needed of the world."""
-
-    means: RunningMeans
-    """Where `world.log` adds: those of the innermost pass that runs."""
-    collectives: Collectives
-
-
 def check_loader(loader: object) -> None:
     """Raises UsageError where it is no prepared loader."""
     if not isinstance(loader, Loader):
@@ -64,14 +56,9 @@ def check_loader(loader: object) -> None:
         )
 
 
-def check_shown(shown: bool, values: Iterable[str]) -> None:
-    """Raises UsageError where what is logged would be shown by nothing.
-
-    Args:
-        shown: a pass is running that shows it.
-        values: the names of what is logged.
-    """
-    if not shown:
+def check_shown(running: Sequence[RunningMeans], values: Iterable[str]) -> None:
+    """Raises UsageError where no pass is running that would show the values of these names."""
+    if not running:
         raise UsageError(
             f"world.log({', '.join(values)})",
             "no world.progress(loader) is being iterated, so nothing would show it",
@@ -80,7 +67,12 @@ def check_shown(shown: bool, values: Iterable[str]) -> None:
 
 
 def progress(
-    loader: Loader, world: ProgressWorld, description: str = "", *, done: int = 0
+    loader: Loader,
+    collectives: Collectives,
+    running: list[RunningMeans],
+    description: str = "",
+    *,
+    done: int = 0,
 ) -> Generator[Any, None, None]:
     """Delivers the loader's items and shows how the pass goes.
 
@@ -90,7 +82,8 @@ def progress(
 
     Args:
         loader: a prepared loader.
-        world: its `means` are replaced while the pass runs, and put back after it.
+        collectives: of the run.
+        running: the means of all passes that run; those of this one are at its end meanwhile.
         description: what stands in front, such as `epoch 3`.
         done: global batches of the epoch that were done before, when it is resumed.
 
@@ -98,14 +91,14 @@ def progress(
         RanksDifferError: the ranks did not log the same names.
     """
     steps = loader.steps
-    means = RunningMeans(world.collectives, reduce_every(steps) if torch.is_grad_enabled() else 0)
+    means = RunningMeans(collectives, reduce_every(steps) if torch.is_grad_enabled() else 0)
     display = None
-    if world.collectives.topology.is_main:
+    if collectives.topology.is_main:
         kind = Bar if on_terminal() else Display
         if launcher_columns() is not None:
             kind = LauncherBar
         display = kind(PassState(description, begun=done, done=done, total=steps))
-    outer, world.means = world.means, means
+    running.append(means)
     complete = False
     try:
         for item in loader:
@@ -119,8 +112,7 @@ def progress(
         means.finish()
         complete = True
     finally:
-        if world.means is means:
-            world.means = outer
+        running.remove(means)
         if display is not None:
             display.close(means if complete else None)
 
