@@ -466,7 +466,7 @@ def moving_buffers(world: lockstep.World) -> list[Any]:
         world.backward(mean_loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    follow = world._preparer._wrapped[id(model)].after_step
+    follow = world._preparer._wrapped[model].after_step
     return [follow.__self__.moving, *weights(model).values()]
 
 

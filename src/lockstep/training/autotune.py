@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -246,9 +246,9 @@ class Autotune:
     """Of the modules."""
     plan: StrategyPlan
     """The strategy's."""
-    modules: list[nn.Module]
-    """As they are called; the list may still grow."""
-    optimizers: list[PreparedOptimizer]
+    modules: Collection[nn.Module]
+    """As they are called; there may come more."""
+    optimizers: Collection[PreparedOptimizer]
     """Prepared ones; likewise."""
     found: Autotuned = field(default_factory=Autotuned)
     _profiled: tuple[MicroBatchPlan, int, list[ForwardCall]] | None = None

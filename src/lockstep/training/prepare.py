@@ -2,8 +2,6 @@
 
 Modules come first, whatever the order of the arguments, because optimizers are checked against
 their parameters.
-
-What must be brought to `world.prepare` and `world.loader`, and by all ranks alike.
 """
 
 from __future__ import annotations
@@ -54,17 +52,16 @@ class Preparer:
         self._numbers = itertools.count()
         self.precision = Precision(run.settings.precision, run.device)
         self._plan = plan
-        self._modules: list[nn.Module] = []
-        self._wrapped: dict[int, Wrapped] = {}
+        self._wrapped: dict[nn.Module, Wrapped] = {}
+        """By the prepared modules."""
         self.guards = Guards(run, self.precision, self._wrapped.values())
-        """What is known of each of them, by its id."""
         self._owners: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
         """The prepared module of each parameter, also of those that a strategy has replaced."""
         self._replaced: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
         """What an optimizer holds in the place of such a one; None: it lives on other ranks."""
         self._optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self._autotune = Autotune(run, strategy, plan, self._modules, self._optimizers)
+        self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self._optimizers)
         self._end_advice = add_memory_advice_at_end(run.step)
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -166,7 +163,7 @@ class Preparer:
         step = self.run.step
         self.guards.before_backward(loss)
         self._check_accumulation()
-        if self.precision.scaler is not None and self._modules and not self._optimizers:
+        if self.precision.scaler is not None and self._wrapped and not self._optimizers:
             raise _not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
@@ -175,7 +172,7 @@ class Preparer:
         try:
             for wrapped in self._wrapped.values():
                 wrapped.before_backward(weighted)
-            self.strategy.backward(self._modules, weighted, self.precision, **options)
+            self.strategy.backward([*self._wrapped], weighted, self.precision, **options)
             for wrapped in self._wrapped.values():
                 wrapped.after_backward()
         except Exception as error:
@@ -223,8 +220,8 @@ class Preparer:
         apart = any(wrapped.gradients_apart for wrapped in self._wrapped.values())
         if present.first or running.backwards or apart:
             return
-        parameters = (p for module in self._modules for p in module.parameters())
-        if self._modules and not self._optimizers and all(p.grad is None for p in parameters):
+        parameters = (p for module in self._wrapped for p in module.parameters())
+        if self._wrapped and not self._optimizers and all(p.grad is None for p in parameters):
             raise _not_prepared(
                 "the gradients of the micro-batches before are gone: it steps and clears them "
                 "in each micro-batch, not once in a global batch"
@@ -246,9 +243,9 @@ class Preparer:
                 "it takes modules, optimizers, learning-rate schedulers and DataLoaders",
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
-        inner = [getattr(module, "module", module) for module in self._modules]
+        inner = [getattr(module, "module", module) for module in self._wrapped]
         inner += [optimizer.inner for optimizer in self._optimizers]
-        known = any(thing is each for each in (*self._modules, *inner))
+        known = any(thing is each for each in (*self._wrapped, *inner))
         if known or isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader):
             raise UsageError(
                 f"world.prepare of a {type(thing).__name__} that is prepared already",
@@ -279,8 +276,7 @@ class Preparer:
             )
         made = wrapped.module
         self.choices += wrapped.choices
-        self._modules.append(made)
-        self._wrapped[id(made)] = wrapped
+        self._wrapped[made] = wrapped
         run.prepared.append(weakref.ref(made))
         self.guards.prepared(wrapped)
         for callback in run.step.callbacks:
@@ -312,12 +308,12 @@ class Preparer:
 
         def before() -> None:
             for module in modules:
-                self._wrapped[id(module)].before_step(optimizer)
+                self._wrapped[module].before_step(optimizer)
             self.guards.before_step(optimizer, modules)
 
         def after() -> None:
             for module in modules:
-                self._wrapped[id(module)].after_step()
+                self._wrapped[module].after_step()
             self.guards.after_step()
 
         prepared = PreparedOptimizer(
