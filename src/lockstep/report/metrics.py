@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,9 +96,11 @@ class RunningMeans:
         packed = self._pack(names)
         if self._on_cuda:
             self._pending.append(self._start_on_cuda(names, packed))
+        elif self._alone:
+            self._pending.append(_Reduction(names, packed))
         else:
-            work = None if self._alone else dist.all_reduce(packed, async_op=True)
-            self._pending.append(_Reduction(names, packed, work))
+            work = dist.all_reduce(packed, async_op=True)
+            self._pending.append(_Reduction(names, packed, work.is_completed, work.wait))
 
     def finish(self) -> None:
         """Makes the means of everything that was added exact; all ranks must call it.
@@ -170,7 +173,7 @@ class RunningMeans:
             event.record(self._stream)
         # A pass that is broken off forgets what is under way; the memory must not be reused before.
         packed.record_stream(self._stream)
-        return _Reduction(names, host, event=event)
+        return _Reduction(names, host, event.query, event.synchronize)
 
     def _read(self, *, wait: bool) -> None:
         """Reads the reductions that have come, or all of them."""
@@ -178,7 +181,7 @@ class RunningMeans:
             reduction = self._pending.popleft()
             reduction.wait()
             numbers = reduction.host.tolist()
-            ranks, code, squares = numbers[:3]
+            ranks, code, squares, samples = numbers[:_HEADER]
             # Equal on all ranks that take part if and only if this holds (Cauchy and Schwarz).
             if ranks * squares != code * code:
                 raise RanksDifferError(
@@ -192,27 +195,15 @@ class RunningMeans:
             totals = numbers[_HEADER + _MAX_NAMES :]
             found = zip(reduction.names, weights, totals, strict=False)
             self.values = {name: total / weight for name, weight, total in found if weight != 0}
-            self.total_samples = int(numbers[3])
+            self.total_samples = int(samples)
 
 
-@dataclass(slots=True)
-class _Reduction:
+class _Reduction(NamedTuple):
     """One that is under way."""
 
     names: list[str]
     host: Tensor
     """Where the result will be."""
-    work: dist.Work | None = None
-    event: torch.cuda.Event | None = None
-
-    def ready(self) -> bool:
-        if self.event is not None:
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
-        return self.work is None or self.work.is_completed()
-
-    def wait(self) -> None:
-        """Waits, and raises what went wrong."""
-        if self.event is not None:
-            self.event.synchronize()
-        elif self.work is not None:
-            self.work.wait()
+    ready: Callable[[], bool] = lambda: True
+    wait: Callable[[], object] = lambda: None
+    """It raises what went wrong."""

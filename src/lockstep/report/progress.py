@@ -204,8 +204,7 @@ class Bar(Display):
         """Shows the state."""
         if self not in _rows:
             _rows.append(self)
-        live = _live or _open()
-        live.refresh()
+        (_live or _open()).refresh()
 
     def clear(self) -> None:
         """Takes the row away; a second call does nothing."""
@@ -330,17 +329,21 @@ def mean_words(means: Mapping[str, float]) -> list[str]:
     return [f"{name} {number(means[name])}" for name in names]
 
 
+def _words(at: PassState, done: str) -> list[str]:
+    """The state of a pass; `done` is how far it is, where its end is not known."""
+    count = done if at.total is None else f"{at.done}/{at.total}"
+    words = [count, *mean_words(at.means), rate(at.samples, at.seconds)]
+    left = at.seconds_left
+    return words if left is None else [*words, f"{clock(left)} left"]
+
+
 def bar_parts(at: PassState, width: int) -> tuple[str, float | None, int, str]:
     """One row of at most `width` columns: description, part done, bar's width, what follows it.
 
     On a narrow terminal the bar becomes shorter and then what stands last is left out. A bar's
     width of 0 means no bar.
     """
-    count = str(at.done) if at.total is None else f"{at.done}/{at.total}"
-    left = at.seconds_left
-    words = [count, *mean_words(at.means), rate(at.samples, at.seconds)]
-    if left is not None:
-        words.append(f"{clock(left)} left")
+    words = _words(at, str(at.done))
     room = width - len(at.description) - (len(_GAP) if at.description else 0)
     needed = _MIN_BAR + len(_GAP) if at.total else 0
     while len(words) > 1 and needed + len(_GAP.join(words)) > room:
@@ -354,10 +357,8 @@ def bar_parts(at: PassState, width: int) -> tuple[str, float | None, int, str]:
 
 def plain_line(at: PassState) -> str:
     """The state of a pass in one line, for a log."""
-    count = f"{at.done} global batches" if at.total is None else f"{at.done}/{at.total}"
-    left = at.seconds_left
-    words = [at.description, count, *mean_words(at.means), rate(at.samples, at.seconds)]
-    return _GAP.join(word for word in [*words, f"{clock(left)} left" if left else ""] if word)
+    words = _words(at, f"{at.done} global batches")
+    return _GAP.join(filter(None, [at.description, *words]))
 
 
 def summary_line(at: PassState, *, complete: bool) -> str:
