@@ -33,9 +33,9 @@ def micro(first: bool, last: bool) -> MicroBatch:
 @pytest.mark.parametrize("zero_grad_at", ["start", "end"])
 def test_one_step_and_one_clearing_for_a_global_batch(zero_grad_at):
     parameter, optimizer, step = prepared()
-    optimizer.scheduled = True  # as by `world.prepare`
     scheduler = PreparedScheduler(
         torch.optim.lr_scheduler.StepLR(optimizer.inner, 1, 0.1),
+        optimizer,
         step,
         Collectives(Topology(), CPU),
     )

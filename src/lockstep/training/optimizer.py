@@ -110,7 +110,7 @@ class PreparedOptimizer(_Around, Optimizer):
                 "leave micro_batch_size out, or use an optimizer without closures",
             )
         self._check_rates()
-        self._asked = batch = running, running.number
+        self._asked = batch = self._step.batch
         if not present.last:
             return None
         if closure is None:
@@ -277,12 +277,15 @@ def _shown(rates: list[Any]) -> str:
 class PreparedScheduler(_Around, LRScheduler):
     """The user's scheduler: steps where the optimizer does, once per global batch or per epoch."""
 
-    def __init__(self, inner: LRScheduler, step: Step, collectives: Collectives) -> None:
+    def __init__(
+        self, inner: LRScheduler, prepared: PreparedOptimizer, step: Step, collectives: Collectives
+    ) -> None:
         self.inner = inner
-        self.prepared: PreparedOptimizer | None = None
-        """The prepared optimizer that it drives, once that is known."""
+        self.prepared = prepared
+        """The optimizer that it drives."""
         self._step = step
         self._collectives = collectives
+        prepared.scheduled = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps unless a global batch is in the middle or its optimizer step was left out.
@@ -290,8 +293,7 @@ class PreparedScheduler(_Around, LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
-        skipped = self._step.inside and self.prepared is not None and self.prepared.skipped
-        if skipped or not self._step.current.last:
+        if (self._step.inside and self.prepared.skipped) or not self._step.current.last:
             return
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)

@@ -191,10 +191,9 @@ class Preparer:
                 "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
             )
         parameters = list(module.parameters())
-        mine = {id(parameter) for parameter in parameters}
-        self.precision.unscale(
-            o.inner for o in self._optimizers if any(id(p) in mine for p in parameters_of(o))
-        )
+        own = set(parameters)
+        of_module = (o.inner for o in self._optimizers if not own.isdisjoint(parameters_of(o)))
+        self.precision.unscale(of_module)
         norm = self.strategy.total_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -291,12 +290,12 @@ class Preparer:
     def _convert(self, module: nn.Module) -> None:
         if not any(isinstance(m, BatchNorm) for m in module.modules()):
             return
-        if not self.run.settings.sync_batchnorm:
+        if self.run.settings.sync_batchnorm:
+            names = sync_batchnorm.convert(module, self.run.groups.get(self._plan.statistics_group))
+            self.choices += names.choices(each="rank", of="the global batch, as on one device")
+        else:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
-            return
-        names = sync_batchnorm.convert(module, self.run.groups.get(self._plan.statistics_group))
-        self.choices += names.choices(each="rank", of="the global batch, as on one device")
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)
@@ -367,17 +366,14 @@ class Preparer:
         return places
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        prepared = PreparedScheduler(scheduler, self.run.step, self.run.collectives)
-        for optimizer in self._optimizers:
-            if scheduler.optimizer in (optimizer, optimizer.inner):
-                prepared.prepared = optimizer
-                optimizer.scheduled = True
-        if prepared.prepared is None:
+        driven = [o for o in self._optimizers if scheduler.optimizer in (o, o.inner)]
+        if not driven:
             raise UsageError(
                 f"world.prepare of {type(scheduler).__name__}",
                 "the optimizer it drives is not prepared",
                 "give both to world.prepare(model, optimizer, scheduler)",
             )
+        prepared = PreparedScheduler(scheduler, driven[0], self.run.step, self.run.collectives)
         self.schedulers.append(prepared)
         return prepared
 
