@@ -167,15 +167,10 @@ def check_length(collectives: Collectives, epoch: int, samples: int) -> None:
 def _check_ends(epoch: int, found: Sequence[Any]) -> None:
     """Of ranks whose stream is at its end after a number of samples, and ranks that go on."""
     if any(isinstance(n, int) for n in found) and any(n != found[0] for n in found):
-        ends = [
-            f"after {samples} samples on rank {rank}"
-            if isinstance(samples, int)
-            else f"not yet on rank {rank}"
-            for rank, samples in enumerate(found)
-        ]
+        ends = [f"after {n} samples" if isinstance(n, int) else "not yet" for n in found]
         raise RanksDifferError(
             f"a stream that every rank reads (epoch {epoch})",
-            f"it ends {', '.join(ends)}",
+            "it ends " + ", ".join(f"{end} on rank {rank}" for rank, end in enumerate(ends)),
             "let all ranks read the same data: compare the copies on the machines",
             code="LS104",
         )

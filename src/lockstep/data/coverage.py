@@ -2,9 +2,8 @@
 
 Samples are counted, not stored: how many were delivered, and a sum over their indices that does not
 depend on the order and takes no sample for another. What was delivered to all ranks together must
-be what the plan has. The ranks compare in the optimizer step
-that follows the end of a pass, where they are together: after the first two passes, and then
-whenever 1000 more global batches are done.
+be what the plan has. The ranks compare in the optimizer step that follows the end of a pass, where
+they are together: after the first two passes, and then whenever 1000 more global batches are done.
 """
 
 from __future__ import annotations
@@ -97,10 +96,8 @@ class Coverage:
         rows = collectives.exchange(mine)
         _check_orders(rows)
         self._check_evaluations([row[5:] for row in rows])
-        delivered = np.array(
-            [row[3:5] for row in rows[: collectives.data_parallel.size]], np.uint64
-        )
-        together, planned = delivered.sum(axis=0).tolist(), mine[1:3]
+        delivered = [row[3:5] for row in rows[: collectives.data_parallel.size]]
+        together, planned = np.array(delivered, np.uint64).sum(axis=0).tolist(), mine[1:3]
         if together != planned:
             same = together[0] == planned[0]
             raise DataError(

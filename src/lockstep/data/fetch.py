@@ -81,23 +81,17 @@ class Fetch(Dataset[Any]):
                 return _select(tensors, rows)
             except (IndexError, RuntimeError):  # some are counted from the end
                 return _select(tensors, np.where(rows < 0, rows + len(tensors[0]), rows))
+        wanted = indices.tolist()
         if not self.sample_rng:
-            return self.collate(self._read_at_once(indices.tolist()))
-        if get_worker_info() is not None:
-            return self._read_each(epoch, indices)
-        with preserve_rng_state():
-            return self._read_each(epoch, indices)
-
-    def _read_each(self, epoch: int, indices: Indices) -> Any:
-        samples = []
-        for index in indices.tolist():
-            seed_sample(self.seed, epoch, index)
-            samples.append(self.dataset[index])
-        return self.collate(samples)
-
-    def _read_at_once(self, indices: list[int]) -> list[Any]:
-        read = getattr(self.dataset, "__getitems__", None)
-        return read(indices) if read else [self.dataset[index] for index in indices]
+            read = getattr(self.dataset, "__getitems__", None)
+            return self.collate(read(wanted) if read else [self.dataset[index] for index in wanted])
+        # A worker process does nothing else, so nobody misses its streams.
+        with preserve_rng_state() if get_worker_info() is None else nullcontext():
+            samples = []
+            for index in wanted:
+                seed_sample(self.seed, epoch, index)
+                samples.append(self.dataset[index])
+            return self.collate(samples)
 
 
 def _select(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:

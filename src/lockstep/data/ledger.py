@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from lockstep.data.batch_plan import Indices
 from lockstep.errors import CheckpointError, SettingError, name_ranks, reference, some, spans
 from lockstep.step import BatchEvent, Callback
 
@@ -50,8 +50,6 @@ _LISTED = 20
 """Findings in the text; JSON has all."""
 _SHOWN = 5
 """Of several things in a text."""
-
-Samples = npt.NDArray[np.int64]
 
 
 class Ledger(Callback):
@@ -242,7 +240,7 @@ class Row(NamedTuple):
     position: int
     total: int
     """Samples of the global batch on all ranks."""
-    samples: Samples
+    samples: Indices
 
 
 @dataclass
@@ -446,7 +444,7 @@ def _check_epoch(
     begin, end = batches[0], batches[-1]
     title = f"loader {loader['loader']} ({loader['dataset']}), epoch {begin.epoch}"
 
-    def find(code: str, what: str, samples: Samples | Sequence[int] = ()) -> None:
+    def find(code: str, what: str, samples: Indices | Sequence[int] = ()) -> None:
         first = tuple(int(sample) for sample in samples[:_SHOWN])
         where = {"loader": loader["loader"], "epoch": begin.epoch, "samples": first}
         report.find(code, f"{title}: {what}", **where)
@@ -502,7 +500,7 @@ def _with_steps(sample: int, batches: Sequence[Row]) -> str:
     return f"{sample} (step{'s' * (len(steps) > 1)} {', '.join(steps)})"
 
 
-def _absent(loader: dict[str, Any], samples: Samples, start: int, *, ended: bool) -> Samples:
+def _absent(loader: dict[str, Any], samples: Indices, start: int, *, ended: bool) -> Indices:
     """Where no global batch is missing: the samples that are in none."""
     wanted = range(0)
     if loader["stream"] is None and ended and not start and not loader["drop_last"]:

@@ -271,7 +271,6 @@ def _begin_sum(
         found = []
         for (planned, batch), own in zip(pairs, weights, strict=True):
             scale = own * ranks / total if total else 0.0
-            scale = 1.0 if alone and total else scale
             micro = replace(planned.micro_batch, scale=scale, plain=alone)
             found.append((planned._replace(micro_batch=micro), batch))
         return found

@@ -39,7 +39,7 @@ from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.errors import LockstepError, SettingError, UsageError, some
 from lockstep.report.console import print_line
 from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan, may_set
@@ -59,7 +59,6 @@ _NO_COLLECTIVES = (
 )
 _DIVISIONS = 3
 """Times are taken again with the shares that the times before have led to, at most so often."""
-_SHOWN = 8
 
 
 class ForwardCall(NamedTuple):
@@ -107,7 +106,7 @@ class ProfilingRun:
         self._run = run
         self._calls = calls
         self._local = local
-        self._modules = list({id(call.module): call.module for call in calls}.values())
+        self._modules = list(dict.fromkeys(call.module for call in calls))
         self._gpus = gpus_of(run, self._modules)
         self._warm: set[tuple[int, int | None]] = set()
         """What has been computed before, and where: caches are made."""
@@ -210,17 +209,14 @@ class ProfilingRun:
     def _undisturbed(self) -> Iterator[None]:
         """All is put back; collectives are refused, and BatchNorm has statistics of its own."""
         collectives = self._run.collectives
-        parts = {id(part): part for module in self._modules for part in module.modules()}.values()
-        buffers = [b for part in parts for b in part._buffers.values() if b is not None]
-        alone = [
-            part
-            for part in parts
-            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
-            and "forward" not in vars(part)  # of replicas: the devices of this rank stay together
-        ]
+        layers = list(dict.fromkeys(m for module in self._modules for m in module.modules()))
+        buffers = [b for layer in layers for b in layer._buffers.values() if b is not None]
+        synced = [m for m in layers if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
+        # Those of replicas have a forward of their own: the devices of this rank stay together.
+        alone = [layer for layer in synced if "forward" not in vars(layer)]
         # Attributes too: what is set to activations, to be looked at, would keep the largest.
-        held = [vars(part) for part in parts if may_set(part) or part in alone]
-        held += [part._buffers for part in parts]
+        held = [vars(layer) for layer in layers if may_set(layer) or layer in alone]
+        held += [layer._buffers for layer in layers]
         blocked = collectives.blocked
         with restored([(d, dict(d)) for d in held], buffers, self._gpus), torch.enable_grad():
             try:
@@ -536,8 +532,8 @@ def local(tensor: Tensor) -> Tensor:
 def _shares_in_words(
     before: Sequence[int], after: Sequence[int], times: Sequence[Sequence[float]], kind: str
 ) -> str:
-    took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times[:_SHOWN])]
-    text = f"a sample took {', '.join(took)}{', ...' * (len(times) > _SHOWN)}"
+    took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times)]
+    text = f"a sample took {some(took)}"
     if alike(times):
         text += f": no difference, as the times of one {kind} differ as much"
     elif tuple(before) == tuple(after):
