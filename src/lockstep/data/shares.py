@@ -58,12 +58,7 @@ def parse_micro_batch(value: Any) -> int | None:
 
 
 def first_micro_batch(
-    count: int,
-    shares: tuple[int, ...],
-    planned: Indices,
-    most: int | None,
-    *,
-    whole: bool,
+    count: int, shares: tuple[int, ...], planned: Indices, most: int | None, *, whole: bool
 ) -> Indices | None:
     """The part of a global batch that is handed out before everything is known.
 

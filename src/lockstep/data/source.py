@@ -31,13 +31,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from lockstep.data.batch_plan import (
-    EpochPlan,
-    batches_in_epoch,
-    check_batch_size,
-    cut,
-    plan_epoch,
-)
+from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import is_whole_number
