@@ -38,7 +38,6 @@ def in_bytes(size: int | str) -> int | None:
     return int(float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2] or " "))
 
 
-JOIN_TIMEOUT_S = 30.0
 INSTEAD = "LOCKSTEP_VERIFY"
 """Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
 AUTO = "auto"
@@ -70,7 +69,7 @@ class Settings:
     """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
     micro_batch_size: int | str | None = None
     """Samples, `"auto"`, or None: the whole part."""
-    join_timeout_s: float = JOIN_TIMEOUT_S
+    join_timeout_s: float = 30.0
     """Seconds that ranks wait for each other in `init`."""
     collective_timeout_s: float | None = None
     """Seconds that a collective may take; None: torch's default for the backend."""

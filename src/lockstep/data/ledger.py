@@ -15,8 +15,8 @@ and what is judged is the row of steps that led to the last state.
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import secrets
 import struct
 import time
@@ -76,16 +76,14 @@ class Ledger(Callback):
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         rank = collectives.data_parallel.rank
-        self._file = -1
+        self._file: io.FileIO | None = None
         proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         start = collectives.exchange(proposed)[0]
         problem = ""
         if collectives.contributes:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                path = self._folder / f"{start}{_NAME}{rank}{_SUFFIX}"
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-                self._file = os.open(path, flags, 0o666)
+                self._file = io.FileIO(self._folder / f"{start}{_NAME}{rank}{_SUFFIX}", "x")
             except OSError as error:
                 problem = f"rank {rank}: {error}"
         problems = [text for text in collectives.exchange(problem) if text]
@@ -96,9 +94,8 @@ class Ledger(Callback):
 
     def close(self) -> None:
         """Writes nothing more."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
 
     def delivered(self, event: BatchEvent) -> None:
         """Remembers what the training loop is about to get."""
@@ -145,11 +142,11 @@ class Ledger(Callback):
 
     def _write(self, record: bytes) -> None:
         """With one call of the system, so that it is there whole, whatever ends this process."""
-        if self._file < 0:
+        if self._file is None or self._file.closed:
             return
         data = FRAME.pack(len(record), zlib.crc32(record)) + record
         try:
-            written = os.write(self._file, data)
+            written = self._file.write(data)
         except OSError as error:
             raise self._cannot_write(str(error)) from error
         if written < len(data):

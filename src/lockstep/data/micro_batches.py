@@ -74,11 +74,6 @@ class AutotuneRequest:
     """Whether the model needs to see micro-batches as they are planned."""
 
     @property
-    def whole(self) -> bool:
-        """The first micro-batch is the plan's own: it is known to be no larger than wanted."""
-        return self.as_planned() and not self.open_micro_batch_size
-
-    @property
     def open_shares(self) -> bool:
         """They are wanted and not known yet."""
         return self.shares and self.found.shares is None
@@ -165,8 +160,9 @@ class MicroBatchPlan:
     def autotuned(self, step: int, batch: Indices) -> Generator[Segment, None, None]:
         """One global batch, in which something of what is not known is found."""
         count, planned = len(batch), self.split(len(batch))
-        most, whole = self.micro_batch_size, self.request.whole
-        first = first_micro_batch(count, self.shares, planned, most, whole=whole)
+        # The plan's own, where that is known to be no larger than wanted.
+        whole = self.request.as_planned() and not self.request.open_micro_batch_size
+        first = first_micro_batch(count, self.shares, planned, self.micro_batch_size, whole=whole)
         if first is None:  # it is too short
             yield Segment(self._of_rank(step, batch, planned))
             return
@@ -184,9 +180,9 @@ class MicroBatchPlan:
     def _rest(self, count: int, done: int) -> Indices:
         """The parts of a global batch after its first samples: as planned, where that can be."""
         planned = self.split(count)
-        later = [j for j in range(len(planned)) if planned[j, 0, 0] == done]
-        if later or done == count:
-            return planned[later[0] :] if later else planned[:0]
+        begins = planned[:, 0, 0]
+        if done == count or done in begins:
+            return planned[begins >= done]
         return done + split_batch(count - done, self.shares, self._needed(count - done))
 
     def _of_rank(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:

@@ -52,6 +52,7 @@ class RunningMeans:
         self._alone = collectives.alone
         # Sums are kept there: tensors that are there already cost one kernel each.
         self._device = collectives.device
+        self._on_cuda = collectives.device.type == "cuda"
         self._every = every
         self._counts = collectives.contributes
         self._sums: dict[str, _Sum] = {}
@@ -110,10 +111,6 @@ class RunningMeans:
         """
         self.start_reduce()
         self._read(wait=True)
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._device.type == "cuda"
 
     def _open(self, name: str) -> _Sum:
         if len(self._sums) == _MAX_NAMES:

@@ -35,7 +35,7 @@ from lockstep.report.metrics import RunningMeans
 from lockstep.step import Step
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
@@ -218,6 +218,7 @@ class Bar(Display):
 
 def _open() -> Live:
     global _live
+    from rich.console import Group
     from rich.live import Live
 
     console = open_console()
@@ -227,7 +228,7 @@ def _open() -> Live:
         transient=True,
         # Where stderr goes to a file it must stay there: rich would move it to the terminal.
         redirect_stderr=sys.stderr.isatty(),
-        get_renderable=_render,
+        get_renderable=lambda: Group(*(_row(bar.at, console) for bar in _rows)),
     )
     _live.start()
     console.show_cursor(True)  # a run that is killed must not leave the terminal without one
@@ -245,13 +246,6 @@ def _close() -> None:
         atexit.unregister(_close)
         set_bar_console(None)
         live.stop()
-
-
-def _render() -> Group:
-    from rich.console import Group
-
-    console = open_console()
-    return Group(*(_row(bar.at, console) for bar in _rows))
 
 
 def _row(at: PassState, console: Console) -> Text:
@@ -334,7 +328,7 @@ def _words(at: PassState, done: str) -> list[str]:
     count = done if at.total is None else f"{at.done}/{at.total}"
     words = [count, *mean_words(at.means), rate(at.samples, at.seconds)]
     left = at.seconds_left
-    return words if left is None else [*words, f"{clock(left)} left"]
+    return [*words, f"{clock(left)} left"] if left else words
 
 
 def bar_parts(at: PassState, width: int) -> tuple[str, float | None, int, str]:

@@ -128,8 +128,7 @@ class ProfilingRun:
                 return True
         # Not before here: the error held the frames in which the memory was asked for.
         gc.collect()
-        if self._gpus:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing where CUDA has not been used
         return False
 
     def seconds(self, samples: int, device: int | None = None) -> float:
