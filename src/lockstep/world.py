@@ -366,7 +366,9 @@ class World:
         """Prints the choices made since the last time, once, on rank 0."""
         choices, self._preparer.choices = self._preparer.choices, []
         if self.is_main and choices:
-            print_choices(title_of(self._run.topology, __version__), choices)
+            joined = self._run.joined
+            hosts = 1 if joined is None else len(set(joined.hosts))
+            print_choices(title_of(self.size, hosts, __version__), choices)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Sampler, random_split
 
 import lockstep
+from lockstep.distributed.rendezvous import Joined
 from lockstep.errors import LockstepWarning, RanksDifferError, SettingError, UsageError
 
 
@@ -548,3 +551,18 @@ def test_on_two_processes(tmp_path: Path):
         assert "static_graph=True" in found["static graph"]
     assert first["uneven"] == [[5, 1], 11]
     assert second["uneven"] == [[5], 11]
+
+
+def first_line_printed() -> str:
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(Joined, "hosts", ["alpha", "alpha", "beta"])
+        with lockstep.init() as world:
+            ready(world)
+    return printed.getvalue().partition("\n")[0]
+
+
+def test_hosts_are_counted_where_they_hold_unequal_numbers_of_ranks():
+    first, *others = run_ranks(first_line_printed, 3)
+    assert first == f"lockstep {lockstep.__version__} · 3 processes on 2 hosts"
+    assert others == ["", ""]

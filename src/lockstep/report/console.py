@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.distributed.topology import Topology
 from lockstep.settings import Choice
 
 if TYPE_CHECKING:
@@ -77,9 +76,8 @@ def encodable(text: str, encoding: str | None) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def title_of(topology: Topology, version: str) -> str:
-    """Stands above the choices of a run."""
-    size, hosts = topology.size, topology.size // topology.local_size
+def title_of(size: int, hosts: int, version: str) -> str:
+    """Stands above the choices of a run of so many processes."""
     several = "es" * (size > 1), "s" * (hosts > 1)
     return f"lockstep {version} · {size} process{several[0]} on {hosts} host{several[1]}"
 
