@@ -88,7 +88,7 @@ class _Layerwise(Optimizer, ABC):
                 chosen = [p for p in with_gradient if _adapts(group, p) is adapted]
                 decay = group["weight_decay"] if adapted or group["adapt"] is False else 0.0
                 for parameters in _sharded_alike(chosen):
-                    self._update(group, parameters, adapted, decay)
+                    self._update({**group, "weight_decay": decay}, parameters, adapted)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,10 +102,11 @@ class _Layerwise(Optimizer, ABC):
         super().add_param_group(param_group)
 
     @abstractmethod
-    def _update(
-        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
-    ) -> None:
-        """Changes parameters that are sharded alike; `adapted`: with a trust ratio."""
+    def _update(self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool) -> None:
+        """Changes parameters that are sharded alike; `adapted`: with a trust ratio.
+
+        `group` has the weight decay of these parameters.
+        """
 
 
 class LARS(_Layerwise):
@@ -168,10 +169,8 @@ class LARS(_Layerwise):
         }
         super().__init__(params, options)
 
-    def _update(
-        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
-    ) -> None:
-        weights = [_local(p) for p in parameters]
+    def _update(self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool) -> None:
+        weights, decay = [_local(p) for p in parameters], group["weight_decay"]
         gradients = [_gradient(p) for p in parameters]
         ratios: list[Tensor] = []
         if adapted:
@@ -246,14 +245,12 @@ class LAMB(_Layerwise):
         }
         super().__init__(params, options)
 
-    def _update(
-        self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool, decay: float
-    ) -> None:
+    def _update(self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool) -> None:
         weights = [_local(p) for p in parameters]
         steps = [self._adam(group, p) for p in parameters]
-        if decay:
+        if group["weight_decay"]:
             for weight, step in zip(weights, steps, strict=True):
-                step.add_(weight, alpha=decay)
+                step.add_(weight, alpha=group["weight_decay"])
         if adapted:
             norms = _norms(parameters, [weights, steps])
             for step, weight_norm, step_norm in zip(steps, *norms, strict=True):
