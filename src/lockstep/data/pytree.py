@@ -221,8 +221,10 @@ def _rebuilt(batch: Any, children: dict[Any, Any]) -> Any:
     if type(batch) is list:
         return values
     if not isinstance(batch, Mapping | list | tuple):
-        ordered = iter(values)
-        return map_fields(batch, lambda _: next(ordered))
+        made = copy.copy(batch)  # neither `__init__` nor `__post_init__`, which may do anything
+        for name, child in children.items():
+            object.__setattr__(made, name, child)  # also where it is frozen
+        return made
     try:
         return _of_own_class(batch, children, values)
     except Exception:  # users' classes may raise anything; a plain container then holds the same
@@ -244,16 +246,4 @@ def _of_own_class(batch: Any, children: dict[Any, Any], values: list[Any]) -> An
     made: Any = copy.copy(batch)
     for key, value in children.items():
         made[key] = value
-    return made
-
-
-def map_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of a dataclass instance whose fields are changed, also where it is frozen.
-
-    Neither `__init__` nor `__post_init__` is run, which may do anything.
-    """
-    made = copy.copy(instance)
-    for each in fields(instance):
-        if hasattr(instance, each.name):
-            object.__setattr__(made, each.name, change(getattr(instance, each.name)))
     return made
