@@ -80,6 +80,21 @@ class StrategyPlan:
         return of_device * sum(self.device_shares) // max(self.device_shares)
 
 
+def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
+    """How a global batch is divided over parts that one device computes each.
+
+    Raises:
+        SettingError: shares that do not fit.
+    """
+    return StrategyPlan(
+        rank=rank,
+        shares=first_shares(run.settings.shares, rank.size),
+        devices=rank.size,
+        own_devices=(rank.rank,),
+        num_micro_batches=run.settings.min_micro_batches,
+    )
+
+
 def _nothing(*_: Any) -> None:
     """What most strategies do around a backward pass, a step, and at the end."""
 
@@ -174,14 +189,7 @@ class Strategy(ABC):
         Raises:
             SettingError: the run cannot use this strategy, or shares that do not fit it.
         """
-        rank = DataParallelRank(run.topology.rank, run.topology.size)
-        return StrategyPlan(
-            rank=rank,
-            shares=first_shares(run.settings.shares, rank.size),
-            devices=rank.size,
-            own_devices=(rank.rank,),
-            num_micro_batches=run.settings.min_micro_batches,
-        )
+        return plan_for(run, DataParallelRank(run.topology.rank, run.topology.size))
 
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:

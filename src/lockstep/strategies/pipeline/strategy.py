@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, is_whole_number
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, plan_for
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
@@ -119,11 +118,8 @@ class Pipeline(Strategy):
         place = self._place(run.topology)
         if place.positions > 1:
             self._open_groups(run, place)  # now: BatchNorm may be given that of equal stages
-        return StrategyPlan(
-            rank=DataParallelRank(place.replica, place.replicas),
-            shares=first_shares(run.settings.shares, place.replicas),
-            devices=place.replicas,
-            own_devices=(place.replica,),
+        return replace(
+            plan_for(run, DataParallelRank(place.replica, place.replicas)),
             num_micro_batches=self._micro_batches(run),
             statistics_group="replicas",
             evaluates_together=True,
