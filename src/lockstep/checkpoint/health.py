@@ -226,8 +226,7 @@ def plan_repairs(folder: Path, now: float | None = None) -> list[Repair]:
             "it is no checkpoint, and no folder that holds any",
             "give the folder of world.checkpoint, or one checkpoint in it",
         )
-    all_paths = dict.fromkeys((*paths, *around, *unfinished))
-    found = {path: examine(path, values=True) for path in all_paths}
+    found = {path: examine(path, values=True) for path in {*paths, *around, *unfinished}}
     broken = [found[path] for path in paths if found[path].problems]
     sound = {layout.step_of(path) for path in around if not found[path].problems}
     missing = [p for p in unfinished if layout.step_of(p) not in sound and not _target(p).exists()]

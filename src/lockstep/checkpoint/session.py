@@ -344,11 +344,8 @@ class Checkpoint:
         manifest = _seen(path, identity)
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
-        saved = {
-            "manifest": manifest,
-            **(training if isinstance(training, dict) else {}),
-            **modules,
-        }
+        others = training if isinstance(training, dict) else {}
+        saved = {"manifest": manifest, **others, **modules}
         _check_fits(path, self._state, saved)
         return saved
 
