@@ -87,7 +87,7 @@ MESSAGES: dict[str, str] = {
     "nccl on the CPU": (
         "backend='nccl'\n"
         "  found: the device is cpu; NCCL moves data of GPUs only\n"
-        "  do:    use 'gloo'"
+        "  do:    use 'gloo', which serves GPUs too, slower"
     ),
     "unknown device": (
         "device='gpu'\n  found: torch knows no such device\n  do:    use cpu, cuda or cuda:0"
