@@ -28,6 +28,7 @@ where signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
 
 from __future__ import annotations
 
+import difflib
 import linecache
 import sys
 import sysconfig
@@ -215,6 +216,24 @@ def reference(code: str) -> str:
 def some(names: Sequence[str], most: int = 8) -> str:
     """The first of many names: "a, b, ..."."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `3 steps`, `2 processes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending * (number != 1)}"
+
+
+def nearest(word: object, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """Advice where a word is not known: the one that was meant, if any is near."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def not_among(was_set: str, word: object, what: str, known: Iterable[str]) -> SettingError:
+    """The error where a word is none of those that are known; `what` they are called."""
+    do = nearest(str(word).lower(), known, "choose one of them", 0.3)
+    return SettingError(was_set, f"{what} are {', '.join(known)}", do)
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeGuard
 
-from lockstep.errors import SettingError
+from lockstep.errors import LockstepError, SettingError
 
 
 class Choice(NamedTuple):
@@ -47,6 +47,14 @@ AUTO = "auto"
 def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether it is a whole number from `least` up; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_whole_number(
+    was_set: str, value: object, least: int = 1, kind: type[LockstepError] = SettingError
+) -> None:
+    """Raises SettingError, or an error of another kind, where it is none."""
+    if not is_whole_number(value, least):
+        raise kind(was_set, f"it is not a whole number of at least {least}", "give such a number")
 
 
 def is_auto(setting: Any) -> bool:

@@ -30,12 +30,12 @@ from lockstep.checkpoint.sharding import (
     ShardedEntry,
     as_shape,
     dtype_name,
-    is_sharded,
     replica,
     view_of,
 )
 from lockstep.distributed.collectives import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
+    is_sharded,
     local_box,
     set_state_dict_metadata,
     state_dict_metadata,

@@ -46,6 +46,7 @@ from lockstep.distributed.collectives import (
     run_on_all_ranks,
 )
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, UsageError
 
 RESERVED = frozenset({"training", "manifest", "world", "random"})
@@ -289,7 +290,7 @@ class Checkpoint:
             "metric": metric,
             "streams": rng_state_to_text(seeding.rng_state(self._collectives.device)),
             "held": held,
-            "stores": bool(held) or any(map(sharding.is_sharded, tensors(states))),
+            "stores": bool(held) or any(map(is_sharded, tensors(states))),
         }
 
     def _held(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:

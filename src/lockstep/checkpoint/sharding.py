@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import (
+    is_sharded,
     local_box,
+    own_part,
     set_state_dict_metadata,
     state_dict_metadata,
 )
@@ -229,12 +231,6 @@ def _overlap(shards: list[Shard]) -> bool:
     return False
 
 
-def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor."""
-    # Not by isinstance: who has no DTensor should not wait for its import.
-    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
-
-
 def is_meta(value: object) -> bool:
     """Whether it is a tensor whose values are on another rank."""
     return isinstance(value, Tensor) and value.is_meta
@@ -351,7 +347,7 @@ def resharded(value: Any, own: Any) -> Any:
 def memory_of(tree: Any) -> set[int]:
     """Where the storages of the tensors in a pytree, or of this rank's shards, begin in memory."""
     plain = (t for t in tensors(tree) if t.layout is strided and not is_lazy(t))
-    return {_local(tensor).untyped_storage().data_ptr() for tensor in plain}
+    return {own_part(tensor).untyped_storage().data_ptr() for tensor in plain}
 
 
 def view_of(tensor: Any) -> tuple[object, ...] | None:
@@ -359,16 +355,11 @@ def view_of(tensor: Any) -> tuple[object, ...] | None:
 
     The padded memory of a sharded parameter is never empty, so tied ones are seen on every rank.
     """
-    local = _local(tensor)
+    local = own_part(tensor)
     begin = local.untyped_storage().data_ptr()
     place = begin, local.storage_offset(), local.is_conj(), local.is_neg()
     form = tensor.device, tensor.shape, tensor.stride(), tensor.dtype
     return (*place, *form) if begin else None
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return local
 
 
 def _map(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -32,11 +32,11 @@ from lockstep.checkpoint.sharding import (
     LazyTensor,
     ShardedEntry,
     is_meta,
-    is_sharded,
     view_of,
 )
 from lockstep.distributed.collectives import run_on_all_ranks
 from lockstep.distributed.process_group import run_of
+from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, SettingError, grouped
 
 _BATCH = 2**26

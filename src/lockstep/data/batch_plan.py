@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, SettingError
+from lockstep.errors import DataError, SettingError, counted
 from lockstep.settings import is_whole_number
 
 Indices = npt.NDArray[np.int64]
@@ -190,9 +190,9 @@ def parse_shares(
     if not exact:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
     if len(numbers) != size:
-        given = f"{len(numbers)} share{'s' * (len(numbers) != 1)}"
-        wanted = f"a world size of {size}" if of == "rank" else f"{size} {of}{'s' * (size != 1)}"
-        raise SettingError(f"shares={shares!r}", f"{given} for {wanted}", advice)
+        wanted = f"a world size of {size}" if of == "rank" else counted(size, of)
+        found = f"{counted(len(numbers), 'share')} for {wanted}"
+        raise SettingError(f"shares={shares!r}", found, advice)
     if min(numbers) < 0 or max(numbers) == 0:
         raise SettingError(
             f"shares={shares!r}", "shares are at least 0, and one is above 0", advice

@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lockstep.data.batch_plan import Indices
-from lockstep.errors import CheckpointError, SettingError, name_ranks, reference, some, spans
+from lockstep.errors import (
+    CheckpointError,
+    SettingError,
+    counted,
+    name_ranks,
+    reference,
+    some,
+    spans,
+)
 from lockstep.step import BatchEvent, Callback
 
 if TYPE_CHECKING:  # reading needs no torch
@@ -197,21 +205,21 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        found = [f"{self.folder}: {_counted(self.steps, 'optimizer step')}"]
+        found = [f"{self.folder}: {counted(self.steps, 'optimizer step')}"]
         for number, attempt in enumerate(self.attempts, 1):
             begun = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
-            ranks = _counted(attempt["ranks"], "rank")
+            ranks = counted(attempt["ranks"], "rank")
             steps = f"steps {attempt['first']} to {attempt['last']}"
             text = f"  start {number}, {begun:%Y-%m-%d %H:%M:%S}: {ranks}, "
             text += "no step" if attempt["last"] is None else steps
             if attempt["again"]:
-                text += f"; trained {_counted(attempt['again'], 'step')} again"
+                text += f"; trained {counted(attempt['again'], 'step')} again"
             found.append(text)
         for epoch in self.epochs:
             of = "" if epoch["steps"] is None else f" of {epoch['steps']}"
             found.append(
                 f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
-                f"{_counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
+                f"{counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
             )
         found += [f"  note: {note}" for note in self.notes]
         for finding in self.findings[:_LISTED]:
@@ -302,7 +310,7 @@ def _check_files(attempt: Attempt, number: int, report: Report) -> None:
         if file.damaged:
             report.find(
                 "LS405",
-                f"start {number}, rank {rank}: {_counted(len(file.damaged), 'record')} of "
+                f"start {number}, rank {rank}: {counted(len(file.damaged), 'record')} of "
                 f"{file.name} cannot be read, the first at byte {file.damaged[0]}",
             )
 
@@ -418,7 +426,7 @@ def _check_steps(steps: Mapping[int, int], report: Report) -> None:
         )
     missing = sorted(set(range(first, last)) - steps.keys())
     if missing:
-        what = f"{_counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"
+        what = f"{counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"
         report.find("LS405", what, step=missing[0])
 
 
@@ -472,12 +480,12 @@ def _check_epoch(
         twice = distinct[counts > 1]
         if len(twice):
             first = [_with_steps(sample, batches) for sample in twice[: _SHOWN + 1].tolist()]
-            number = _counted(len(twice), "sample")
+            number = counted(len(twice), "sample")
             find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice)
         if not missing and all(len(batch.samples) == batch.total for batch in batches):
             absent = _absent(loader, samples, start, ended=ended)
             if len(absent):
-                number = _counted(len(absent), "sample")
+                number = counted(len(absent), "sample")
                 find("LS102", f"{number} left out: {spans(absent.tolist(), _SHOWN)}", absent)
     report.epochs.append(
         {
@@ -505,11 +513,6 @@ def _absent(loader: dict[str, Any], samples: Indices, start: int, *, ended: bool
     elif loader["stream"] in ("whole", "seek"):  # a stream of a rank's own has no numbers in a row
         wanted = range(start * loader["batch_size"], int(samples.max()) + 1)
     return np.setdiff1d(np.asarray(wanted, dtype=np.int64), samples)
-
-
-def _counted(number: int, noun: str) -> str:
-    """`3 samples`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def read_folder(folder: Path) -> list[Attempt]:

@@ -34,7 +34,7 @@ from torch.utils.data import (
 from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, LengthUnknownError, UsageError
-from lockstep.settings import is_whole_number
+from lockstep.settings import check_whole_number
 
 _SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
 _OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn",
@@ -354,12 +354,8 @@ def _make_loader(
             )
     for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(name)
-        if value is not None and not is_whole_number(value, least):
-            raise DataError(
-                f"{name}={value!r}",
-                f"it is not a whole number of at least {least}",
-                f"give such a number, or leave {name} out",
-            )
+        if value is not None:
+            check_whole_number(f"{name}={value!r}", value, least, DataError)
     try:
         with warnings.catch_warnings():  # those come when one is built for use
             warnings.simplefilter("ignore")

@@ -5,7 +5,6 @@ Which backend, over which network interface, opened and closed.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import Topology, detect, port
-from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
+from lockstep.errors import LockstepError, SettingError, UsageError, not_among, set_rank
 from lockstep.settings import Choice, Settings
 from lockstep.step import Step
 
@@ -352,12 +351,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
     if backend not in (*_BACKENDS, CUDA_BACKENDS):
-        near = difflib.get_close_matches(backend.lower(), _BACKENDS, n=1)
-        raise SettingError(
-            f"backend={backend!r}",
-            f"the backends are {', '.join(_BACKENDS)}",
-            f"did you mean {near[0]!r}?" if near else "leave it out to have one chosen",
-        )
+        raise not_among(f"backend={backend!r}", backend, "the backends", _BACKENDS)
     if backend in ("nccl", CUDA_BACKENDS):
         if cuda and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"

@@ -205,6 +205,18 @@ def set_state_dict_metadata(state: Any, metadata: Any) -> None:
         state._metadata = metadata
 
 
+def is_sharded(value: object) -> bool:
+    """Whether it is a DTensor."""
+    # Not by isinstance: who has no DTensor should not wait for its import.
+    return hasattr(value, "full_tensor")
+
+
+def own_part(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, any other tensor whole; it shares the memory."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part.detach()
+
+
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's shard of a DTensor begins in it, and the shard's extents."""
     from torch.distributed.tensor import _utils

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.distributed.torch_compat import own_part
 from lockstep.errors import UsageError
 from lockstep.guards.base import Guard
 
@@ -80,8 +81,7 @@ class LossGuard(Guard):
             for parameter in (*wrapped.module.parameters(), *wrapped.whole):
                 if parameter.grad is not None:
                     # Of a shard this rank's part: what asks a DTensor waits for other ranks.
-                    local = getattr(parameter.grad, "to_local", None)
-                    yield parameter.grad if local is None else local()
+                    yield own_part(parameter.grad)
 
     def settle(self) -> None:
         """Waits for the last loss; raises UsageError where it was NaN."""

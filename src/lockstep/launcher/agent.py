@@ -35,7 +35,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
 from lockstep.distributed.network import socket_variables, wait_until
-from lockstep.errors import JoinError, SettingError
+from lockstep.errors import JoinError, SettingError, counted
 from lockstep.launcher import process as job
 from lockstep.launcher.machine import peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
@@ -616,7 +616,7 @@ def _scarcity_explained(nproc: int) -> Iterator[None]:
         if getattr(error, "errno", None) not in _SCARCE and str(error) not in words:
             raise
         raise SettingError(
-            f"{nproc} process{'' if nproc == 1 else 'es'} on this machine",
+            f"{counted(nproc, 'process')} on this machine",
             f"the system gives no more: {error}",
             "raise the limits of processes, files or memory (ulimit -a; the container's), or start "
             "fewer processes",

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, counted
 from lockstep.launcher.machine import Machine
 from lockstep.launcher.output import choose_streams
 from lockstep.launcher.worker import MACRO, Command, Script
@@ -93,7 +93,7 @@ class LaunchPlan:
     def describe(self) -> str:
         """The plan as text, for `--dry-run`."""
         where = "on this machine" if self.one_node else "on this machine, one of several"
-        lines = [f"{_count(self.nproc, 'process', 'processes')} {where}"]
+        lines = [f"{counted(self.nproc, 'process')} {where}"]
         lines += [f"  {note}" for note in self.notes]
         if self.environment:
             lines.append("variables for every process:")
@@ -165,8 +165,8 @@ def plan(
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)
         notes.append(
-            f"{_count(threads, 'thread')} per process (OMP_NUM_THREADS: "
-            f"{_count(machine.cores, 'core')} for {_count(nproc, 'process', 'processes')})"
+            f"{counted(threads, 'thread')} per process (OMP_NUM_THREADS: "
+            f"{counted(machine.cores, 'core')} for {counted(nproc, 'process')})"
         )
     if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
         environment["GLOO_SOCKET_IFNAME"] = machine.loopback
@@ -192,10 +192,6 @@ def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     named = [f"--{name[4:].lower()}" for name in environ if name.startswith("PET_")]
     given = (word.replace("_", "-") for word in (*spec.torchrun, *named))
     return any(word.startswith(_RENDEZVOUS) for word in given)
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

@@ -33,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.pytree import tensors
+from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
-from lockstep.settings import in_bytes, is_whole_number
+from lockstep.settings import check_whole_number, in_bytes
 
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -99,12 +100,7 @@ def checkpoint_activations(
 
 
 def _check_policy(every: int, budget: int | str | None, example: Example | None) -> None:
-    if not is_whole_number(every):
-        raise SettingError(
-            f"checkpoint_activations(..., every={every!r})",
-            "it counts blocks",
-            "every=2 takes half of them; a whole number from 1 up",
-        )
+    check_whole_number(f"checkpoint_activations(..., every={every!r})", every)
     if budget is None and example is None:
         return
     if budget is None or example is None:
@@ -145,8 +141,7 @@ def _fitting(
     module: nn.Module, found: list[nn.Module], budget: int | str, example: Example
 ) -> list[nn.Module]:
     """Those that recompute already, and the fewest others that make the rest fit."""
-    # By its method: the import of DTensor takes long, and where there is one it has been made.
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    sharded = any(map(is_sharded, module.parameters()))
     if isinstance(module, DistributedDataParallel) or sharded:
         raise UsageError(
             "checkpoint_activations(..., budget=...) of a prepared model",

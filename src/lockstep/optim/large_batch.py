@@ -16,7 +16,6 @@ Whether they are needed is another question: Nado et al., "A Large Batch Optimiz
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +37,9 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.optimizer import ParamsT
 
-from lockstep.errors import SettingError, UsageError, grouped
-from lockstep.settings import is_whole_number
+from lockstep.distributed.torch_compat import is_sharded, own_part
+from lockstep.errors import SettingError, UsageError, grouped, not_among
+from lockstep.settings import check_whole_number
 
 _AT_LEAST_0 = (lambda x: x >= 0, "a number from 0 up")
 _ABOVE_0 = (lambda x: x > 0, "a number above 0")
@@ -170,7 +170,7 @@ class LARS(_Layerwise):
         super().__init__(params, options)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool) -> None:
-        weights, decay = [_local(p) for p in parameters], group["weight_decay"]
+        weights, decay = [own_part(p) for p in parameters], group["weight_decay"]
         gradients = [_gradient(p) for p in parameters]
         ratios: list[Tensor] = []
         if adapted:
@@ -190,7 +190,7 @@ class LARS(_Layerwise):
         state, momentum = self.state[parameter], group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity = _local(state["momentum_buffer"])
+        velocity = own_part(state["momentum_buffer"])
         velocity.mul_(momentum).add_(step)
         return step.add(velocity, alpha=momentum) if group["nesterov"] else velocity
 
@@ -246,7 +246,7 @@ class LAMB(_Layerwise):
         super().__init__(params, options)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[Tensor], adapted: bool) -> None:
-        weights = [_local(p) for p in parameters]
+        weights = [own_part(p) for p in parameters]
         steps = [self._adam(group, p) for p in parameters]
         if group["weight_decay"]:
             for weight, step in zip(weights, steps, strict=True):
@@ -269,7 +269,7 @@ class LAMB(_Layerwise):
         state["step"] += 1
         number = state["step"].item()
         beta1, beta2 = group["betas"]
-        mean, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        mean, square = own_part(state["exp_avg"]), own_part(state["exp_avg_sq"])
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         against = square.div(1 - beta2**number).sqrt_().add_(group["eps"])
@@ -321,12 +321,6 @@ def _summed_over(parameter: Any) -> tuple[int, ...]:
     return tuple(i for i, where in enumerate(parameter.placements) if not where.is_replicate())
 
 
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
-    return local
-
-
 def _gradient(parameter: Any) -> Tensor:
     """The gradient of this rank's part of a parameter."""
     gradient = parameter.grad
@@ -336,9 +330,9 @@ def _gradient(parameter: Any) -> Tensor:
             "LARS and LAMB compare the norms of dense real tensors",
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )
-    if hasattr(parameter, "device_mesh") and gradient.placements != parameter.placements:
+    if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
+    return own_part(gradient)
 
 
 def _norms(parameters: Sequence[Any], lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -427,14 +421,9 @@ def scale_learning_rate(
         UsageError: the optimizer already has a scheduler.
     """
     for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        _check_count(name, size, "samples of one optimizer step")
+        check_whole_number(f"{name}={size!r}", size)
     if rule not in RULES:
-        near = difflib.get_close_matches(str(rule), RULES, n=1, cutoff=0.3)
-        raise SettingError(
-            f"rule={rule!r}",
-            f"the rules are {', '.join(RULES)}",
-            f"did you mean {near[0]!r}?" if near else "choose one of them",
-        )
+        raise not_among(f"rule={rule!r}", rule, "the rules", RULES)
     factor = RULES[rule](batch_size / base_batch_size)
     if isinstance(optimizer_or_lr, Optimizer):
         if any("initial_lr" in group for group in optimizer_or_lr.param_groups):
@@ -482,7 +471,7 @@ def warmup(
         SettingError: `steps`, `start` or the kind of scheduler cannot be honoured.
         UsageError: the scheduler has been stepped before.
     """
-    _check_count("warm-up steps", steps, "optimizer steps")
+    check_whole_number(f"warm-up steps={steps!r}", steps)
     if not _is_number(start) or not 0 < start <= 1:
         raise SettingError(
             f"warm-up start={start!r}",
@@ -510,10 +499,3 @@ def warmup(
         )
     ramp = LinearLR(scheduler.optimizer, start, total_iters=steps)
     return SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])
-
-
-def _check_count(name: str, value: int, unit: str) -> None:
-    if not is_whole_number(value):
-        raise SettingError(
-            f"{name}={value!r}", f"it counts {unit}", "choose a whole number from 1 up"
-        )

@@ -6,11 +6,10 @@ small letters.
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import SettingError
+from lockstep.errors import not_among
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -47,12 +46,7 @@ def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, s
     if choice is None:
         choice, reason = ("single", "one process") if size == 1 else ("ddp", f"{size} processes")
     if choice not in _NAMES:
-        near = difflib.get_close_matches(str(choice), _NAMES, n=1, cutoff=0.3)
-        raise SettingError(
-            f"strategy={choice!r}",
-            "strategies are " + ", ".join(_NAMES),
-            f"did you mean {near[0]!r}?" if near else "choose one of them",
-        )
+        raise not_among(f"strategy={choice!r}", choice, "strategies", _NAMES)
     return __getattr__(_NAMES[choice])(), reason
 
 

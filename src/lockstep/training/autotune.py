@@ -38,7 +38,7 @@ from lockstep.distributed.collectives import exchange_on_all_ranks
 from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import BatchNorm, own_part
 from lockstep.errors import LockstepError, SettingError, UsageError, some
 from lockstep.report.console import print_line
 from lockstep.settings import is_auto
@@ -491,7 +491,7 @@ def restored(
             where those of a GPU do not add to what is measured.
         gpus: whose random streams are used.
     """
-    before = [(tensor, local(tensor).to("cpu", copy=True)) for tensor in values]
+    before = [(tensor, own_part(tensor).to("cpu", copy=True)) for tensor in values]
     with preserve_rng_state(), torch.random.fork_rng(gpus, enabled=bool(gpus)):
         try:
             yield
@@ -501,7 +501,7 @@ def restored(
                 dictionary.update(old)
             with torch.no_grad():
                 for tensor, value in before:
-                    local(tensor).copy_(value)
+                    own_part(tensor).copy_(value)
 
 
 def gpus_of(run: Run, modules: Iterable[nn.Module]) -> list[torch.device]:
@@ -519,13 +519,6 @@ def now(gpus: Iterable[torch.device]) -> float:
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
     return time.perf_counter()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, where it is spread over the ranks."""
-    tensor = tensor.detach()
-    # By its method: the import of DTensor takes long, and where there is one it has been made.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _shares_in_words(

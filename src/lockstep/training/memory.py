@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 
 from lockstep.data.loader import Loader
 from lockstep.data.pytree import tensors
-from lockstep.distributed.torch_compat import TorchDispatchMode, pytree
+from lockstep.distributed.torch_compat import TorchDispatchMode, is_sharded, own_part, pytree
 from lockstep.errors import UsageError
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.training.autotune import gpus_of, local, now, restored
+from lockstep.training.autotune import gpus_of, now, restored
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.prepare import Preparer
 
@@ -174,7 +174,7 @@ def measure(
     gradients: Counter[torch.device] = Counter()
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.is_meta:
-            gradients[parameter.device] += local(parameter).nbytes
+            gradients[parameter.device] += own_part(parameter).nbytes
     columns = {
         "gathered": {run.device: _gathered(units)},
         "parameters": bytes_by_device(storages(model.parameters())),
@@ -286,7 +286,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
 
 
 def _without_data(parameter: Tensor) -> nn.Parameter:
-    own = local(parameter)
+    own = own_part(parameter)
     made = nn.Parameter(torch.empty_like(own, device="meta"))
     made.grad = torch.empty_like(own, device="meta")
     return made
@@ -428,7 +428,7 @@ class TrainingSteps:
     @contextmanager
     def _parameters_in_use(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
         """Adds the parameters that each layer computes with, where they are not its own."""
-        spread = any(hasattr(p, "to_local") for p in self.model.parameters())
+        spread = any(map(is_sharded, self.model.parameters()))
 
         def look(module: nn.Module, args: Any) -> None:
             used.update(storages(module.parameters(recurse=False)))
@@ -501,7 +501,7 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
     """The storages of dense tensors; each is one and the same object while it is held."""
-    own = (local(tensor) for tensor in tensors)
+    own = (own_part(tensor) for tensor in tensors)
     dense = (t for t in own if t.layout is torch.strided and t.device.type != "meta")
     return {tensor.untyped_storage() for tensor in dense}
 

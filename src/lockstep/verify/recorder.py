@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names, unwrap
-from lockstep.checkpoint.sharding import is_sharded
-from lockstep.distributed.torch_compat import BatchNorm, pytree
+from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
@@ -300,8 +299,7 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
     """
     limit = _ROUNDING * scale_of(gradients)
     for parameter in parameters:
-        gradient: Any = parameter.grad
-        own = gradient.to_local() if is_sharded(gradient) else gradient
+        own = own_part(parameter.grad)
         if not own.is_sparse and own.is_floating_point():
             own.masked_fill_(own.abs() < limit, 0.0)
 

@@ -27,7 +27,7 @@ from lockstep.data.batch_plan import parse_shares, parts
 from lockstep.data.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
-from lockstep.settings import is_auto, is_whole_number
+from lockstep.settings import check_whole_number, is_auto
 from lockstep.strategies.base import PLAIN
 from lockstep.strategies.data_parallel.replicas import (
     BatchNormOverReplicas,
@@ -319,10 +319,7 @@ def _devices(
                 "replicas are several on one device, device_ids are several devices",
                 "give one of them",
             )
-        if not is_whole_number(replicas):
-            raise SettingError(
-                f"replicas={replicas!r}", "a module has at least one", "give a whole number above 0"
-            )
+        check_whole_number(f"replicas={replicas!r}", replicas)
         return [], replicas
     visible = torch.cuda.device_count()
     given: Any = range(visible) if device_ids is None else device_ids

@@ -9,7 +9,6 @@ What the parts of a model cost, measured on an example, to cut it into stages of
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, pytree
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, nearest
 from lockstep.optim import activation_checkpointing
 from lockstep.optim.module_filter import repeated_blocks
 
@@ -73,11 +72,10 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
     names = [name for name, _ in module.named_modules()]
     for name in cuts:
         if name not in names or not name:
-            near = difflib.get_close_matches(name, [n for n in names if n], n=1, cutoff=0.3)
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "the model has no submodule of that name",
-                f"did you mean {near[0]!r}?" if near else "use the names of model.named_modules()",
+                nearest(name, filter(None, names), "use the names of model.named_modules()", 0.3),
             )
         if not _has_state(module.get_submodule(name)):
             raise SettingError(

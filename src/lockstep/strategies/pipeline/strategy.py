@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, counted
 from lockstep.optim.precision import Precision
-from lockstep.settings import Choice, is_whole_number
+from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, plan_for
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Place
@@ -73,10 +73,8 @@ class Pipeline(Strategy):
             )
         for name in ("stages", "interleave", "num_micro_batches"):
             value = getattr(self, name)
-            if value is not None and not is_whole_number(value):
-                raise SettingError(
-                    f"Pipeline({name}={value!r})", "it is a number of at least 1", "give such a one"
-                )
+            if value is not None:
+                check_whole_number(f"Pipeline({name}={value!r})", value)
         if isinstance(self.split, str):
             raise SettingError(
                 f"Pipeline(split={self.split!r})", "it is one text", "give a list of names"
@@ -105,8 +103,8 @@ class Pipeline(Strategy):
         if self.split is not None and len(self.split) != cuts and size > 1:
             raise SettingError(
                 f"Pipeline(split=...) with {len(self.split)} names",
-                f"{stages} ranks with {self.interleave} stage{'s' * (self.interleave > 1)} each "
-                f"begin at {cuts} cut{'s' * (cuts != 1)}",
+                f"{stages} ranks with {counted(self.interleave, 'stage')} each begin at "
+                f"{counted(cuts, 'cut')}",
                 f"name {cuts}",
             )
         if run.settings.precision == "fp16":
