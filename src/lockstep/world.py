@@ -20,14 +20,9 @@ from lockstep import __version__
 from lockstep.data.loader import Epochs, Loader
 from lockstep.data.micro_batches import Weight
 from lockstep.data.source import Shard, make_source
+from lockstep.distributed import process_group
 from lockstep.distributed.device import add_memory_advice
-from lockstep.distributed.process_group import (
-    Run,
-    close_at_exit,
-    join_run,
-    leave,
-    main_process_first,
-)
+from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
 from lockstep.report.console import print_choices, print_line, title_of
@@ -67,7 +62,7 @@ class World:
     """
 
     def __init__(
-        self, run: Run, strategy: Strategy, plan: StrategyPlan, choices: list[Choice]
+        self, run: process_group.Run, strategy: Strategy, plan: StrategyPlan, choices: list[Choice]
     ) -> None:
         self.rank = run.topology.rank
         self.size = run.topology.size
@@ -88,7 +83,7 @@ class World:
         """Those of the passes that `progress` shows, the innermost last."""
         self._epochs = Epochs(self._preparer.loaders, run.step)
         _open.add(self)
-        atexit.register(close_at_exit, self._close)
+        atexit.register(process_group.close_at_exit, self._close)
 
     @property
     def epoch(self) -> int:
@@ -354,9 +349,9 @@ class World:
             return
         self._closed = True
         _open.discard(self)
-        atexit.unregister(close_at_exit)
+        atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
-        leave(self._run, failed=failed)
+        process_group.leave(self._run, failed=failed)
         if not failed:
             self._preparer.guards.settle()
         if self.is_main and not failed:
@@ -440,7 +435,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         join_timeout=join_timeout,
         collective_timeout=collective_timeout,
     )
-    run, choices = join_run(settings, os.environ, rank=rank, world_size=world_size)
+    run, choices = process_group.join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
         chosen, reason = find_strategy(settings.strategy, run.topology.size)
         plan = chosen.plan(run)
@@ -459,5 +454,5 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             run.at_end.append(lambda failed: written.close())
         return world
     except BaseException:
-        leave(run, failed=True)
+        process_group.leave(run, failed=True)
         raise

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.checkpoint.encoding import encode
-from lockstep.checkpoint.modules import match_names, plain_state_dict
-from lockstep.checkpoint.weights import load_weights, save_weights, unwrap
+from lockstep.checkpoint.modules import match_names, plain_state_dict, unwrap
+from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError
 
 

@@ -18,15 +18,9 @@ from torch import Tensor
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import encode, separate, unstorable
+from lockstep.checkpoint.formats import safetensors
 from lockstep.checkpoint.formats.reading import Source, read, read_value
-from lockstep.checkpoint.formats.safetensors import (
-    SHARD_SIZE,
-    TORCH_ENDINGS,
-    cast,
-    cast_to,
-    index_of,
-    write_weights,
-)
+from lockstep.checkpoint.formats.safetensors import cast
 from lockstep.checkpoint.modules import match_names, without_parts
 from lockstep.checkpoint.sharding import HeldTensor, LazyTensor, dtype_name, in_memory, view_of
 from lockstep.errors import CheckpointError, SettingError
@@ -288,7 +282,7 @@ def convert(
     dtype: torch.dtype | None = None,
     remove: Sequence[str] = (),
     add: str = "",
-    shard_size: int = SHARD_SIZE,
+    shard_size: int = safetensors.SHARD_SIZE,
 ) -> Converted:
     """Writes stored weights to a file whose ending says its form; in full or not at all.
 
@@ -318,16 +312,16 @@ def convert(
             raise CheckpointError(
                 f"writing {out}",
                 f"{next(iter(extra))} is no tensor, and the file can hold plain tensors alone",
-                f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
+                f"convert to a torch file ({', '.join(safetensors.TORCH_ENDINGS)})",
             )
-        files = write_weights(out, tensors, shard_size, dtype)
+        files = safetensors.write_weights(out, tensors, shard_size, dtype)
     else:
         files = [out]
         _write_torch(out, tensors, extra, dtype)
     return Converted(
         tuple(files),
         len(tensors),
-        sum(cast_to(s.dtype, dtype) is not s.dtype for s in tensors.values()),
+        sum(safetensors.cast_to(s.dtype, dtype) is not s.dtype for s in tensors.values()),
         sum(old != new for old, new in names.items()),
     )
 
@@ -383,10 +377,10 @@ def _without(name: str, prefix: str) -> str:
 
 def _check_out(source: Source, out: Path) -> None:
     read = {path.resolve() for path in (source.path, *source.files)}
-    if out.suffix not in (".safetensors", *TORCH_ENDINGS):
+    if out.suffix not in (".safetensors", *safetensors.TORCH_ENDINGS):
         found = "its ending says nothing of the form to write"
-        do = f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file"
-    elif out.resolve() in read or index_of(out).resolve() in read:
+        do = f"use .safetensors, or {', '.join(safetensors.TORCH_ENDINGS)} for a torch file"
+    elif out.resolve() in read or safetensors.index_of(out).resolve() in read:
         found, do = "it is among the files that are read", "choose another name"
     elif (out.parent / layout.MANIFEST).exists():
         found = "its folder is a checkpoint, whose files belong together"

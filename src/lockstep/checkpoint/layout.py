@@ -367,8 +367,7 @@ _CAUSES = (
     (
         {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO},
         "the disk or the network file system does not answer as it should",
-        "look at the mount and the machine's log; a checkpoint that was complete before is "
-        "untouched there",
+        "look at the mount and the machine's log; an earlier checkpoint there is untouched",
     ),
 )
 """Numbers of the system's errors, what they mean here, and what to do."""

@@ -121,8 +121,7 @@ def _take(path: Path) -> _Held:
             raise CheckpointError(
                 f"saving a checkpoint in {path.parent}",
                 f"{other} writes into this folder",
-                f"give each run a folder of its own, or end that one (if it has ended, remove "
-                f"{path})",
+                f"give each run its own folder, or end that one (if it has ended, remove {path})",
             )
         looks += 1  # it may be somebody who only looks, see `holder`
         time.sleep(_PAUSE_S)

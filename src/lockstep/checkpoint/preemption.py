@@ -43,8 +43,7 @@ _EXPECTED = {
     ),
     "best": (
         "it says which metric is the best",
-        'give "min" or "max", and the metric to save(metric=...); to save an object, give it '
-        "another name",
+        'give "min" or "max", and save(metric=...); to save an object, give it another name',
     ),
     "busy": (
         "it says what a save does while an earlier one is being written",

@@ -230,8 +230,7 @@ def _check_there(temporary: Path, files: Mapping[str, int]) -> None:
         raise CheckpointError(
             f"saving a checkpoint in {temporary.parent}",
             f"{missing[0]}: what another rank has written there is not to be seen from rank 0",
-            "use a folder on a file system that all machines share: sharded state is written by "
-            "the ranks that have it",
+            "use a folder that all machines share: each rank writes its part of a sharded state",
         )
 
 

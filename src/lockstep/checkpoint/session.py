@@ -433,8 +433,7 @@ def _check_found(folder: Path, chosen: Finding, seen_by: list[str]) -> None:
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.words}",
-            f"look at it with `lockstep checkpoint repair {folder}`; to begin anew, choose another "
-            "folder",
+            f"see `lockstep checkpoint repair {folder}`; to begin anew, choose another folder",
         )
     if chosen.name is None and seen_by:
         raise CheckpointError(

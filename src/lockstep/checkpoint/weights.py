@@ -42,8 +42,6 @@ from lockstep.errors import CheckpointError, SettingError, grouped
 _BATCH = 2**26
 """Bytes of values that are in memory at a time, beside the model and the mapped file."""
 
-__all__ = ["WeightsReport", "load_weights", "save_weights", "unwrap"]
-
 
 @dataclass(frozen=True)
 class WeightsReport:
@@ -163,8 +161,7 @@ def _plan(
     if meta and alone:  # else it is on another rank
         raise CheckpointError(
             f"loading {path}",
-            f"{len(meta)} tensors of the model are on the meta device ({min(meta)}, ...), which "
-            "holds no values",
+            f"{len(meta)} tensors of the model are on the meta device ({min(meta)}, ...)",
             'give them memory first: model.to_empty(device="cpu")',
         )
     shapes = {name: shape_of(value) for name, value in own.items()}

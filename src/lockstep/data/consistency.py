@@ -144,8 +144,7 @@ def check_global_batch(
         if len(twins) > 1 and not _all_alike(part):
             own = source.shard is False
             raise RanksDifferError(
-                f"shard={'False' if own else 'a function'}, for a stream that is split over the "
-                "ranks",
+                f"shard={'False' if own else 'a function'}, for a stream split over the ranks",
                 f"ranks {', '.join(twins)} were given the same samples (epoch {epoch}, from sample "
                 f"{first} on)",
                 "leave shard=False out: every rank then keeps its part of the stream"
@@ -189,8 +188,7 @@ def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[
     else:
         return
     raise RanksDifferError(
-        f"the stream {type(source.dataset).__name__}, of which every rank reads all and keeps its "
-        f"part (epoch {epoch})",
+        f"the stream {type(source.dataset).__name__}, read whole by every rank (epoch {epoch})",
         found,
         "if it splits itself over the ranks, pass shard=False to world.loader or let it give every "
         "rank everything; if it shuffles, seed it alike on all ranks; do not let the order depend "

@@ -119,8 +119,7 @@ class Coverage:
             "evaluating over a prepared loader on some ranks only",
             f"only {name_ranks(alone)} iterated it; a rank gets no more than its part of the "
             "samples, so the result covers a part",
-            "evaluate on all ranks and add up with world.sum, or on one rank with an unprepared "
-            "DataLoader",
+            "evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
             code="LS501",
         )
 

@@ -304,8 +304,7 @@ def _check_files(attempt: Attempt, number: int, report: Report) -> None:
     for rank, file in sorted(attempt.files.items()):
         if file.cut:
             report.notes.append(
-                f"start {number}, rank {rank}: the last record is cut off; the process ended while "
-                "it wrote"
+                f"start {number}, rank {rank}: the last record is cut off, as the process ended"
             )
         if file.damaged:
             report.find(
@@ -574,8 +573,7 @@ def read_file(path: Path) -> RankFile:
         else:
             raise CheckpointError(
                 f"the ledger {path.parent}",
-                f"{path.name} is of version {values['ledger']}, this Lockstep reads version "
-                f"{FORMAT}",
+                f"{path.name} is of version {values['ledger']}, and {FORMAT} is read here",
                 "read it with the Lockstep that wrote it",
             )
     return file

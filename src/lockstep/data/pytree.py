@@ -179,8 +179,7 @@ def _kind(value: Any) -> Any:
 def _cannot_be_empty(kind: str) -> DataError:
     return DataError(
         f"a batch that holds a {kind}",
-        "a rank got no samples of a global batch, and an empty part of this batch type cannot be "
-        "made",
+        "a rank got no samples, and an empty batch of this type cannot be made",
         "use drop_last=True, or a collate function that returns tensors",
     )
 

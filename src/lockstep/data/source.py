@@ -18,18 +18,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils import data as torch_data
 
 from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
@@ -61,7 +50,7 @@ SHARDING = {
 class Source:
     """A dataset and how its samples are ordered and grouped."""
 
-    dataset: Dataset[Any]
+    dataset: torch_data.Dataset[Any]
     batch_size: int
     """Samples of a global batch."""
     collate: Callable[[Any], Any]
@@ -69,9 +58,9 @@ class Source:
     """Of `torch.utils.data.DataLoader`: all of `_OPTIONS`."""
     shuffle: bool = False
     drop_last: bool = False
-    sampler: Sampler[int] | None = None
+    sampler: torch_data.Sampler[int] | None = None
     """The user's own order; it must be the same on every rank."""
-    batch_sampler: Sampler[list[int]] | None = None
+    batch_sampler: torch_data.Sampler[list[int]] | None = None
     """The user's own global batches."""
 
     @property
@@ -142,7 +131,7 @@ class Source:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
                 return EpochPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
-            order = np.fromiter(cast("Sampler[int]", self.sampler), dtype=np.int64)
+            order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
         return cut(order, self.batch_size, drop_last=self.drop_last)
 
 
@@ -167,8 +156,7 @@ class IterableSource(Source):
             raise LengthUnknownError(
                 f"the length of the stream {type(self.dataset).__name__}",
                 "it has no __len__, so its length is known only at its end",
-                "count the batches in the loop, or give the stream a __len__ that returns the "
-                "number of its samples",
+                "count the batches in the loop, or give the stream a __len__: its samples",
             ) from None
 
     @property
@@ -212,17 +200,17 @@ def _generators(*samplers: object) -> list[_Generator]:
             known.add(id(value))
             if isinstance(value, _Generator):
                 found.append(value)
-            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+            elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
                 waiting.append(value)
     return found
 
 
 def _subsets(dataset: object) -> Iterator[Any]:
     """The indices of a Subset and of those it is made of."""
-    if isinstance(dataset, Subset):
+    if isinstance(dataset, torch_data.Subset):
         yield dataset.indices
         yield from _subsets(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
+    elif isinstance(dataset, torch_data.ConcatDataset):
         for part in dataset.datasets:
             yield from _subsets(part)
 
@@ -259,15 +247,15 @@ def make_source(
             torch.
         UsageError: arguments that do not fit these data.
     """
-    dataset = data.dataset if isinstance(data, DataLoader) else data
-    iterable = isinstance(dataset, IterableDataset) or (
+    dataset = data.dataset if isinstance(data, torch_data.DataLoader) else data
+    iterable = isinstance(dataset, torch_data.IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
     if iterable:
         _check_iterable(dataset, shuffle=shuffle, shard=shard)
     else:
         _check_map_style(dataset, only_of_iterables=transform is not None or shard is not None)
-    if not isinstance(data, DataLoader):
+    if not isinstance(data, torch_data.DataLoader):
         if (batch_size is None) == (per_device is None):
             raise DataError(
                 f"batch_size={batch_size}, batch_size_per_device={per_device}",
@@ -303,36 +291,39 @@ def make_source(
     return Source(**given | _order(loader, shuffle))
 
 
-def _order(loader: DataLoader[Any], shuffle: bool) -> dict[str, Any]:
+def _order(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
     """What a DataLoader over a map-style dataset, or `shuffle`, says about the order of samples."""
     batches, sampler = loader.batch_sampler, cast(Any, loader.sampler)
-    if any(isinstance(s, DistributedSampler) for s in (sampler, getattr(batches, "sampler", None))):
+    if any(
+        isinstance(s, torch_data.DistributedSampler)
+        for s in (sampler, getattr(batches, "sampler", None))
+    ):
         raise UsageError(
             "a DataLoader with a DistributedSampler",
             "it is already sharded; Lockstep would shard each shard again",
             "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
             code="LS102",
         )
-    if type(batches) is not BatchSampler or loader.batch_size is None:
+    if type(batches) is not torch_data.BatchSampler or loader.batch_size is None:
         size = getattr(batches, "batch_size", None)
         if not (isinstance(size, int) and size > 0):  # what is typical of its batches
             size = max(1, -(-_length(loader.dataset) // max(1, _length(batches))))
         return {"batch_sampler": batches, "batch_size": size}
-    of_torch = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement
+    of_torch = type(sampler) is torch_data.SequentialSampler or (
+        type(sampler) is torch_data.RandomSampler and not sampler.replacement
     )
     if of_torch and len(sampler) == len(sampler.data_source) == _length(loader.dataset):
-        return {"shuffle": shuffle or type(sampler) is RandomSampler}
+        return {"shuffle": shuffle or type(sampler) is torch_data.RandomSampler}
     return {"sampler": sampler}
 
 
 def _make_loader(
-    dataset: Dataset[Any],
+    dataset: torch_data.Dataset[Any],
     batch_size: int,
     drop_last: bool,
     collate: Callable[[Any], Any] | None,
     options: dict[str, Any],
-) -> DataLoader[Any]:
+) -> torch_data.DataLoader[Any]:
     """Torch's loader of a dataset, which nobody iterates; it completes and checks the options.
 
     Raises:
@@ -359,7 +350,7 @@ def _make_loader(
     try:
         with warnings.catch_warnings():  # those come when one is built for use
             warnings.simplefilter("ignore")
-            return DataLoader(
+            return torch_data.DataLoader(
                 dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options
             )
     except (TypeError, ValueError) as error:

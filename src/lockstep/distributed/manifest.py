@@ -299,8 +299,7 @@ class Join:
                     f"world size {size}"
                     for size, ranks in sorted(by_size.items())
                 ),
-                f"start every process with the same world size, and give a second run "
-                f"{self._another}",
+                f"start all with the same world size, and give a second run {self._another}",
             )
         by_rank = grouped((request.rank, request) for request in self.requests)
         for rank, (first, *others) in sorted(by_rank.items()):
@@ -308,8 +307,7 @@ class Join:
                 return errors.DuplicateRankError(
                     self._asked,
                     f"two processes claim rank {rank}: {first.process} and {others[0].process}",
-                    "start each process with a rank of its own, and give a second run "
-                    f"{self._another}",
+                    f"start each with its own rank, and give a second run {self._another}",
                 )
         return None
 

@@ -363,8 +363,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         raise SettingError(
             "backend='mpi'",
             f"torch {torch.__version__} was built without MPI",
-            f"use {'nccl' if cuda else 'gloo'} (mpirun can still start the run), or a torch built "
-            "from source against MPI",
+            f"use {'nccl' if cuda else 'gloo'} (mpirun still starts it), or a torch built with MPI",
         )
     return backend, "it was asked for"
 

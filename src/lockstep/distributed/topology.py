@@ -203,8 +203,7 @@ def _mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not master_addr and local_size < size:
         raise SettingError(
             f"{size} ranks started by mpirun ({source}) on several machines",
-            f"only {local_size} of them are on this one, and MASTER_ADDR, which would say where "
-            "rank 0 is, is not set",
+            f"{local_size} of them are on this one, and MASTER_ADDR (where rank 0 is) is not set",
             pass_on,
         )
     job = next((environ[name] for name in jobs if environ.get(name)), None)

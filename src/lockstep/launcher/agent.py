@@ -24,14 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
 from lockstep.distributed.network import socket_variables, wait_until
@@ -132,7 +125,7 @@ def launch_agent(
     return agent
 
 
-class Agent(SimpleElasticAgent):
+class Agent(api.SimpleElasticAgent):
     """Starts, watches and ends the ranks of this machine.
 
     Args:
@@ -156,7 +149,7 @@ class Agent(SimpleElasticAgent):
         rendezvous: Rendezvous,
     ) -> None:
         super().__init__(  # not with the grace, which newer versions take: `_end` has it
-            WorkerSpec(
+            api.WorkerSpec(
                 role=flags.role,
                 local_world_size=plan.nproc,
                 rdzv_handler=rendezvous,
@@ -208,7 +201,7 @@ class Agent(SimpleElasticAgent):
             return self.failure.exit_code
         return 0 if self.interrupted is None else 128 + self.interrupted.signal
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
         workers = worker_group.workers
         folder = self._folder / f"attempt_{len(self.attempts)}"
         attempt = Attempt(
@@ -229,7 +222,7 @@ class Agent(SimpleElasticAgent):
         self._watch(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
 
-    def _start(self, group: WorkerGroup, worker: Worker, attempt: Attempt) -> None:
+    def _start(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
         rank, local_rank = worker.global_rank, worker.local_rank
         process = Process(rank, local_rank, attempt.folder / f"rank_{rank}")
         process.folder.mkdir(parents=True)
@@ -281,7 +274,7 @@ class Agent(SimpleElasticAgent):
             processes, self._plan.hang, attempt.folder, self._announce, self._exchange.of_all_ranks
         )
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         attempt = self.attempts[-1]
         self._read_events()
         if self._alone and self._alone.pid and self._alone.code is None:
@@ -291,16 +284,16 @@ class Agent(SimpleElasticAgent):
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
             self._failures += 1
-            return RunResult(state=WorkerState.FAILED, failures=_failures(attempt))
+            return api.RunResult(state=api.WorkerState.FAILED, failures=_failures(attempt))
         # Those that have ended here are started again with the others when a rank elsewhere fails.
         if attempt.running or self._others_run(attempt):
-            return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(
-            state=WorkerState.SUCCEEDED,
+            return api.RunResult(state=api.WorkerState.HEALTHY)
+        return api.RunResult(
+            state=api.WorkerState.SUCCEEDED,
             return_values={process.rank: None for process in attempt.processes},
         )
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+    def _restart_workers(self, worker_group: api.WorkerGroup) -> None:
         self._stop_workers(worker_group)
         # Before the other machines are waited for, which may take minutes.
         if self.failure is None:
@@ -311,7 +304,7 @@ class Agent(SimpleElasticAgent):
             self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
         super()._restart_workers(worker_group)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._end(signal.SIGTERM)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -542,7 +535,7 @@ def _failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def rank_environment(
-    group: WorkerGroup, worker: Worker, restarts: int, environ: Mapping[str, str]
+    group: api.WorkerGroup, worker: api.Worker, restarts: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables by which a rank finds its place, those of torchrun.
 
@@ -618,15 +611,14 @@ def _scarcity_explained(nproc: int) -> Iterator[None]:
         raise SettingError(
             f"{counted(nproc, 'process')} on this machine",
             f"the system gives no more: {error}",
-            "raise the limits of processes, files or memory (ulimit -a; the container's), or start "
-            "fewer processes",
+            "raise the limits of processes, files or memory (ulimit -a), or start fewer processes",
         ) from None
 
 
 @contextlib.contextmanager
 def _quiet_torch_logs() -> Iterator[None]:
     """Within it torch's agent logs no warnings, which are said better here; LOGLEVEL still wins."""
-    logger = logging.getLogger(SimpleElasticAgent.__module__)
+    logger = logging.getLogger(api.SimpleElasticAgent.__module__)
     before = logger.level
     if "LOGLEVEL" not in os.environ:
         logger.setLevel(logging.ERROR)

@@ -150,8 +150,7 @@ class Peers:
             raise DuplicateRankError(
                 f"--node-rank {comer.rank} on {comer.host} (process {comer.pid})",
                 f"node {comer.rank} has already come: {twin.process}",
-                "give each machine a --node-rank of its own; the first one goes on without this "
-                "one",
+                "give each machine a --node-rank of its own; the first one goes on without it",
             )
         number = len(nodes)
         admitted = replace(comer, number=number, state=HERE, why="", published={}, forget="")

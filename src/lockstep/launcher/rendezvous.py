@@ -41,17 +41,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from lockstep import errors
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, Endpoint
-from lockstep.errors import (
-    JoinError,
-    LockstepError,
-    MasterUnreachableError,
-    MissingRankError,
-    PortTakenError,
-    SettingError,
-    TokenDiffersError,
-)
 from lockstep.launcher import auth, peers
 from lockstep.launcher.machine import loopback_name
 from lockstep.launcher.peers import HERE, LEFT, Node, Peers
@@ -167,7 +159,7 @@ class Rendezvous(RendezvousHandler):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        found = error.found if isinstance(error, LockstepError) else ""
+        found = error.found if isinstance(error, errors.LockstepError) else ""
         self.close("" if kind is None else found or f"its launcher ended with {kind.__name__}")
 
     @property
@@ -226,7 +218,7 @@ def open_rendezvous(
     static, size = parameters.backend == "static", parameters.max_nodes
     rank = int(parameters.get("rank", 0)) if static or size == 1 else None
     if static and not 0 <= (rank or 0) < size:
-        raise SettingError(
+        raise errors.SettingError(
             f"--node-rank {rank} with --nnodes {size}",
             f"node ranks count from 0 to {size - 1}",
             "give each machine a --node-rank of its own",
@@ -277,19 +269,19 @@ class _OneOfSeveral:
             return self._connect(self._timeout)
         if sure and not any(map(network.is_here, network.resolve(endpoint.host))):
             # A forwarder's address, or that of a machine on which another node 0 is.
-            with suppress(MasterUnreachableError):
+            with suppress(errors.MasterUnreachableError):
                 return self._connect(_FIRST_COMER_S)
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
             listener = network.listening_socket(address, endpoint.port)
         except OSError as error:
             taken = network.cannot_listen(error, endpoint)
-            if not isinstance(taken, PortTakenError):
+            if not isinstance(taken, errors.PortTakenError):
                 raise taken from None
             # A launcher that has the port already says what is wrong, if anything is.
             try:
                 return self._connect(_FIRST_COMER_S if sure else self._timeout)
-            except (MasterUnreachableError, TokenDiffersError):
+            except (errors.MasterUnreachableError, errors.TokenDiffersError):
                 raise taken from None
         return self._serve(listener)
 
@@ -301,7 +293,7 @@ class _OneOfSeveral:
             said = self._parameters.get_as_bool("is_host")
         except ValueError:
             given = self._parameters.get("is_host")
-            raise SettingError(
+            raise errors.SettingError(
                 f"--rdzv-conf is_host={given}", "neither yes nor no", "write 1 or 0"
             ) from None
         if said is not None:
@@ -387,7 +379,7 @@ class _OneOfSeveral:
                     reason = str(error)
             waited = time.monotonic() - began
             if reason == auth.TOKEN_DIFFERS:
-                raise TokenDiffersError(
+                raise errors.TokenDiffersError(
                     f"the run at {endpoint}, with the token of {token.source}",
                     "the token differs: the node that serves has another one",
                     f"set {auth.VARIABLE} to the same text on all machines (`openssl rand -hex 16` "
@@ -423,7 +415,7 @@ def _seconds(parameters: RendezvousParameters, name: str, default: float) -> flo
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise SettingError(
+        raise errors.SettingError(
             f"--rdzv-conf {name}={given}", "not a number of seconds above 0", "write a number"
         )
     return seconds
@@ -437,9 +429,9 @@ def _endpoint(parameters: RendezvousParameters) -> Endpoint:
     try:
         host, port = parse_rendezvous_endpoint(parameters.endpoint, -1 if static else 29400)
     except ValueError as error:
-        raise SettingError(was_set, str(error), "write HOST:PORT") from None
+        raise errors.SettingError(was_set, str(error), "write HOST:PORT") from None
     if port < 1 and parameters.max_nodes > 1:
-        raise SettingError(
+        raise errors.SettingError(
             was_set,
             "there is no port at which several machines could meet",
             "give the address of one of the machines and a free port there, the same on all",
@@ -486,7 +478,7 @@ class StaticRendezvous(Rendezvous):
             left = [n for n in peers.latest(nodes) if n.state == LEFT and wanted > 1]
             gone = nodes[:1] if self._server_gone() else left
             if gone or time.monotonic() > deadline:
-                raise MissingRankError(
+                raise errors.MissingRankError(
                     f"--nnodes {size}",
                     peers.departure(gone[0]) if gone else f"{missing} (waited {timeout:g} s)",
                     "look at the output of the launcher there, or start it",
@@ -572,7 +564,7 @@ class DynamicRendezvous(TorchsRendezvous):
             except RendezvousTimeoutError:
                 raise self._absence("too few nodes have come within the join timeout") from None
             except RendezvousClosedError:
-                raise JoinError(
+                raise errors.JoinError(
                     f"run {self.get_run_id()!r} (--rdzv-id)",
                     "another node has ended the run",
                     "look at the first failure there; give a new run another --rdzv-id",
@@ -584,10 +576,10 @@ class DynamicRendezvous(TorchsRendezvous):
         self._peers.update(rank=info.rank, round=self.attempt + 1, started=self.attempt + 1)
         return self._info(info.store, info.rank, info.world_size)
 
-    def _absence(self, reason: str) -> MissingRankError:
+    def _absence(self, reason: str) -> errors.MissingRankError:
         nodes = self._peers.all()
         gone = self._server_gone()
-        return MissingRankError(
+        return errors.MissingRankError(
             f"--nnodes {peers.nnodes(self._peers.own.nodes)}",
             peers.departure(nodes[0]) if gone else f"{reason}; here: {peers.here(nodes)}",
             "look at the output of the launchers on the other machines, or start them",

@@ -357,7 +357,6 @@ def measure(
 def _cannot_give_back(_: object) -> Tensor:
     raise UsageError(
         "checkpoint_activations(..., budget=...)",
-        "the forward pass of the example computes gradients itself, so it cannot be measured "
-        "without keeping everything",
+        "the forward pass of the example computes gradients itself, and cannot be measured",
         "choose submodules= or every= by hand",
     )

@@ -24,17 +24,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CyclicLR,
-    LinearLR,
-    LRScheduler,
-    MultiplicativeLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import ParamsT
 
 from lockstep.distributed.torch_compat import is_sharded, own_part
@@ -371,12 +361,12 @@ RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": mat
 """How the learning rate grows when the batch grows k times."""
 
 _CANNOT_FOLLOW: dict[type, str] = {
-    ReduceLROnPlateau: "it steps on a metric; warm up the optimizer, then step it by hand",
-    OneCycleLR: "it warms up by itself: use its pct_start",
-    CyclicLR: "it moves between rates of its own",
-    MultiplicativeLR: "it multiplies whatever rate it meets: use LambdaLR",
-    SequentialLR: "torch cannot start one sequence inside another: add LinearLR to its list",
-    ChainedScheduler: "torch cannot start a chain inside a sequence: add LinearLR to its list",
+    lr_scheduler.ReduceLROnPlateau: "it steps on a metric: warm up the optimizer, step it by hand",
+    lr_scheduler.OneCycleLR: "it warms up by itself: use its pct_start",
+    lr_scheduler.CyclicLR: "it moves between rates of its own",
+    lr_scheduler.MultiplicativeLR: "it multiplies whatever rate it meets: use LambdaLR",
+    lr_scheduler.SequentialLR: "it cannot start inside another: add LinearLR to its list",
+    lr_scheduler.ChainedScheduler: "it cannot start inside a sequence: add LinearLR to its list",
 }
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -446,8 +436,8 @@ def scale_learning_rate(
 
 
 def warmup(
-    scheduler_or_optimizer: LRScheduler | Optimizer, steps: int, start: float = 0.01
-) -> LRScheduler:
+    scheduler_or_optimizer: lr_scheduler.LRScheduler | Optimizer, steps: int, start: float = 0.01
+) -> lr_scheduler.LRScheduler:
     """Gradual warm-up: the rate grows linearly for `steps` steps, then the schedule begins.
 
     The first step uses `start` times the optimizer's learning rate, step `steps` (counted from 0)
@@ -479,9 +469,9 @@ def warmup(
             "choose a number above 0 and at most 1",
         )
     if isinstance(scheduler_or_optimizer, Optimizer):
-        return LinearLR(scheduler_or_optimizer, start, total_iters=steps)
+        return lr_scheduler.LinearLR(scheduler_or_optimizer, start, total_iters=steps)
     scheduler = scheduler_or_optimizer
-    if not isinstance(scheduler, LRScheduler):
+    if not isinstance(scheduler, lr_scheduler.LRScheduler):
         raise SettingError(
             "warm-up",
             f"a {type(scheduler).__name__}",
@@ -497,5 +487,5 @@ def warmup(
             f"the scheduler has already made {scheduler.last_epoch} steps",
             "build it, wrap it in warmup, and only then load a saved state or step",
         )
-    ramp = LinearLR(scheduler.optimizer, start, total_iters=steps)
-    return SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])
+    ramp = lr_scheduler.LinearLR(scheduler.optimizer, start, total_iters=steps)
+    return lr_scheduler.SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])

@@ -163,9 +163,8 @@ def note_empty_part(error: BaseException, present: MicroBatch) -> None:
     if present.count and not present.local:
         error.add_note(
             f"lockstep: this rank has none of the {present.count} samples of this batch and takes "
-            "part with tensors of shape (0, *). Write the forward pass for any number of samples "
-            "(x.flatten(1), not x.view(len(x), -1)), or leave short batches out with "
-            "drop_last=True."
+            "part with tensors of shape (0, *): write the forward pass for any number of samples "
+            "(x.flatten(1), not x.view(len(x), -1)), or leave short batches out: drop_last=True."
         )
 
 

@@ -24,16 +24,7 @@ from lockstep.distributed.torch_compat import await_another_backward, enclosing_
 from lockstep.errors import SettingError, UsageError, some
 from lockstep.settings import Choice, sized
 from lockstep.step import CHECK_EVERY
-from lockstep.strategies.base import (
-    Replicas,
-    Strategy,
-    StrategyPlan,
-    Wrapped,
-    note_empty_part,
-    parameters_changed,
-    parameters_of,
-    place,
-)
+from lockstep.strategies import base
 from lockstep.strategies.replication import MovingBuffers, take_from_first
 
 _TORCH_BUCKET_MIB = 25
@@ -41,7 +32,7 @@ _TORCH_BUCKET_MIB = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDP(Strategy):
+class DDP(base.Strategy):
     """Options of DDP.
 
     Raises:
@@ -71,11 +62,11 @@ class DDP(Strategy):
                 f"check_every={self.check_every}", "a number of steps is at least 0", "0: never"
             )
 
-    def plan(self, run: Run) -> StrategyPlan:
+    def plan(self, run: Run) -> base.StrategyPlan:
         """A part of the batch for every rank."""
         return replace(super().plan(run), autotunes=True, static_graph=self.static_graph)
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> base.Wrapped:
         """The module in DDP, with rank 0's parameters and buffers on all ranks.
 
         On one process it is the module itself. One that is spread over several GPUs by hand stays
@@ -86,7 +77,7 @@ class DDP(Strategy):
             UsageError: the module is partly on GPUs and partly on the CPU.
             SettingError: `static_graph` with micro-batches, when that shows.
         """
-        choices = place(module, run.device)
+        choices = base.place(module, run.device)
         spread = bool(choices)
         if spread and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
@@ -95,11 +86,11 @@ class DDP(Strategy):
                 "move all its parameters to GPUs",
             )
         if run.topology.size == 1:
-            return Wrapped(module=module, choices=choices)
+            return base.Wrapped(module=module, choices=choices)
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
-            return Wrapped(module=module, choices=choices)
+            return base.Wrapped(module=module, choices=choices)
         wrapped = ExactDDP(
             module,
             run,
@@ -113,10 +104,10 @@ class DDP(Strategy):
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         in_place = Choice("gradients", sized(size), "averaged in buckets during backward, in place")
-        return Wrapped(
+        return base.Wrapped(
             module=wrapped,
             choices=[*choices, in_place, self._bucket_choice(size)],
-            replicas=lambda: [Replicas.of(module)],
+            replicas=lambda: [base.Replicas.of(module)],
             check_every=self.check_every,
             before_backward=wrapped.expect_backward,
             before_step=wrapped.check_gradients,
@@ -213,7 +204,7 @@ class ExactDDP(DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             add_memory_advice(error, present.local)
-            note_empty_part(error, present)
+            base.note_empty_part(error, present)
             raise
         finally:
             self._around.allowed = before
@@ -272,7 +263,7 @@ class ExactDDP(DistributedDataParallel):
         """Raises UsageError where a step would use gradients that are not the global batch's."""
         key = id(optimizer)
         if key not in self._owned:
-            held = set(map(id, parameters_of(optimizer)))
+            held = set(map(id, base.parameters_of(optimizer)))
             self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
         owned = self._owned[key]
         missing = [name for name, parameter in owned if parameter.grad is None]
@@ -291,7 +282,7 @@ class ExactDDP(DistributedDataParallel):
             return
         here = set(map(id, self.module.parameters()))
         if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
-            raise parameters_changed(
+            raise base.parameters_changed(
                 f"{some(gone)} replaced; their gradients are not averaged over the ranks"
             )
         if not (self.options.find_unused_parameters or self.options.static_graph):

@@ -283,8 +283,7 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
             raise UsageError(
                 f"world.prepare of a {type(unit).__name__} with parameters of several dtypes",
                 ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items()),
-                "convert them to one dtype, freeze them with requires_grad_(False), or choose "
-                "smaller blocks=",
+                "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
             )
         seen |= {id(p) for p in own.values()}
 

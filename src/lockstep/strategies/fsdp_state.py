@@ -28,14 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.distributed import torch_compat
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
-    drop_fsdp_groups,
-    gradient_hooks,
-    is_view,
-    make_fsdp_root,
-    pytree,
-)
 from lockstep.errors import UsageError, some
 from lockstep.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
@@ -62,7 +56,7 @@ class Sharded:
         self.root = root = self._units[-1]
         self.whole = dict(_whole_parameters(self.units))
         """What forward passes compute with; the gradients of micro-batches add up there."""
-        make_fsdp_root(root)
+        torch_compat.make_fsdp_root(root)
         self._shards: dict[str, DTensor] = dict(root.named_parameters())
         # Torch keeps the object of a storage, so it is another one if this is not the same.
         self._storages = {name: p.untyped_storage() for name, p in self._shards.items()}
@@ -174,7 +168,7 @@ class Sharded:
         """Drops what keeps the process group, and so its threads, alive; see `ExactDDP.release`."""
         self._released = True
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
-        drop_fsdp_groups(self._units, self.mesh)
+        torch_compat.drop_fsdp_groups(self._units, self.mesh)
 
     def replicas(self) -> Iterator[Replicas]:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
@@ -208,8 +202,7 @@ class Sharded:
             raise UsageError(
                 "load_state_dict of a sharded model with the state of a whole one",
                 f"{some(whole)} would have to be cut, alike on all ranks",
-                "load it before world.prepare, or from a file with "
-                "lockstep.load_weights(model, path)",
+                "load it before world.prepare, or with lockstep.load_weights(model, path)",
             )
 
     def _freeze_shards(self) -> None:
@@ -294,7 +287,7 @@ def _outside_of_forward(found: str) -> UsageError:
 
 def check_hooks(parameters: Mapping[str, Tensor], *, ours: int = 0) -> None:
     """Raises UsageError where gradients have more hooks than `ours`, which nothing would call."""
-    hooked = [name for name, p in parameters.items() if gradient_hooks(p) > ours]
+    hooked = [name for name, p in parameters.items() if torch_compat.gradient_hooks(p) > ours]
     if hooked:
         raise UsageError(
             "hooks on the gradients of a sharded model's parameters",
@@ -354,14 +347,14 @@ class Outputs:
         """
         if not torch.is_grad_enabled():
             return output
-        leaves, structure = pytree.tree_flatten(output)
+        leaves, structure = torch_compat.pytree.tree_flatten(output)
         leaves = [_no_view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         seen = {id(leaf) for leaf in leaves}
         loose = [tensor for tensor in self._loose(leaves) if id(tensor) not in seen]
         for tensor in [*leaves, *loose]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._look)  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(leaves, structure), loose
+        return torch_compat.pytree.tree_unflatten(leaves, structure), loose
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The output alone."""
@@ -405,7 +398,7 @@ def _tensors(value: Any, *, objects: bool, depth: int = _DEPTH) -> Iterator[Tens
 
 
 def _no_view(tensor: Tensor) -> Tensor:
-    viewed = tensor.requires_grad and is_view(tensor)
+    viewed = tensor.requires_grad and torch_compat.is_view(tensor)
     return _Same.apply(tensor) if viewed else tensor  # type: ignore[no-untyped-call]
 
 

@@ -100,8 +100,7 @@ class SyncBatchNorm(BatchNorm):
             raise UsageError(
                 "a model in training mode in an evaluation loop",
                 f"its BatchNorm would wait for all ranks, but {reason}",
-                "call model.eval() before evaluating; to renew the statistics (update_bn) give "
-                "the loader drop_last=True",
+                "call model.eval() first; for update_bn give the loader drop_last=True",
             )
         self._check_input_dim(x)
         moments = _global_moments(x, self.process_group)

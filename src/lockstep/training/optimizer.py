@@ -206,8 +206,7 @@ class PreparedOptimizer(_Around, Optimizer):
                 "a GradScaler of your own with micro-batches",
                 "it divides the gradients by its scale at each of them, those of the micro-batches "
                 "before once more",
-                "leave it out and scale with lockstep.init(precision='fp16'), or leave "
-                "micro_batch_size out",
+                "use lockstep.init(precision='fp16') instead, or leave micro_batch_size out",
                 code="LS406",
             )
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
@@ -251,8 +250,7 @@ class PreparedOptimizer(_Around, Optimizer):
         if self._asked == batch and not self._step.current.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
-                f"it was {_shown(before)} and is {_shown(rates)}: a scheduler steps once per "
-                "micro-batch",
+                f"it was {_shown(before)} and is {_shown(rates)}: a step once per micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )

@@ -29,12 +29,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.distributed.torch_compat import (
-    flight_record,
-    on_default_group,
-    process_groups,
-    take_gpu,
-)
+from lockstep.distributed import torch_compat
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -109,7 +104,7 @@ class Probe:
         self._stopping = False
         self._show_stacks()
         self._start_heartbeat()
-        on_default_group(_kept_groups.append)
+        torch_compat.on_default_group(_kept_groups.append)
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget)
         atexit.register(self.stop_answering)
@@ -198,9 +193,9 @@ class Probe:
 
     def _write_answer(self, number: str, *, lines: bool) -> None:
         try:
-            take_gpu()
-            stacks, groups = json.dumps(_stacks()), json.dumps(process_groups())
-            records = flight_record(lines=lines)
+            torch_compat.take_gpu()
+            stacks, groups = json.dumps(_stacks()), json.dumps(torch_compat.process_groups())
+            records = torch_compat.flight_record(lines=lines)
             text = (
                 f'{{"request": {number}, "stacks": {stacks}, "groups": {groups}, '
                 f'"records": {records}}}'

@@ -11,17 +11,8 @@ from enum import Enum
 from functools import cached_property
 from math import prod
 
+from lockstep.watchdog import stacks
 from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
-from lockstep.watchdog.stacks import (
-    Frame,
-    Stack,
-    Wait,
-    is_busy,
-    is_leaving,
-    is_loading,
-    own_line,
-    waits_in,
-)
 
 _IDLE = 0.1
 """Share of the time between two snapshots below which a thread counts as not computing. Answering
@@ -60,16 +51,16 @@ class Activity:
     state: RankState
     """In the later snapshot."""
     kind: Kind
-    wait: Wait = field(default_factory=Wait)
+    wait: stacks.Wait = field(default_factory=stacks.Wait)
     """What its stack says of it; without words where it does not wait, or that cannot be seen."""
     call: CollectiveCall | None = None
     """The collective it waits in, where the Flight Recorder knows it."""
 
     @property
-    def line(self) -> Frame | None:
+    def line(self) -> stacks.Frame | None:
         """The user's own line that it is at; at its end that of a thread it waits for."""
-        threads = self.state.threads if is_leaving(self.state.stack) else None
-        return own_line(next(iter(threads or ()), self.state.stack))
+        threads = self.state.threads if stacks.is_leaving(self.state.stack) else None
+        return stacks.own_line(next(iter(threads or ()), self.state.stack))
 
     @property
     def op(self) -> str:
@@ -116,7 +107,7 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     if later.stack is None or earlier.stack is None:
         return Activity(later, Kind.UNKNOWN)
     kind, wait = _by_stack(earlier, later, seconds)
-    return Activity(later, kind, wait or Wait(), _current(later, wait, kind))
+    return Activity(later, kind, wait or stacks.Wait(), _current(later, wait, kind))
 
 
 def on_its_gpu(earlier: RankState, activity: Activity, table: CallTable) -> Activity:
@@ -162,8 +153,10 @@ def _moved(earlier: RankState, later: RankState) -> bool:
     return before != after
 
 
-def _by_stack(earlier: RankState, later: RankState, seconds: float) -> tuple[Kind, Wait | None]:
-    wait = waits_in(later.stack)
+def _by_stack(
+    earlier: RankState, later: RankState, seconds: float
+) -> tuple[Kind, stacks.Wait | None]:
+    wait = stacks.waits_in(later.stack)
     same = _place(earlier) == _place(later)
     idle = _is_idle(earlier, later, seconds)
     calls = pending(later)
@@ -176,14 +169,14 @@ def _by_stack(earlier: RankState, later: RankState, seconds: float) -> tuple[Kin
         return Kind.SILENT, None
     if not idle or not same or queued:
         return Kind.WORKING, None
-    if is_loading(later.stack):
+    if stacks.is_loading(later.stack):
         return Kind.LOADING, None
     return (Kind.PERHAPS_WAITING if calls else Kind.BLOCKED), None
 
 
-def _place(state: RankState) -> tuple[Frame, ...]:
+def _place(state: RankState) -> tuple[stacks.Frame, ...]:
     """The stack down to the user's own line."""
-    line = own_line(state.stack)
+    line = stacks.own_line(state.stack)
     stack = state.stack or ()
     return stack if line is None else stack[: stack.index(line) + 1]
 
@@ -198,7 +191,7 @@ def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
 def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
     """Whether nothing of it computes or copies, nor may go on by itself, as far as can be seen."""
     idle = _is_little(earlier.cpu_s, later.cpu_s, seconds)
-    return idle and not any(map(is_busy, later.threads or ()))
+    return idle and not any(map(stacks.is_busy, later.threads or ()))
 
 
 def _is_little(before: float | None, after: float | None, seconds: float) -> bool:
@@ -208,7 +201,7 @@ def _is_little(before: float | None, after: float | None, seconds: float) -> boo
     return (after - before) / seconds < _IDLE
 
 
-def _current(state: RankState, wait: Wait | None, kind: Kind) -> CollectiveCall | None:
+def _current(state: RankState, wait: stacks.Wait | None, kind: Kind) -> CollectiveCall | None:
     if kind not in (Kind.WAITING, Kind.PERHAPS_WAITING) or not state.calls:
         return None
     outside = wait is not None and wait.op in _NOT_RECORDED
@@ -366,11 +359,11 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
     return found
 
 
-def _thread_for(activity: Activity, groups: set[str]) -> Stack | None:
+def _thread_for(activity: Activity, groups: set[str]) -> stacks.Stack | None:
     """The stack of a busy thread that may call one of the groups: it has, or no thread has yet."""
     state = activity.state
     for ident, stack in zip(state.thread_ids, state.threads or (), strict=True):
-        for group in groups if is_busy(stack) else ():
+        for group in groups if stacks.is_busy(stack) else ():
             users = {c.thread for c in state.calls or () if c.key == group and not c.p2p}
             if not users or ident in users:
                 return stack
@@ -424,7 +417,7 @@ def _mismatch_of(table: CallTable, group: str) -> Mismatch | None:
 def _lines_differ(table: CallTable, group: str, seq: int) -> int | None:
     since = None
     while calls := table.calls[group].get(seq - 1):
-        lines = {own_line(call.frames) for call in calls.values()}
+        lines = {stacks.own_line(call.frames) for call in calls.values()}
         if None in lines or len(lines) == 1:
             break
         since = seq = seq - 1

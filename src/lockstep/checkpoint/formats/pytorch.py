@@ -225,8 +225,7 @@ def _not_trusted(path: Path, error: Exception) -> CheckpointError:
         path,
         f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
         "code its author put there",
-        "pass trust=True if you trust where it comes from, then keep what lockstep.save_weights "
-        "makes of it",
+        "pass trust=True if you trust where it comes from, and keep it by lockstep.save_weights",
     )
 
 
@@ -402,8 +401,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         raise layout.unreadable(
             folder,
             f"its {METADATA} is refused: {why}",
-            "use a folder that torch.distributed.checkpoint.save has written; nothing of this one "
-            "was run",
+            "use a folder that torch.distributed.checkpoint.save has written; nothing was run",
         ) from error
 
 

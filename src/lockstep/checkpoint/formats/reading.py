@@ -12,16 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import layout
+from lockstep.checkpoint import layout, sharding
 from lockstep.checkpoint.encoding import FindShards, decode, leaves
-from lockstep.checkpoint.formats.pytorch import (
-    METADATA,
-    Objects,
-    read_dcp,
-    read_torch,
-    read_torch_index,
-    tensors_in,
-)
+from lockstep.checkpoint.formats import pytorch
 from lockstep.checkpoint.formats.safetensors import (
     INDEX,
     Entry,
@@ -33,14 +26,6 @@ from lockstep.checkpoint.formats.safetensors import (
     weight_map,
 )
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import (
-    LazyTensor,
-    Shape,
-    Shard,
-    ShardedEntry,
-    as_shape,
-    sharded_entry,
-)
 from lockstep.errors import SettingError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
@@ -75,7 +60,7 @@ class Source:
     """Step, epoch, versions and the like, as far as the form has them."""
     modules: tuple[str, ...] = ()
     """Of a checkpoint."""
-    training: Callable[[], Iterable[tuple[str, LazyTensor]]] = tuple
+    training: Callable[[], Iterable[tuple[str, sharding.LazyTensor]]] = tuple
     """Finds the tensors of what is no module, with their names."""
 
 
@@ -83,9 +68,9 @@ def read_value(value: Any) -> Any:
     """The same with what is in files read from them."""
     if isinstance(value, dict):
         return {key: read_value(inner) for key, inner in value.items()}
-    if isinstance(value, ShardedEntry):
+    if isinstance(value, sharding.ShardedEntry):
         return value.full()
-    return value.read() if isinstance(value, Objects) else value
+    return value.read() if isinstance(value, pytorch.Objects) else value
 
 
 def read(
@@ -117,25 +102,25 @@ def read(
     if kind == "checkpoint":
         return _read_checkpoint(path, name, everything=everything, lazy=lazy)
     if kind == "torch":
-        content = read_torch(path, trust)
+        content = pytorch.read_torch(path, trust)
         states = _states_in(path, content, name)
         return Source(path, "a torch file", states, [path], _plain_values(content))
     if kind == "dcp":
-        tree = read_dcp(path)
+        tree = pytorch.read_dcp(path)
         states = _states_in(path, tree, name)
-        shards = [shard for _, entry in tensors_in(tree) for shard in entry.shards]
+        shards = [shard for _, entry in pytorch.tensors_in(tree) for shard in entry.shards]
         return Source(
             path,
             "a folder of torch.distributed.checkpoint",
             states,
-            sorted({path / METADATA, *(shard.values.file for shard in shards)}),
-            training=lambda: tensors_in(tree),
+            sorted({path / pytorch.METADATA, *(shard.values.file for shard in shards)}),
+            training=lambda: pytorch.tensors_in(tree),
         )
     if name is not None:
         raise _no_such(path, name, ["one model without a name of its own"])
     if kind == "index" and of_torch(places := weight_map(path)):
         files = sorted({path.parent / file for file in places.values()})
-        state: Mapping[str, Any] = read_torch_index(path, places, trust)
+        state: Mapping[str, Any] = pytorch.read_torch_index(path, places, trust)
         return Source(path, f"torch files ({len(files)} of them)", [Found(state, "")], files)
     entries = read_index(path) if kind == "index" else read_header(path)
     files = list(dict.fromkeys(entry.file for entry in entries.values())) or [path]
@@ -222,13 +207,13 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
     headers = cache(partial(_entries, path, manifest, name))
     listed = manifest.get("shards", {}).get(name, {})
 
-    def find(tensor: str, dtype: torch.dtype, shape: Shape) -> ShardedEntry:
+    def find(tensor: str, dtype: torch.dtype, shape: sharding.Shape) -> sharding.ShardedEntry:
         shards = []
         for rank, offsets, sizes in listed.get(tensor, ()):
             # Others than those that safetensors knows are stored as bytes.
-            values = headers(rank)[tensor].viewed(dtype, as_shape(sizes))
-            shards.append(Shard(as_shape(offsets), values))
-        return sharded_entry(tensor, dtype, shape, shards)
+            values = headers(rank)[tensor].viewed(dtype, sharding.as_shape(sizes))
+            shards.append(sharding.Shard(sharding.as_shape(offsets), values))
+        return sharding.sharded_entry(tensor, dtype, shape, shards)
 
     return find
 
@@ -256,7 +241,7 @@ def _in_folder(folder: Path) -> tuple[Path, Kind]:
         return folder, "checkpoint"
     if (path := layout.latest(folder)) is not None:
         return path, "checkpoint"
-    if (folder / METADATA).is_file():
+    if (folder / pytorch.METADATA).is_file():
         return folder, "dcp"
     with layout.plain_errors("reading weights from", folder):
         indexes = sorted(folder.glob(f"*{INDEX}"))
@@ -294,7 +279,7 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         name = name or ("model" if "model" in modules else modules[0])
         found = Found(read_stored(path, manifest, name, lazy=lazy), f"{name} of {path.name}")
 
-    def training() -> Iterable[tuple[str, LazyTensor]]:
+    def training() -> Iterable[tuple[str, sharding.LazyTensor]]:
         places = list(leaves(manifest["training"]))
         entries = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
         names = [place.get("$tensor", place.get("$sharded")) for place in places]
@@ -339,9 +324,9 @@ def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
         name: value
         for name, value in content.items()
         if isinstance(name, str)
-        and (isinstance(value, Tensor | ShardedEntry) or name.endswith("_extra_state"))
+        and (isinstance(value, Tensor | sharding.ShardedEntry) or name.endswith("_extra_state"))
     }
-    if any(isinstance(value, Tensor | ShardedEntry) for value in state.values()):
+    if any(isinstance(value, Tensor | sharding.ShardedEntry) for value in state.values()):
         yield Found(state, place)
     for name in _NESTED_UNDER:
         if name in content:

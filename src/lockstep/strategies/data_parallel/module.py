@@ -331,8 +331,7 @@ def _devices(
         raise SettingError(
             f"device_ids={list(given) if several else given!r}",
             f"they name GPUs, each once, and {visible} are visible here",
-            "give a list of numbers below that; replicas=N computes on one device, with or "
-            "without GPUs",
+            "give a list of numbers below that; replicas=N computes on one device of any kind",
         )
     return devices, max(1, len(devices))
 
@@ -505,8 +504,7 @@ def _warn_of_lists(replicas: int, batch: Any, count: int) -> None:
     if found:
         warn(
             f"inputs of a module on {replicas} replicas",
-            f"{found[0]}, beside tensors of {count} samples: tensors are cut, and this goes to "
-            "every replica as a whole",
+            f"{found[0]}, beside tensors of {count} samples: it would go whole to every replica",
             "give what belongs to the samples as tensors; nothing, where it does not",
             code="LS310",
         )

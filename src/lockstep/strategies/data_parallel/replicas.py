@@ -34,18 +34,8 @@ from lockstep.distributed.torch_compat import (
     shallow_copy,
 )
 from lockstep.errors import UsageError
+from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import may_set
-from lockstep.strategies.sync_batchnorm import (
-    Names,
-    SyncBatchNorm,
-    all_but_channels,
-    check_input,
-    is_plain,
-    one_value,
-    per_channel,
-    statistics_dtype,
-    update_running_stats,
-)
 
 _broadcast: Any = comm.broadcast_coalesced
 
@@ -409,21 +399,21 @@ class BatchNormOverReplicas:
                 )
             return BatchNorm.forward(layer, x)
         layer.met_replicas = True
-        check_input(layer, x, self.name)
+        sync_batchnorm.check_input(layer, x, self.name)
         barrier, position = here
         return barrier.normalise(position, self.name, layer, x)
 
 
-def synchronise_batchnorm(module: nn.Module) -> Names:
+def synchronise_batchnorm(module: nn.Module) -> sync_batchnorm.Names:
     """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
 
     Those with a forward of their own are left alone, as `sync_batchnorm.convert` does.
     """
-    names = Names([], [])
+    names = sync_batchnorm.Names([], [])
     for name, part in module.named_modules():
         if isinstance(part, BatchNorm):
             layer: Any = part
-            if isinstance(layer, SyncBatchNorm) or is_plain(layer):
+            if isinstance(layer, sync_batchnorm.SyncBatchNorm) or sync_batchnorm.is_plain(layer):
                 layer.forward, layer.met_replicas = BatchNormOverReplicas(layer, name), False
             ours = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
             (names.converted if ours else names.left).append(name)
@@ -433,26 +423,26 @@ def synchronise_batchnorm(module: nn.Module) -> Names:
 def _normalise(brought: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     """The outputs of all replicas; the first one's layer updates its running statistics."""
     first, x = brought[0]
-    dims, dtype = all_but_channels(x), statistics_dtype(x)
+    dims, dtype = sync_batchnorm.all_but_channels(x), sync_batchnorm.statistics_dtype(x)
     total = sum(x.numel() for _, x in brought) // first.num_features
     if total == 1:
-        raise one_value(
+        raise sync_batchnorm.one_value(
             f"batch normalisation over a batch on {len(brought)} replicas",
             "all replicas together have 1",
         )
     mean = _sum_on(x.device, [x.sum(dims, dtype=dtype) for _, x in brought]) / total
-    deviations = [x - per_channel(mean, x) for _, x in brought]
+    deviations = [x - sync_batchnorm.per_channel(mean, x) for _, x in brought]
     variance = _sum_on(x.device, [d.square().sum(dims) for d in deviations]) / total
     if first.training and first.track_running_stats:
         count = torch.tensor(total, dtype=torch.float64, device=x.device)
-        update_running_stats(first, mean.detach(), variance.detach(), count)
+        sync_batchnorm.update_running_stats(first, mean.detach(), variance.detach(), count)
     scale = (variance + first.eps).rsqrt()
     outputs = []
     for (layer, x), deviation in zip(brought, deviations, strict=True):
         own = scale.to(x.device) if layer.weight is None else scale.to(x.device) * layer.weight
-        output = deviation * per_channel(own, x)
+        output = deviation * sync_batchnorm.per_channel(own, x)
         if layer.bias is not None:
-            output = output + per_channel(layer.bias, x)
+            output = output + sync_batchnorm.per_channel(layer.bias, x)
         outputs.append(output.to(x.dtype))
     return outputs
 

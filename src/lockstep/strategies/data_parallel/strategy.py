@@ -142,8 +142,7 @@ class _WeightedMeans(Callback):
             warn(
                 f"a mean computed inside of a model on {self._module.count} devices, and a loader "
                 "with weight=",
-                "a device's mean counts by its samples: what they weigh is known of the whole "
-                "batch alone",
+                "a device's mean counts by its samples; their weight is that of the whole batch",
                 "return the loss of each sample and what it weighs, and divide their sums "
                 "outside; nothing, where it is a mean over samples",
                 code="LS310",

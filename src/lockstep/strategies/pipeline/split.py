@@ -159,8 +159,7 @@ def _check_shared(module: nn.Module, made: Split) -> None:
         if there != stage:
             raise UsageError(
                 "a pipeline over a model with shared parameters",
-                f"{other} (stage {there}) and {name} (stage {stage}) are one parameter, which can "
-                "only be on one rank",
+                f"{other} (stage {there}) and {name} (stage {stage}) are one parameter",
                 "give them parameters of their own, or cut the model so that both are in one stage",
             )
 

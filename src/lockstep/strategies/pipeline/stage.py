@@ -172,8 +172,7 @@ class Passage:
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
             raise UsageError(
                 "a pipeline over this model",
-                f"stage {self.stage} is called with another number of tensors than stage "
-                f"{self.stage - 1} has sent",
+                f"stage {self.stage} is called with another number of tensors than it was sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
         filled: Arguments = pytree.tree_map_only(Tensor, lambda _: received.pop(0), arguments)
@@ -216,8 +215,7 @@ class _Piece:
             if self.model.goes_back and self.here:
                 return self.__wrapped__(*args, **kwargs)
             raise UsageError(
-                f"a call of the model's submodule {self.name or 'itself'} around the prepared "
-                "model",
+                f"a call of the submodule {self.name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
                 "call the object that world.prepare returned",
                 code="LS302",
@@ -311,8 +309,7 @@ def _reaches_back(stage: int) -> UsageError:
         f"a pipeline whose stage {stage} begins there",
         "the model uses a value of another stage beside what its first submodule is called with (a "
         "skip connection, a mask made of activations), or asks for a value of an activation",
-        "cut it at another place: lockstep.strategies.Pipeline(split=[...]) names the submodules "
-        "that begin the stages",
+        "cut it at another place: lockstep.strategies.Pipeline(split=[...]) names the cuts",
     )
 
 
