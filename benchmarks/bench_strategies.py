@@ -196,7 +196,7 @@ def open_world(kind: str, size: dict[str, int]) -> Any:
         options = {
             "schedule": kind,
             "split": [str(middle(network(**size)[0]))],
-            "micro_batches": PIECES,
+            "num_micro_batches": PIECES,
         }
         return lockstep.init(strategies.Pipeline(stages=2, **options), device="cpu")
     return lockstep.init("ddp" if kind == "ddp default" else kind, device="cpu")

@@ -76,7 +76,7 @@ def _marker(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if re.search(r"^from (namespaces|commands) import", text, re.MULTILINE):
         return "netns"
-    if re.search(r"^import subprocess|^from (warm|lockstep.launcher)", text, re.MULTILINE):
+    if re.search(r"^import subprocess|^from (warm|launched|lockstep.launcher)", text, re.MULTILINE):
         return "launcher"
     if re.search(r"^from (ranks|on_devices|hanging_ranks) import", text, re.MULTILINE):
         return "ranks"
