@@ -133,7 +133,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         values |= json.loads(environ[INSTEAD])
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
-            values[f"{name}_s"] = _seconds(name, values.pop(name))
+            values[f"{name}_s"] = seconds(name, values.pop(name))
     if not is_whole_number(values.get("seed", 0), least=0):
         raise SettingError(
             f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
@@ -150,11 +150,12 @@ def _written(value: Any) -> str:
     return str(getattr(value, "name", value) if not isinstance(value, int) else float(value))
 
 
-def _seconds(name: str, value: Any) -> float:
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds < math.inf:
+def seconds(name: str, value: Any) -> float:
+    """A number of them or a timedelta as seconds; raises SettingError where it is no time."""
+    found = value.total_seconds() if isinstance(value, timedelta) else value
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not number or not 0 < found < math.inf:
         raise SettingError(
             f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
         )
-    return float(seconds)
+    return float(found)

@@ -101,6 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--nproc",), "requires an argument"),
         (("--standalone=1", "t.py"), "does not take a value"),
         (("--seed", "x", "t.py"), "Invalid value for '--seed'"),
+        (("--hang-after", "nan", "t.py"), "--hang-after=nan"),
         (("--strategy", "dpp", "t.py"), "'dpp' is not one of 'single', 'dp', 'ddp'"),
         (("--nproc", "0", "t.py"), "--nproc 0"),
         (("--nproc", "gpus", "t.py"), "--nproc gpus"),

@@ -41,28 +41,19 @@ def command() -> None:
 @_NAME
 @_TRUST
 @click.option(
-    "--sort",
-    type=click.Choice(["size", "file"]),
-    default="size",
-    help="The largest first, or the order of the file.",
+    "--sort", type=click.Choice(["size", "file"]), default="size", help="The largest, or as stored."
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0),
     default=40,
     metavar="ROWS",
-    help="Most tensors shown; 0: all.",
+    help="Most rows; 0: all.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
 @click.pass_context
 def inspect_command(
-    ctx: click.Context,
-    path: Path,
-    name: str | None,
-    trust: bool,
-    sort: str,
-    limit: int,
-    as_json: bool,
+    ctx: click.Context, /, path: Path, sort: str, limit: int, as_json: bool, **reading: Any
 ) -> None:
     """Shows what is in PATH, and whether it is whole.
 
@@ -70,7 +61,7 @@ def inspect_command(
     """
     from lockstep.checkpoint.health import inspect
 
-    found = inspect(path, name=name, trust=trust)
+    found = inspect(path, **reading)
     if as_json:
         click.echo(json.dumps(_as_json(found), indent=2))
     else:
@@ -98,16 +89,7 @@ def inspect_command(
 @click.option("--all", "show_all", is_flag=True, help="Show the tensors that are equal too.")
 @click.pass_context
 def diff_command(
-    ctx: click.Context,
-    a: Path,
-    b: Path,
-    name: str | None,
-    trust: bool,
-    match: bool,
-    training: bool,
-    atol: float,
-    rtol: float,
-    show_all: bool,
+    ctx: click.Context, /, a: Path, b: Path, match: bool, show_all: bool, **options: Any
 ) -> None:
     """Says which tensors of A and B differ, and by how much.
 
@@ -116,17 +98,15 @@ def diff_command(
     from lockstep.checkpoint.contents import compare, open_contents, renamed
 
     try:
-        sides = [
-            open_contents(p, name=name, trust=trust, everything=True, training=training)
-            for p in (a, b)
-        ]
+        tolerance = {name: options.pop(name) for name in ("atol", "rtol")}
+        sides = [open_contents(path, everything=True, **options) for path in (a, b)]
         first, second = (_tensors(side) for side in sides)
         other, changes = renamed(first, second)
         second = other if match else second
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
             _say(f"names in {b}: {pairing}: {changes}")
-        pairs = list(compare(first, second, atol=atol, rtol=rtol))
+        pairs = list(compare(first, second, **tolerance))
         extra = _differing_extra(*(side.extra for side in sides))
     except LockstepError as error:
         error.exit_code = 2  # 1 says that they differ
@@ -154,28 +134,21 @@ def diff_command(
 )
 @click.option("--prefix", metavar="TEXT", help="Put before every name.")
 @click.option(
-    "--remove-prefix",
-    multiple=True,
-    metavar="TEXT",
-    help="Taken from the front of names, as in module.; may be repeated.",
+    "--remove-prefix", multiple=True, metavar="TEXT", help="Taken from names; may be repeated."
 )
 @click.option(
-    "--shard-size",
-    default="5GB",
-    metavar="SIZE",
-    help="Above it, safetensors are several files and an index.",
+    "--shard-size", default="5GB", metavar="SIZE", help="Above it, safetensors are several files."
 )
 @click.option("--overwrite", is_flag=True, help="Take the place of what OUT is now.")
 def convert_command(
     source: Path,
     out: Path,
-    name: str | None,
-    trust: bool,
     dtype: str | None,
     prefix: str | None,
     remove_prefix: tuple[str, ...],
     shard_size: str,
     overwrite: bool,
+    **reading: Any,
 ) -> None:
     """Writes the weights in IN to OUT, in full or not at all.
 
@@ -190,7 +163,7 @@ def convert_command(
         raise SettingError(
             f"the output {out}", f"{there} is there already", "add --overwrite, or another name"
         )
-    contents = open_contents(source, name=name, trust=trust)
+    contents = open_contents(source, **reading)
     done = convert(
         contents,
         out,

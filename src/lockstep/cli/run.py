@@ -9,6 +9,7 @@ import click
 from lockstep.errors import SettingError
 from lockstep.launcher.plan import HangRules, LaunchSpec
 from lockstep.launcher.worker import Script
+from lockstep.settings import seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
 """In a command's context: torchrun's flags as given, and as click is to know them."""
@@ -169,7 +170,7 @@ def command(
         settings={name: value for name, value in settings.items() if value is not None},
         torchrun=tuple(ctx.meta[_TORCHRUN]),
         warm=warm,
-        hang=HangRules(on_hang, hang_after),
+        hang=HangRules(on_hang, seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
     )
     from lockstep.launcher.script import plan_run, run_script

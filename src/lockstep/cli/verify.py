@@ -29,24 +29,13 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, or nothing could be compared.",
 )
 @click.option(
-    "--nproc",
-    type=click.IntRange(min=2),
-    default=2,
-    metavar="N",
-    help="Processes to compare with one.",
+    "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Processes to compare with one."
 )
 @click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=3,
-    metavar="K",
-    help="Optimizer steps to compare.",
+    "--steps", type=click.IntRange(1), default=3, metavar="K", help="Optimizer steps to compare."
 )
 @click.option(
-    "--accumulate",
-    type=click.IntRange(min=2),
-    metavar="K",
-    help="Compare with K micro-batches a step too.",
+    "--accumulate", type=click.IntRange(2), metavar="K", help="Compare with K micro-batches too."
 )
 @click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
 @click.option(
@@ -72,12 +61,7 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    script: str,
-    args: tuple[str, ...],
-    as_json: str | None,
-    **options: Any,
+    ctx: click.Context, /, script: str, args: tuple[str, ...], as_json: str | None, **options: Any
 ) -> None:
     """Runs SCRIPT on one process and on several, and compares what they compute, step by step.
 
