@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.launcher.worker import Script
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.compare import (
@@ -16,8 +17,10 @@ from lockstep.verify.compare import (
     ScriptCall,
     Taken,
     Update,
-    first_divergence,
+    divergences,
 )
+from lockstep.verify.record import Recorded, Way
+from lockstep.verify.verdict import Verdict, judge
 
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))
@@ -55,7 +58,8 @@ ALONE = update(WHOLE, taken(0, 1, 2, 3))
 def parting(
     reference: Sequence[Sequence[RankUpdate]], other: Sequence[Sequence[RankUpdate]]
 ) -> Divergence | None:
-    return first_divergence(list(map(Update, reference)), list(map(Update, other)), FLOAT64)
+    parted = divergences(list(map(Update, reference)), list(map(Update, other)), FLOAT64)
+    return parted[0] if parted else None
 
 
 def found(many: Sequence[RankUpdate], one: RankUpdate = ALONE) -> tuple[Divergence, Cause]:
@@ -115,22 +119,97 @@ def test_a_mean_of_means_is_known_by_what_the_parts_should_weigh(key: str) -> No
 
 
 def test_a_batch_that_each_process_draws_for_itself() -> None:
-    cause = found(two(WHOLE), update(ONE, taken(0, 1, 2, 3)))[1]
+    unknown = taken(ids=(), contents=())
+    many = [update(WHOLE, unknown, local=({"w": part},)) for part in (ONE, OTHER)]
+    cause = found(many, update(ONE, unknown))[1]
     assert cause.code == "LS110"
     assert "1 of the 2 backward passes" in cause.seen[0]
+    # Of the same samples it is something else.
+    assert found(two(WHOLE), update(ONE, taken(0, 1, 2, 3)))[1].code == "LS210"
+
+
+def test_a_mean_of_means_over_what_is_not_counted() -> None:
+    one = update(0.2 * ONE + 0.8 * OTHER, taken(0, 1, 2, 3))
+    assert found(two(WHOLE), one)[1].code == "LS205"
+    # These would not add up to as much: it may be anything.
+    one = update(0.3 * ONE + 0.9 * OTHER, taken(0, 1, 2, 3))
+    cause = found(two(WHOLE), one)[1]
+    assert cause.code == "LS210"
+    assert any("0.25 : 0.75" in text for text in cause.seen)
+
+
+CLIP = ScriptCall(name="clip", line="train.py:9: clip_grad_norm_(p, 1)", passes=1)
+
+
+def clipped(gradient: np.ndarray, *before: np.ndarray) -> list[RankUpdate]:
+    """Two ranks that clip, with what they had before."""
+    many = two(gradient, calls=(CLIP,))
+    for rank, own in zip(many, before, strict=True):
+        rank.unclipped = {"w": own}
+    return many
+
+
+ALONE_CLIPPED = update(0.1 * WHOLE, taken(0, 1, 2, 3), unclipped={"w": WHOLE}, calls=(CLIP,))
 
 
 def test_clipping_before_averaging() -> None:
-    clip = ScriptCall(name="clip", line="train.py:9")
-    many = two(0.5 * (0.3 * ONE + 0.9 * OTHER), calls=(clip,))
-    assert found(many)[1].code == "LS404"
+    cause = found(clipped(0.1 * ONE + 0.2 * OTHER, ONE, OTHER), ALONE_CLIPPED)[1]
+    assert cause.code == "LS404"
+    assert CLIP.line in cause.seen
+
+
+def test_clipping_is_no_cause_where_gradients_were_averaged_before() -> None:
+    other = RANDOM.normal(size=(6, 4))
+    assert found(clipped(0.1 * other, other, other), ALONE_CLIPPED)[1].code == "LS210"
+    # It does nothing to a mean of means.
+    uneven = 0.2 * ONE + 0.8 * OTHER
+    one = update(uneven, taken(0, 1, 2, 3), unclipped={"w": uneven})
+    assert found(clipped(WHOLE, WHOLE, WHOLE), one)[1].code == "LS205"
+
+
+def test_clipping_hides_nothing() -> None:
+    divergence, cause = found(clipped(0.1 * WHOLE, 0.5 * WHOLE, 0.5 * WHOLE), ALONE_CLIPPED)
+    assert (divergence.what, cause.code) == ("unclipped", "LS202")
+    uneven = 0.2 * ONE + 0.8 * OTHER
+    one = update(0.1 * uneven, taken(0, 1, 2, 3), unclipped={"w": uneven}, calls=(CLIP,))
+    assert found(clipped(0.3 * WHOLE, WHOLE, WHOLE), one)[1].code == "LS205"
+
+
+def test_clipping_each_rank_s_own_gradient_where_nothing_is_clipped_is_equal() -> None:
+    one = update(WHOLE, taken(0, 1, 2, 3), unclipped={"w": WHOLE}, calls=(CLIP,))
+    assert parting([[one]], [clipped(WHOLE, ONE, OTHER)]) is None
+
+
+def test_clipping_by_another_norm() -> None:
+    divergence, cause = found(clipped(0.2 * WHOLE, WHOLE, WHOLE), ALONE_CLIPPED)
+    assert (divergence.what, cause.code) == ("gradients", "LS403")
+
+
+def test_clipping_on_one_rank_alone() -> None:
+    many = clipped(WHOLE, WHOLE, WHOLE)
+    many[1].gradients, many[0].calls = {"w": 0.1 * WHOLE}, []
+    cause = found(many, update(WHOLE, taken(0, 1, 2, 3), unclipped={"w": WHOLE}))[1]
+    assert cause.code == "LS304"
+    assert "they were the same until rank 1 clipped them" in cause.seen
+
+
+def test_clipping_between_the_backward_passes_of_a_step() -> None:
+    batches, twice, uneven = (taken(0, 1), taken(2, 3)), (1.0, 1.0), 0.3 * ONE + OTHER
+    one = update(ONE + OTHER, *batches, losses=twice, unclipped={"w": ONE + OTHER})
+    rank = update(uneven, *batches, losses=twice, unclipped={"w": uneven}, calls=(CLIP,))
+    rank.local = [{"w": ONE}, {"w": OTHER}]
+    cause = found([rank], one)[1]
+    assert cause.code == "LS404"
+    assert cause.seen[-1] == f"clipped after backward pass 1 of 2: {CLIP.line}"
 
 
 def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
     gather = ScriptCall(name="all_gather", line="train.py:7: dist.all_gather(x)", of_graph=True)
-    cause = found(two(0.5 * WHOLE, calls=(gather,)))[1]
+    cause = found(two(0.5 * WHOLE, calls=(gather,), gathered=gather.line))[1]
     assert cause.code == "LS207"
     assert "train.py:7: dist.all_gather(x)" in cause.seen
+    # Of what the loss is not made the gradient does not matter: a metric, say.
+    assert found(two(0.5 * WHOLE, calls=(gather,)))[1].code == "LS202"
 
 
 @pytest.mark.parametrize(
@@ -138,19 +217,62 @@ def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
     [
         ({"statistics": ("bn1",)}, "LS306"),
         ({"drew": True, "draw_line": "train.py:3"}, "LS308"),
-        ({}, "LS208"),
+        ({}, "LS210"),
     ],
 )
 def test_what_is_no_sum_of_the_ranks_gradients(values: dict[str, Any], code: str) -> None:
     assert found(two(RANDOM.normal(size=(6, 4)), **values))[1].code == code
 
 
+def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None:
+    many = two(RANDOM.normal(size=(6, 4)), loss_line="train.py:5: loss.backward()")
+    one = update(WHOLE, taken(0, 1, 2, 3), compares=True)
+    cause = found(many, one)[1]
+    assert cause.code == "LS208"
+    assert "the loss is that of train.py:5: loss.backward()" in cause.seen
+    for rank in many:
+        rank.calls = [ScriptCall(name="all_gather", line="train.py:4")]
+    assert found(many, one)[1].code == "LS210"
+
+
+def test_gradients_that_are_nearly_equal_are_no_multiple() -> None:
+    cause = found(two(WHOLE * (1 + 1e-8)))[1]
+    assert cause.code == "LS210"
+    assert cause.seen == ("they are those of one process but for rounding, as in float32",)
+
+
+def test_where_a_ratio_says_two_things_both_are_told() -> None:
+    one = update(WHOLE, taken(0, 1), taken(2, 3), losses=(1.0, 1.0))
+    cause = found(two(0.5 * WHOLE), one)[1]
+    assert cause.code == "LS203"
+    assert cause.seen[-1] == "it may be LS202 as well; another --nproc tells"
+
+
+@pytest.mark.parametrize(
+    ("own", "code"),
+    [
+        ([("a", "b"), ("a", "b")], "LS101"),
+        ([("c", "d"), ("e", "f")], "LS110"),
+        ([("c",), ("e",)], "LS210"),
+    ],
+)
+def test_batches_of_no_loader_are_known_by_what_the_model_was_called_with(
+    own: list[tuple[str, ...]], code: str
+) -> None:
+    one = update(WHOLE, taken(ids=(), contents=("a", "b")))
+    gradient = RANDOM.normal(size=(6, 4))
+    many = [update(gradient, taken(ids=(), contents=contents)) for contents in own]
+    cause = found(many, one)[1]
+    assert cause.code == code
+    if code == "LS210":
+        assert "no DataLoader made the batches: 0 of 2 inputs are the same" in cause.seen
+
+
 def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() -> None:
     one = update(WHOLE, taken(0, 1), gradients={"w": WHOLE, "b": ONE})
     gradients = {"w": 2 * WHOLE * (1 + 1e-6 * RANDOM.normal(size=(6, 4))), "b": OTHER}
     many = [update(WHOLE, taken(sample), gradients=gradients) for sample in (0, 1)]
-    divergence = first_divergence([Update([one])], [Update(many)], FLOAT32)
-    assert divergence is not None
+    (divergence,) = divergences([Update([one])], [Update(many)], FLOAT32)
     assert cause_of(divergence).seen == ("2 times: w", "in no constant ratio: b")
 
 
@@ -165,6 +287,7 @@ def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
         ({"not_averaged": ("w",)}, "LS303"),
         ({"past_wrapper": "train.py:5"}, "LS302"),
         ({"calls": (ScriptCall(name="all_reduce", line="", of_gradient=True),)}, "LS406"),
+        ({"bare": ("w",), "bare_line": "train.py:6: model(x)"}, "LS311"),
         ({}, "LS301"),
     ],
 )
@@ -205,9 +328,10 @@ def test_the_order_within_the_global_batch_does_not_matter() -> None:
 
 
 def test_a_stream_that_is_the_same_on_all_ranks() -> None:
-    batch = taken(0, 1, ids=None)
-    one = update(WHOLE, taken(0, 1, ids=None))
-    assert found([update(WHOLE, batch), update(WHOLE, batch)], one)[1].code == "LS108"
+    for iterable, code in ((True, "LS108"), (False, "LS101")):
+        batch = taken(0, 1, ids=None, iterable=iterable)
+        one = update(WHOLE, taken(0, 1, ids=None))
+        assert found([update(WHOLE, batch), update(WHOLE, batch)], one)[1].code == code
 
 
 @pytest.mark.parametrize(
@@ -226,6 +350,26 @@ def test_other_content(contents: tuple[str, str], streams: tuple[str, str], code
     ]
     divergence, cause = found(many)
     assert (divergence.what, cause.code) == ("contents", code)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"workers": True}, "worker processes read them, whose draws are not seen"),
+        ({"stream": "x", "drawn": "numpy's global stream"}, "to read them: numpy's global stream"),
+        ({}, "no draw from torch or a global stream was seen; what is left is a generator"),
+    ],
+)
+def test_draws_are_told_as_they_were_seen(values: dict[str, Any], words: str) -> None:
+    one = update(WHOLE, taken(0, 1, 2, 3, contents=("a", "b", "c", "d")))
+    ways = [{**values, **({"stream": s} if "stream" in values else {})} for s in "xy"]
+    many = [
+        update(WHOLE, taken(0, 1, contents=("e", "f"), **ways[0])),
+        update(WHOLE, taken(2, 3, contents=("g", "h"), **ways[1])),
+    ]
+    cause = found(many, one)[1]
+    assert cause.code == "LS107"
+    assert words in cause.seen[1]
 
 
 def test_datasets_that_are_parts_of_one_are_known_by_their_content() -> None:
@@ -248,7 +392,10 @@ def test_what_comes_after_equal_gradients() -> None:
     assert found(two(WHOLE, rates=(0.2,)))[1].code == "LS402"
     assert found(two(WHOLE, losses=(2.0,)))[1].code == "LS501"
     assert found(two(WHOLE, parameters={"w": WHOLE}))[1].code == "LS403"
-    assert found(two(WHOLE, buffers={"bn.running_mean": ONE}))[1].code == "LS306"
+    mean = {"bn.running_mean": ONE}
+    assert found(two(WHOLE, buffers=mean, statistics=("bn",)))[1].code == "LS306"
+    assert found(two(WHOLE, buffers=mean, losses=(0.5, 0.5)))[1].code == "LS307"
+    assert found(two(WHOLE, buffers=mean))[1].code == "LS309"
     assert found(two(WHOLE, buffers={"centre": ONE}))[1].code == "LS309"
     parted = [*two(WHOLE)[:1], *two(WHOLE, parameters={"w": ONE})[1:]]
     assert found(parted)[1].code == "LS304"
@@ -259,17 +406,96 @@ def test_what_comes_before_the_first_step() -> None:
     assert (divergence.what, cause.code) == ("initial", "LS305")
     divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, held={"w": "other"})[1:]])
     assert (divergence.what, cause.code) == ("replicas", "LS304")
-    assert "rank 1" in cause.seen[0]
+    assert cause.seen[0] == "before step 1 rank 1 held other parameters than rank 0"
 
 
-def test_a_rate_that_parts_later_is_the_schedules() -> None:
-    later = update(WHOLE, taken(4), step=1)
-    faster = update(WHOLE, taken(4), step=1, rates=(0.05,))
-    reference, other = [[ALONE], [later]], [two(WHOLE), [faster]]
-    divergence = parting(reference, other)
+@pytest.mark.parametrize(
+    ("turns", "code", "words"),
+    [
+        ((1, 2), "LS401", "the scheduler had stepped 1 times, on 2 processes 2"),
+        ((1, 1), "LS402", "the scheduler had stepped 1 times on both: train.py:8: s.step()"),
+        ((0, 0), "LS402", "no scheduler has stepped: the script sets them itself"),
+    ],
+)
+def test_a_rate_that_parts_later_is_the_schedules_if_there_is_one(
+    turns: tuple[int, int], code: str, words: str
+) -> None:
+    calls = [[ScriptCall(name="schedule", line="train.py:8: s.step()")] * n for n in turns]
+    later = update(WHOLE, taken(4), step=1, calls=calls[0])
+    faster = update(WHOLE, taken(4), step=1, rates=(0.05,), calls=calls[1])
+    divergence = parting([[ALONE], [later]], [two(WHOLE), [faster]])
     assert divergence is not None
     assert divergence.update == 1
-    assert cause_of(divergence).code == "LS401"
+    cause = cause_of(divergence)
+    assert cause.code == code
+    assert words in cause.seen
+
+
+def test_a_rate_names_the_line_and_the_rank() -> None:
+    cause = found(two(WHOLE, rates=(0.2,), optimizer_line="train.py:2: SGD()"))[1]
+    assert cause.seen[-1] == "the optimizer is that of train.py:2: SGD()"
+    many = two(WHOLE)
+    many[1].rates = (0.2,)
+    assert found(many)[1].seen[0] == "0.1 on one process, 0.1 on rank 0, 0.2 on rank 1"
+
+
+def verdict(
+    reference: Sequence[Sequence[RankUpdate]], other: Sequence[Sequence[RankUpdate]]
+) -> Verdict:
+    way = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
+    runs = [Recorded(way, list(map(Update, updates))) for updates in (reference, other)]
+    return judge(*runs)
+
+
+def codes(*runs: Sequence[Sequence[RankUpdate]]) -> list[str]:
+    return [found.cause.code for found in verdict(*runs).findings]
+
+
+def test_all_differences_are_listed_but_not_what_follows_from_them() -> None:
+    doubled = two(2 * WHOLE, rates=(0.2,), buffers={"centre": ONE})
+    assert codes([[ALONE]], [doubled]) == ["LS201", "LS402"]
+    other = [update(WHOLE, taken(0, 1)), update(ONE, taken(4, 5), rates=(0.2,))]
+    assert codes([[ALONE]], [other])[:2] == ["LS109", "LS402"]
+    # Parameters have parted; samples and rates have not.
+    later = update(ONE, taken(4, 5), step=1)
+    after = [update(OTHER, taken(4), step=1), update(OTHER, taken(), step=1)]
+    assert codes([[ALONE], [later]], [two(2 * WHOLE), after]) == ["LS201", "LS102"]
+
+
+def test_steps_are_counted_from_one() -> None:
+    found = verdict([[ALONE]], [two(2 * WHOLE)])
+    assert found.lines()[0] == "DIFFERENT  2 processes, first in gradients (1 of 1), step 1"
+    assert found.as_json()["findings"][0]["step"] == 1
+
+
+def test_what_needs_no_reference_is_said_beside_other_samples() -> None:
+    many = [update(part, taken(n), bare=("w",)) for n, part in ((8, ONE), (9, OTHER))]
+    found = verdict([[ALONE]], [many])
+    assert [each.cause.code for each in found.findings] == ["LS109", "LS311"]
+    assert any(line == "  and in  gradients (1 of 1), step 1" for line in found.lines())
+    held = [update(WHOLE, taken(8), held={"w": "a"}), update(WHOLE, taken(9), held={"w": "b"})]
+    assert "LS304" in codes([[ALONE]], [held])
+
+
+def test_inputs_that_all_ranks_share_are_said_where_the_numbers_are_equal() -> None:
+    same = taken(ids=(), contents=("a", "b"))
+    found = verdict([[update(WHOLE, same)]], [[update(WHOLE, same), update(WHOLE, same)]])
+    assert found.word == "EQUAL"
+    assert found.lines()[1] == f"  also    LS101: {ENTRIES['LS101'].title}"
+    # A constant is no batch.
+    same = taken(ids=(), contents=("a",) * 4)
+    assert codes([[update(WHOLE, same)]], [[update(WHOLE, same), update(WHOLE, same)]]) == []
+
+
+def test_an_order_that_repeats_is_said_where_the_numbers_are_equal() -> None:
+    order = (4, 1, 7, 0, 3, 2)
+    for again, expected in ((order, ["LS103"]), ((1, 4, 7, 0, 3, 2), [])):
+        run = [[update(WHOLE, taken(*order))], [update(WHOLE, taken(*again, epoch=1), step=1)]]
+        assert codes(run, run) == expected
+    ascending = [[update(WHOLE, taken(*range(6), epoch=n), step=n)] for n in range(2)]
+    assert codes(ascending, ascending) == []
+    untold = [[update(WHOLE, taken(*order, order_fixed=True))]]
+    assert codes(untold, untold) == ["LS103"]
 
 
 def test_fewer_steps() -> None:

@@ -29,8 +29,8 @@ class Planted:
     codes: str
     """Of the catalogue; where several are right, the most telling one first."""
     nproc: int = 2
-    step: int = 0
-    """The first step, from 0, in which it shows."""
+    step: int = 1
+    """The first step in which it shows."""
     command: bool = False
     """Needs interpreters of its own: forks of one have one order of sets."""
 
@@ -38,8 +38,8 @@ class Planted:
 PLANTED = [
     # Which samples
     Planted("vision_shuffle", "no sampler: every process draws the same batches", "LS101"),
-    Planted("regression_tail", "the sampler pads the last batch with repeats", "LS101", step=2),
-    Planted("regression_drop", "the sampler leaves out what cannot be divided", "LS102", step=2),
+    Planted("regression_tail", "the sampler pads the last batch with repeats", "LS101", step=3),
+    Planted("regression_drop", "the sampler leaves out what cannot be divided", "LS102", step=3),
     Planted("vision_folder", "files are shuffled by an unseeded generator", "LS105"),
     Planted("vision_classes", "classes in the order of a set of strings", "LS105", command=True),
     Planted("vision_moved", "augmentation from the same stream on every process", "LS106"),
@@ -58,7 +58,7 @@ PLANTED = [
     Planted("vision_flat_reduce", "divided by the processes twice", "LS202"),
     Planted("language_accumulate", "accumulated gradients are not divided", "LS203"),
     Planted("language_pieces", "accumulated gradients are divided twice", "LS204"),
-    Planted("language_tokens", "the mean of each process's mean over tokens", "LS205", step=1),
+    Planted("language_tokens", "the mean of each process's mean over tokens", "LS205", step=2),
     Planted("language_weight", "means over tokens weighed by sentences", "LS205"),
     Planted("recurrent_parts", "the mean of means over uneven parts", "LS206"),
     Planted("contrastive_gather", "an all-gather without gradient", "LS207"),
@@ -70,7 +70,7 @@ PLANTED = [
     Planted("language_no_sync", "no_sync in the batch that should be sent", "LS301"),
     Planted("vision_module", "the loss comes from model.module", "LS302"),
     Planted("finetune_adapter", "an adapter is added after the wrap", "LS303"),
-    Planted("finetune_unfreeze", "a layer is unfrozen after the wrap", "LS303", step=2),
+    Planted("finetune_unfreeze", "a layer is unfrozen after the wrap", "LS303", step=3),
     Planted("gan_clamp", "weights are clamped on rank 0 only", "LS304"),
     Planted("metric_start", "other initial parameters on every process", "LS305"),
     Planted("vision_batchnorm", "BatchNorm per process under DDP", "LS306"),
@@ -87,7 +87,7 @@ PLANTED = [
     ),
     Planted("vision_decay", "weight decay grows with the processes", "LS403"),
     Planted("recurrent_clip", "clipped before the gradients are averaged", "LS404"),
-    Planted("recurrent_epochs", "samples are counted once a process", "LS405", step=2),
+    Planted("recurrent_epochs", "samples are counted once a process", "LS405", step=3),
     Planted("regression_overlap", "the step is taken before the gradients are averaged", "LS406"),
 ]
 RIGHT = sorted(path.stem for path in (GALLERY / "right").glob("*.py"))

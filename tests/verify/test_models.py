@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lockstep.verify import patches, recorder
-from lockstep.verify.recorder import Models
+from lockstep.verify.recorder import Models, compares_samples, look_at
 
 
 def test_what_was_recorded_can_be_freed() -> None:
@@ -38,3 +41,89 @@ def test_names_of_modules_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
     wrapped.module.append(late)
     assert models.name_of(late) == "2"
     assert walks > 0
+
+
+def contrast(one: Tensor, other: Tensor) -> Tensor:
+    return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def far(codes: Tensor) -> Tensor:
+    return (codes[:, None] - codes).square().sum(2).clamp(min=1e-9).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "compares"),
+    [
+        (lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)), False),
+        (lambda x: x.square().mean() + x.exp().sum(), False),
+        (lambda x: x.square().mean().sqrt(), True),
+        (lambda x: contrast(x, x), True),
+        (lambda x: (x - x.mean(0)).square().mean(), True),
+        (lambda x: F.softplus(far(x).amax(1)).mean(), True),
+        (lambda x: x.sum(), False),
+    ],
+)
+def test_a_loss_that_compares_samples_is_known(
+    loss: Callable[[Tensor], Tensor], compares: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    outputs = torch.randn(6, 4, dtype=torch.float64) @ weight
+    made = loss(outputs)
+    assert compares_samples(made, [outputs], 6) is compares
+    made.backward()  # nothing was taken from it
+    assert weight.grad is not None
+
+
+def test_samples_are_compared_between_two_outputs_too() -> None:
+    one, other = (torch.randn(5, 4, requires_grad=True) * 1 for _ in range(2))
+    assert compares_samples(contrast(one, other), [one, other], 5)
+    assert not compares_samples((one * other).square().mean(), [one, other], 5)
+    assert not compares_samples(one.sum(), [], 5)
+
+
+def test_what_has_no_second_derivative_is_not_known() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.square().sum()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, gradient):
+            return gradient * torch.ones(5, 4)
+
+    outputs = torch.randn(5, 4, requires_grad=True) * 1
+    assert not compares_samples(Once.apply(outputs), [outputs], 5)
+
+
+def test_labels_are_counted_as_a_shifted_loss_counts_them() -> None:
+    labels = torch.tensor([[5, 6, -100], [-100, 7, 8]])
+    tokens = torch.tensor([[4, 5, 1], [1, 1, 1]])  # 1 is padding
+    found = look_at((labels, tokens)).weights
+    assert found["labels in tensor 0"] == 4
+    assert found["labels in tensor 0 without its first column"] == 3
+    assert found["values but 1 in tensor 1"] == 2
+
+
+def test_what_is_made_of_a_gather_is_known() -> None:
+    quiet = patches.DeterminismPatches(double=False)
+    quiet.follows_gathers = True
+    mine, theirs = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)
+    patches.mark([theirs], "train.py:7")
+    with quiet:
+        everything = torch.cat([mine, theirs])
+        loss = F.mse_loss(everything, torch.zeros(4, 3))
+        own = mine.sum()
+    assert patches.gathered_at(loss) == "train.py:7"
+    assert patches.gathered_at(own) == ""
+
+
+def test_a_model_that_nothing_averages_is_bare() -> None:
+    models, bare, prepared = Models(), nn.Linear(2, 1), nn.Linear(2, 1)
+    models.add(bare)
+    models.prepared.add(id(prepared))
+    models.add(prepared)
+    assert models.bare() == ["Linear/weight", "Linear/bias"]
+    models.averaged[id(bare)] = {id(p) for p in bare.parameters()}
+    assert models.bare() == []

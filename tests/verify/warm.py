@@ -14,9 +14,9 @@ from pathlib import Path
 from ranks import HANG_S, _store, context, rank_environment
 
 from lockstep.launcher.worker import Script
-from lockstep.verify.causes import Verdict, judge
 from lockstep.verify.rank import main
 from lockstep.verify.record import Way, record
+from lockstep.verify.verdict import Verdict, judge
 
 
 def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:

@@ -69,8 +69,8 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    from lockstep.verify.causes import judge
     from lockstep.verify.record import by_command, record
+    from lockstep.verify.verdict import judge
 
     alone, *others = _ways(script, args, options)
     verdicts = []

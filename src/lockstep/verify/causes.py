@@ -1,7 +1,9 @@
 """The likely cause of a divergence, from numbers and calls alone, and the verdict on a run.
 
 Each pattern is a code of the catalogue, with what was seen in words. Exact patterns go before
-guesses: a gradient that is a whole multiple of the reference's says what it is by itself.
+guesses: a gradient that is a whole multiple of the reference's says what it is by itself. A rule's
+docstring says what it goes by, and what else would look the same; without its evidence no cause is
+named (LS210), only what was seen.
 
 The gradient of several ranks is a sum of what their backward passes left, each times a weight. If
 the reference's gradient is such a sum too, with other weights, then only the weighting is wrong,
@@ -13,16 +15,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.errors import name_ranks
-from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.compare import (
-    FLOAT32,
-    FLOAT64,
     Array,
     Divergence,
     RankUpdate,
@@ -31,11 +29,9 @@ from lockstep.verify.compare import (
     Tolerance,
     Update,
     contents_that_differ,
-    first_divergence,
     largest,
     same_samples,
 )
-from lockstep.verify.record import Recorded
 
 
 @dataclass(frozen=True)
@@ -62,20 +58,33 @@ def _of_initial(case: Divergence) -> Cause:
 def _of_replicas(case: Divergence) -> Cause:
     apart = case.many.replicas_that_differ()
     number = case.many[0].step
-    seen = f"before step {number} {_ranks(apart)} held other parameters than rank 0"
+    seen = f"before step {number + 1} {_ranks(apart)} held other parameters than rank 0"
     after = ["the last step itself left all ranks with the same"] if number else []
     return Cause("LS304", (seen, *after))
 
 
 def _of_gradients(case: Divergence) -> Cause:
+    """Ranks that differ, a gather, clipping, then the values.
+
+    LS207 goes by a loss that was made of what an all-gather brought without its gradient. A loss
+    that is scaled up to make good for that, by a wrong number, would look the same.
+    """
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
         return _not_averaged(case, tuple(apart))
-    for call in _calls(case.many):
-        if call.of_graph and call.name.startswith("all_gather"):
-            seen = f"{call.name} was given a tensor with a gradient, which its result has lost"
-            return Cause("LS207", (seen, call.line, *_patterns(case)))
-    expected, found = case.one.merged("gradients"), case.many.merged("gradients")
+    gathered = case.many.first("gathered")
+    if gathered:
+        seen = "the loss is made of what an all-gather brought, which carries no gradient"
+        return Cause("LS207", (seen, gathered, *_patterns(case)))
+    expected, found = case.one.merged(case.what), case.many.merged(case.what)
+    if case.what == "gradients" and (_clips(case.one) or _clips(case.many)):
+        return _of_clipping(case)
+    return _of_inputs(case) or _of_values(case, expected, found)
+
+
+def _of_values(
+    case: Divergence, expected: Mapping[str, Array], found: Mapping[str, Array]
+) -> Cause:
     ratio = constant_ratio(expected, found, case.exact)
     if ratio is not None:
         return _of_ratio(case, ratio)
@@ -86,15 +95,56 @@ def _calls(update: Update) -> list[ScriptCall]:
     return [call for rank in update for call in rank.calls]
 
 
+def _clips(update: Update) -> list[ScriptCall]:
+    return [call for call in _calls(update) if call.name == "clip"]
+
+
+def _of_clipping(case: Divergence) -> Cause:
+    """Gradients that differ after they were clipped.
+
+    LS404 goes by gradients that differed between the ranks when they were clipped, were the same
+    on all when they were used, and would have been right (but for a factor) as their mean. LS403:
+    they were equal before. Whether clipping is all that was done in between is not seen.
+    """
+    lines = [call.line for call in _clips(case.many) or _clips(case.one)][:1]
+    expected = case.one.merged("unclipped")
+    if not case.many.ranks_that_differ("unclipped", case.tolerance):
+        seen = "they were equal before they were clipped, and are not after"
+        return Cause("LS403", (seen, *lines, *_patterns(case)))
+    sums: dict[str, list[Array]] = defaultdict(list)
+    for rank in case.many:
+        for name, gradient in rank.unclipped.items():
+            sums[name].append(gradient)
+    mean = {name: np.asarray(sum(each)) / len(case.many) for name, each in sums.items()}
+    early = "gradients were clipped while those of the ranks still differed"
+    ratio = constant_ratio(expected, mean, case.exact)
+    if ratio is None:
+        cause = _of_values(case, expected, mean)
+        return replace(cause, seen=(*cause.seen, early, *lines))
+    right = f"their mean was {_times(ratio, case.size)} those of one process before"
+    return Cause("LS404", (early, right, *lines))
+
+
 def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
+    """Ranks that step with gradients of their own.
+
+    LS303, LS302 and LS311 go by what DDP knows and by where a model was called; LS406 by an
+    all-reduce of gradients, now or in the next step; LS304 by clipping that some ranks alone did.
+    LS301 is what is left where DDP knows all of them: parameters that the loss does not use, or
+    `no_sync` around the last backward pass, which look the same.
+    """
     total = len(case.many.merged("gradients"))
     seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
     new = {name for rank in case.many for name in rank.not_averaged}
     if new and set(names) <= new:
         return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
-    lines = [rank.past_wrapper for rank in case.many if rank.past_wrapper]
-    if lines:
-        return Cause("LS302", (seen, f"around the wrapper: {lines[0]}"), names)
+    line = case.many.first("past_wrapper")
+    if line:
+        return Cause("LS302", (seen, f"around the wrapper: {line}"), names)
+    clipping = [n for n, rank in enumerate(case.many) if _clips(Update([rank]))]
+    if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
+        only = f"they were the same until {name_ranks(clipping)} clipped them"
+        return Cause("LS304", (seen, only, _clips(case.many)[0].line), names)
     # What comes too late is among the calls before the next update.
     soon = case.other[case.update : case.update + 2]
     reduced = [call for update in soon for call in _calls(update) if call.of_gradient]
@@ -104,7 +154,11 @@ def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     used = [(rank, name) for rank in case.many for name in names if name in rank.gradients]
     own = all(_is_own(rank, name, case.tolerance) for rank, name in used)
     alone = "each rank used what its own backward pass left" if own else "no rank's is the mean"
-    return Cause("LS301", (seen, alone), names)
+    if set(names) <= {name for rank in case.many for name in rank.bare}:
+        bare = f"neither DDP nor Lockstep holds the model: {case.many.first('bare_line')}"
+        return Cause("LS311", (seen, alone, bare), names)
+    every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
+    return Cause("LS301", (seen, alone, *every), names)
 
 
 def _is_own(rank: RankUpdate, name: str, tolerance: Tolerance) -> bool:
@@ -115,7 +169,14 @@ def _is_own(rank: RankUpdate, name: str, tolerance: Tolerance) -> bool:
 
 
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
+    """All gradients are off by one number, which says by itself what it is.
+
+    Where the numbers of processes and of backward passes are the same, or their ratio is, it does
+    not: all that it may be is said.
+    """
     size, one, many = case.size, case.one.backward_passes, case.many.backward_passes
+    if near(ratio, 1):
+        return Cause("LS210", ("they are those of one process but for rounding, as in float32",))
     seen = f"all gradients are {_times(ratio, size)} those of one process"
     gathers = [call.line for call in _calls(case.many) if call.name.startswith("all_gather")]
     more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
@@ -123,21 +184,36 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
     if one != many and one and many:
         passes = [_passes(case)]
         known = [("LS203", many / one, passes), ("LS204", one / many, passes), *known]
-    for code, expected, why in known:
-        if near(ratio, expected, case.exact):
-            return Cause(code, (seen, *why), ratio=ratio)
+    fitting = [(code, why) for code, value, why in known if near(ratio, value, case.exact)]
+    if fitting:
+        code, why = fitting[0]
+        also = [f"it may be {other} as well; another --nproc tells" for other, _ in fitting[1:]]
+        return Cause(code, (seen, *_loss_line(case), *why, *also), ratio=ratio)
     steps = []
     for one_step, step in zip(case.reference, case.other, strict=False):
-        of_step = constant_ratio(one_step.merged("gradients"), step.merged("gradients"), case.exact)
+        values = one_step.merged(case.what), step.merged(case.what)
+        of_step = constant_ratio(*values, case.exact)
         steps.append("none" if of_step is None else f"{of_step:.6g}")
     others = [f"step by step: {', '.join(steps)}"] if len(steps) > 1 else []
-    return Cause("LS209", (seen, *others), ratio=ratio)
+    return Cause("LS209", (seen, *_loss_line(case), *others), ratio=ratio)
+
+
+def _loss_line(case: Divergence) -> list[str]:
+    line = case.many.first("loss_line")
+    return [f"the loss is that of {line}"] if line else []
 
 
 def _of_weights(
     case: Divergence, expected: Mapping[str, Array], found: Mapping[str, Array]
 ) -> Cause | None:
-    """Whether other weights of what the ranks' backward passes left would be right."""
+    """Whether other weights of what the ranks' backward passes left would be right.
+
+    LS205 and LS206 go by weights that are the counts of something in the batches; with few parts
+    and small counts another count may fit by chance. Without such a count LS205 goes by means
+    that are added up equally where unequal ones would add up to as much. LS404: parts that should
+    weigh the same do not, and gradients were clipped between them. LS110: some parts should weigh
+    nothing, and nobody knows whether they are of the same samples.
+    """
     parts = [piece for rank in case.many if rank.counts for piece in rank.local]
     right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
     if right is None or used is None:
@@ -146,10 +222,16 @@ def _of_weights(
         "the gradient of one process is a sum of the same parts with other weights",
         f"the backward passes of the ranks weigh {_ratio_text(used)}; "
         f"they should weigh {_ratio_text(right)}",
+        *_loss_line(case),
     )
-    clipped = any(call.name == "clip" for call in _calls(case.many))
-    if clipped and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
-        return Cause("LS404", (*text, "gradients were clipped before they were averaged"))
+    between = [
+        f"clipped after backward pass {call.passes} of {len(rank.losses)}: {call.line}"
+        for rank in case.many
+        for call in rank.calls
+        if call.name == "clip" and 0 < call.passes < len(rank.losses)
+    ]
+    if between and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
+        return Cause("LS404", (*text, between[0]))
     # A part's own scale says nothing where the ranks weigh it unequally themselves.
     relative = [r / u if u else 0.0 for r, u in zip(right, used, strict=True)]
     for key, counts in _counts(case, len(parts)).items():
@@ -159,14 +241,17 @@ def _of_weights(
             return Cause(code, (*text, f"that is by their {key}: {numbers}"))
     least = 1e-6 * max(abs(weight) for weight in right)
     foreign = sum(abs(r) < least and u != 0.0 for r, u in zip(right, used, strict=True))
-    if foreign:
+    if foreign and not any(batch.ids or batch.iterable for batch in case.many.batches):
         seen = (
             f"the gradient of one process is made of {len(parts) - foreign} of the {len(parts)} "
             "backward passes of the ranks; the others computed batches that one process does not "
             "have"
         )
         return Cause("LS110", (seen,))
-    return Cause("LS404" if clipped else "LS205", text)
+    if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
+        nothing = "of nothing that was counted in the batches there is as much"
+        return Cause("LS205", (*text, nothing))
+    return Cause("LS210", text)
 
 
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
@@ -175,34 +260,84 @@ def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
     if len(batches) != parts:
         return {}
     # What is plainest first: samples, labels that count, then what is not padding.
-    kinds = ("samples", "labels", "non-zero", "ones")
+    kinds = ("samples", "labels", "non-zero", "ones", "values")
     found = dict.fromkeys(key for batch in batches for key in batch.weights)
     keys = [key for kind in kinds for key in found if key.startswith(kind)]
     return {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
 
 
+def _of_inputs(case: Divergence) -> Cause | None:
+    """Batches of no DataLoader, by what the models were called with.
+
+    LS101 goes by ranks that all had the same inputs; LS110 by so many times the inputs of one
+    process as there are processes. A model that rightly gets a constant would look like LS101.
+    """
+    one, many = _inputs(case.one), _inputs(case.many)
+    if not one or not many:
+        return None
+    wanted, total = sum(map(Counter.total, one)), sum(map(Counter.total, many))
+    numbers = f"one process computed {wanted} inputs in this step, {case.size} computed {total}"
+    if repeated(many):
+        return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
+    if total == wanted * case.size > wanted:
+        return Cause("LS110", (numbers, "no DataLoader made them"))
+    return None
+
+
+def _inputs(update: Update) -> list[Counter[str]]:
+    """What the models of each rank were called with where no loader gave it; empty: unknown."""
+    ranks = [rank for rank in update if rank.counts and rank.taken]
+    batches = [batch for rank in ranks for batch in rank.taken]
+    if any(batch.ids is None or batch.ids or not batch.contents for batch in batches):
+        return []
+    return [Counter(c for batch in rank.taken for c in batch.contents) for rank in ranks]
+
+
+def repeated(ranks: Sequence[Counter[str]]) -> bool:
+    """Whether all ranks had the same, and not by chance or as it is constant."""
+    return len(ranks) > 1 and len(ranks[0]) > 1 and all(rank == ranks[0] for rank in ranks)
+
+
 def _of_coupling(case: Divergence) -> Cause:
-    """Gradients in which samples have to do with each other, or with chance."""
+    """Gradients in which samples have to do with each other, or with chance.
+
+    LS208 goes by the second derivative of the loss on one process, which is not zero between the
+    outputs of two samples, and by ranks that exchanged nothing for theirs; LS306 by BatchNorm's
+    forward passes, LS307 by their number, LS308 by draws, of which nobody knows what they were
+    for. Each is true where it is said, but something else may be wrong besides.
+    """
     patterns = _patterns(case)
     layers = _local_statistics(case)
     if layers:
         return Cause("LS306", (layers, *patterns))
     draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
-    if draws:
-        seen = "random numbers were drawn between a batch and its step"
-        return Cause("LS308", (seen, *filter(None, draws[:1]), *patterns))
+    drawn = [f"random numbers were drawn between a batch and its step: {draws[0]}"] if draws else []
+    alone = not any(call.name.startswith("all_gather") for call in _calls(case.many))
+    compares = []
+    if any(rank.compares for rank in case.one):
+        compares = ["the loss compares samples: the gradient of one follows the output of another"]
+    if compares and alone and case.size > 1:
+        own = "each rank computed it from its own samples"
+        return Cause("LS208", (*compares, *_loss_line(case), own, *patterns, *drawn))
+    if drawn:
+        return Cause("LS308", (*drawn, *compares, *patterns))
     moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
     if moved and case.one.backward_passes != case.many.backward_passes:
         return Cause("LS307", (_passes(case), *patterns))
+    words = []
     if any(rank.local for rank in case.many) and case.size > 1:
-        seen = "no weighting of the ranks' own gradients gives that of one process"
-        return Cause("LS208", (seen, *patterns))
-    return Cause("LS210", patterns)
+        words.append("no weighting of the ranks' own gradients gives that of one process")
+    one, many = _inputs(case.one), _inputs(case.many)
+    if one and many:
+        same = (sum(one, Counter()) & sum(many, Counter())).total()
+        total = sum(map(Counter.total, one))
+        words.append(f"no DataLoader made the batches: {same} of {total} inputs are the same")
+    return Cause("LS210", (*words, *compares, *_loss_line(case), *patterns))
 
 
 def _patterns(case: Divergence) -> tuple[str, ...]:
     """How many gradients are right, and what the others are."""
-    expected, found = case.one.merged("gradients"), case.many.merged("gradients")
+    expected, found = case.one.merged(case.what), case.many.merged(case.what)
     wrong = [name for name in case.names if name in expected]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in wrong if name in found):
@@ -221,25 +356,39 @@ def _of_loss(case: Divergence) -> Cause:
 
 
 def _of_rates(case: Divergence) -> Cause:
-    one, many = case.one[0].rates, case.many[0].rates
-    texts = [", ".join(f"{rate:.6g}" for rate in rates) for rates in (one, many)]
+    """Other learning rates, which is a fact; where they come from goes by the scheduler's steps.
+
+    LS401 needs schedulers that have stepped another number of times. A rate that the script sets
+    by hand, a scheduler of another length, and one that follows a metric are all LS402.
+    """
+    one, others = case.one[0].rates, [rank.rates for rank in case.many]
+    many = others[0]
+    texts = [", ".join(f"{rate:.6g}" for rate in rates) for rates in (one, *others)]
     seen = f"{texts[0]} on one process, {texts[1]} on {case.size}"
+    apart = [f"{text} on rank {n}" for n, text in enumerate(texts[1:]) if text != texts[1]]
+    if apart:
+        seen = f"{texts[0]} on one process, {texts[1]} on rank 0, {', '.join(apart)}"
     ratio = many[0] / one[0] if one and many and one[0] else math.nan
-    number = case.update + 1
-    turns = _scheduled(case.reference[:number]), _scheduled(case.other[:number])
+    until = case.update + 1
+    calls = [
+        [call for update in updates[:until] for call in update[0].calls if call.name == "schedule"]
+        for updates in (case.reference, case.other)
+    ]
+    turns = tuple(map(len, calls))
+    line = next((each[-1].line for each in reversed(calls) if each), "")
     if turns[0] != turns[1]:
         text = f"the scheduler had stepped {turns[0]} times, on {case.size} processes {turns[1]}"
-        return Cause("LS401", (seen, text), ratio=ratio)
-    if number <= len({rank[0].optimizer for rank in case.reference}):
-        size = case.size
+        return Cause("LS401", (seen, text, *filter(None, [line])), ratio=ratio)
+    if case.many[0].step == 0:
+        size, made = case.size, case.many.first("optimizer_line")
         kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
         word = next((w for c, w in kinds.items() if near(ratio, c)), f"{ratio:.6g} times")
-        return Cause("LS402", (seen, f"{word} as high"), ratio=ratio)
-    return Cause("LS401", (seen, "they were equal in the steps before"), ratio=ratio)
-
-
-def _scheduled(updates: Sequence[Update]) -> int:
-    return sum(call.name == "schedule" for update in updates for call in update[0].calls)
+        where = [f"the optimizer is that of {made}"] if made else []
+        return Cause("LS402", (seen, f"{word} as high", *where), ratio=ratio)
+    how = "no scheduler has stepped: the script sets them itself"
+    if line:
+        how = f"the scheduler had stepped {turns[0]} times on both: {line}"
+    return Cause("LS402", (seen, "they were equal in the steps before", how), ratio=ratio)
 
 
 def _of_parameters(case: Divergence) -> Cause:
@@ -251,12 +400,15 @@ def _of_parameters(case: Divergence) -> Cause:
 
 
 def _of_buffers(case: Divergence) -> Cause:
+    """LS306 and LS307 go by what BatchNorm's forward passes saw; all else is told as it is."""
     ends = ("running_mean", "running_var", "num_batches_tracked")
-    if not all(name.endswith(ends) for name in case.names):
-        return Cause("LS309", (f"after the step: {shown(case.names)}",))
-    layers = _local_statistics(case)
-    equal = case.one.backward_passes == case.many.backward_passes
-    return Cause("LS306" if layers or equal else "LS307", (layers or _passes(case),))
+    if all(name.endswith(ends) for name in case.names):
+        layers = _local_statistics(case)
+        if layers:
+            return Cause("LS306", (layers,))
+        if case.one.backward_passes != case.many.backward_passes:
+            return Cause("LS307", (_passes(case),))
+    return Cause("LS309", (f"after the step: {shown(case.names)}",))
 
 
 def _of_length(case: Divergence) -> Cause:
@@ -282,6 +434,8 @@ def _all_equal(values: Sequence[float], exact: float) -> bool:
 
 
 def _times(ratio: float, size: int) -> str:
+    if near(ratio, 1):
+        return "but for rounding"
     return f"1/{size} of" if near(ratio, 1 / size) else f"{ratio:.6g} times"
 
 
@@ -311,7 +465,8 @@ def _of_samples(case: Divergence) -> Cause:
         every = all(one == per_rank[0] for one in per_rank)
         what = "every rank trained the same ones" if every else _which(again, case)
         text = f"{len(again)} of them were trained before, or by several ranks: {what}"
-        return Cause("LS108" if case.many.indices() is None else "LS101", (numbers, text))
+        stream = all(batch.iterable for batch in case.many.batches)
+        return Cause("LS108" if stream else "LS101", (numbers, text))
     if wanted and total > wanted and total % wanted == 0:
         text = f"the global batch is {total // wanted} times as large, in as few steps"
         return Cause("LS110", (numbers, text))
@@ -325,6 +480,13 @@ def _of_samples(case: Divergence) -> Cause:
 
 
 def _of_contents(case: Divergence) -> Cause:
+    """Other content under the same index.
+
+    LS105 goes by content that one process has under other indices; LS106 and LS107 by draws while
+    it was read, and by workers, whose draws nobody sees; LS104 by a rank 0 that has all as it is
+    on one process and by the absence of draws. A private generator that is seeded by the rank
+    looks like LS104 where rank 0 reads what one process reads first.
+    """
     samples = contents_that_differ(case.one, case.many)
     text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
     reference = [batch for update in case.reference for rank in update for batch in rank.taken]
@@ -341,14 +503,25 @@ def _of_contents(case: Divergence) -> Cause:
     if 2 * moved >= len(other):
         where = f"{moved} of them stand under another index on one process"
         return Cause("LS105", (text, where))
-    if any(batch.stream for batch in batches):
+    if any(batch.workers for batch in batches):
+        seen = "worker processes read them, whose draws are not seen"
+        return Cause("LS107", (text, seen))
+    drawn = next((batch.drawn for batch in batches if batch.stream), None)
+    if drawn is not None:
         streams = [rank.taken[0].stream for rank in case.many if rank.taken]
+        where = f": {drawn}" if drawn else ""
         if len(streams) > 1 and len(set(streams)) == 1:
-            return Cause("LS106", (text, "all ranks drew the same random numbers to read theirs"))
-        return Cause("LS107", (text, "random numbers of the process were drawn to read them"))
+            same = f"all ranks drew the same random numbers to read theirs{where}"
+            return Cause("LS106", (text, same))
+        return Cause("LS107", (text, f"random numbers were drawn to read them{where}"))
     if case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
         return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
-    return Cause("LS107", (text, "no draw of a random number was seen"))
+    left = (
+        "what is left is a generator of numpy's or Python's that is the dataset's own, the clock, "
+    )
+    return Cause(
+        "LS107", (text, f"no draw from torch or a global stream was seen; {left}or the rank")
+    )
 
 
 def _which(samples: Iterable[Sample], case: Divergence) -> str:
@@ -440,11 +613,12 @@ def shown(things: Sequence[object]) -> str:
     return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
 
 
-_KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
+KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
     "initial": (_of_initial, "the parameters before the first step"),
     "replicas": (_of_replicas, "the parameters of the ranks"),
     "samples": (_of_samples, "the samples of the global batch"),
     "contents": (_of_contents, "the content of samples"),
+    "unclipped": (_of_gradients, "gradients before they were clipped"),
     "gradients": (_of_gradients, "gradients"),
     "loss": (_of_loss, "the loss"),
     "rates": (_of_rates, "the learning rate"),
@@ -457,116 +631,4 @@ _KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
 
 def cause_of(case: Divergence) -> Cause:
     """The cause of a divergence."""
-    return _KINDS[case.what][0](case)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of one way, against the reference."""
-
-    reference: Recorded
-    other: Recorded
-    divergence: Divergence | None = None
-    cause: Cause | None = None
-
-    @property
-    def word(self) -> str:
-        """`EQUAL`, `DIFFERENT`, or `FAILED`: the script ended with an error of another kind."""
-        if self.other.error and not self.other.code:
-            return "FAILED"
-        return "EQUAL" if self.cause is None else "DIFFERENT"
-
-    @property
-    def names(self) -> list[str]:
-        """Of the tensors that the cause is about."""
-        names = self.cause.names if self.cause is not None else ()
-        if not names and self.divergence is not None:
-            names = self.divergence.names
-        return [name.partition("/")[2] or name for name in names]
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain values."""
-        found = []
-        if self.cause is not None:
-            divergence, updates = self.divergence, self.reference.updates
-            number = None if divergence is None else divergence.update
-            if number is not None and number < len(updates):
-                number = updates[number][0].step
-            entry = ENTRIES.get(self.cause.code)
-            found.append(
-                {
-                    "code": self.cause.code,
-                    "title": "" if entry is None else entry.title,
-                    "what": "" if divergence is None else divergence.what,
-                    "step": number,
-                    "names": self.names,
-                    "seen": list(self.cause.seen),
-                    **({} if self.cause.ratio is None else {"ratio": self.cause.ratio}),
-                }
-            )
-        return {
-            "verdict": self.word,
-            "way": self.other.way.name,
-            "processes": self.other.way.nproc,
-            "steps": len(self.reference.updates),
-            "losses": [update.loss for update in self.reference.updates],
-            "switched_off": list(self.other.notes),
-            "findings": found,
-        }
-
-    def lines(self) -> list[str]:
-        """For people."""
-        head = f"{self.word:9}  {self.other.way.name}"
-        if self.cause is None:
-            return [f"{head}: {_compared(self.reference.updates)}"]
-        lines = [f"{head}, first in {_place(self.divergence)}" if self.divergence else head]
-        entry = ENTRIES.get(self.cause.code)
-        if entry is not None:
-            lines.append(f"  cause   {entry.code}: {entry.title}")
-        for text in self.cause.seen:
-            first, *rest = text.splitlines()
-            lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
-        if self.names:
-            lines.append(f"  where   {shown(self.names)}")
-        if entry is not None:
-            lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
-        printed = self.other.output.splitlines() if self.word == "FAILED" else []
-        return lines + [f"  | {line}" for line in printed]
-
-
-def judge(reference: Recorded, other: Recorded) -> Verdict:
-    """Compares a run with the reference."""
-    if other.error:
-        seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
-        return Verdict(reference, other, cause=Cause(other.code, (seen,)))
-    tolerance = FLOAT64 if other.way.precision == "fp64" else FLOAT32
-    found = first_divergence(reference.updates, other.updates, tolerance)
-    return Verdict(reference, other, found, None if found is None else cause_of(found))
-
-
-def _place(divergence: Divergence) -> str:
-    what = _KINDS[divergence.what][1]
-    if divergence.what == "length":
-        return what
-    if divergence.names:
-        what += f" ({len(divergence.names)} of {divergence.of})"
-    update = divergence.one[0]
-    several = len({update[0].optimizer for update in divergence.reference}) > 1
-    of_optimizer = f" of optimizer {update.optimizer}" if several else ""
-    return f"{what}, step {update.step}{of_optimizer}"
-
-
-def _compared(updates: Sequence[Update]) -> str:
-    if not updates:
-        return "nothing was compared"
-    first = updates[0]
-    kinds = [
-        f"{len(updates)} optimizer steps",
-        f"{first.samples} samples each" if first.samples else "",
-        "losses" if first.loss is not None else "",
-        f"{len(first.merged('gradients'))} gradients",
-        f"{len(first.merged('parameters'))} parameters",
-        f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
-        "learning rates",
-    ]
-    return ", ".join(filter(None, kinds))
+    return KINDS[case.what][0](case)

@@ -38,6 +38,14 @@ class Taken:
     """What the batch may weigh: its samples, and what is not padding in each of its tensors."""
     stream: str = ""
     """A digest of the random numbers drawn, in this process, while it was read; empty: none."""
+    drawn: str = ""
+    """In words, what they were drawn from."""
+    workers: bool = False
+    """Other processes read it, whose draws are not seen."""
+    iterable: bool = False
+    """It is of an IterableDataset."""
+    order_fixed: bool = False
+    """A DistributedSampler dealt it out that shuffles, and has not been told any epoch."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +58,8 @@ class ScriptCall:
     """Its input carries a gradient."""
     of_gradient: bool = False
     """Its input is the gradient of a parameter."""
+    passes: int = 0
+    """How many backward passes of the update came before it."""
 
 
 @dataclass(kw_only=True)
@@ -72,6 +82,18 @@ class RankUpdate:
     drew: bool = False
     """Random numbers were drawn between the last batch and the step."""
     draw_line: str = ""
+    loss_line: str = ""
+    """Of the last backward pass."""
+    optimizer_line: str = ""
+    """Where the optimizer was made."""
+    gathered: str = ""
+    """The line of an all-gather whose result the loss was made of, without its gradient."""
+    compares: bool = False
+    """The loss compares samples: what one's output should become depends on another's output."""
+    bare: Sequence[str] = ()
+    """Parameters to train of models that are neither wrapped nor prepared."""
+    bare_line: str = ""
+    """Of a training forward pass of such a model."""
     past_wrapper: str = ""
     """The line of a training forward pass around DDP; empty: there was none."""
     not_averaged: Sequence[str] = ()
@@ -84,6 +106,8 @@ class RankUpdate:
     """A digest of each parameter before the update, of those that are whole on this rank."""
     gradients: Mapping[str, Array] = field(default_factory=dict)
     """As the optimizer found them."""
+    unclipped: Mapping[str, Array] = field(default_factory=dict)
+    """The same before the script clipped them, once its backward passes were over."""
     local: list[dict[str, Any]] = field(default_factory=list)
     """As each backward pass of this rank left them, before they were averaged; may be empty."""
     parameters: Mapping[str, Array] = field(default_factory=dict)
@@ -100,6 +124,10 @@ class Update(tuple[RankUpdate, ...]):
     """One update on all ranks."""
 
     __slots__ = ()
+
+    def first(self, what: str) -> str:
+        """A line that some rank knows; empty: none does."""
+        return next(filter(None, (getattr(rank, what) for rank in self)), "")
 
     def merged(self, what: str) -> dict[str, Any]:
         """The arrays of all ranks, by name; of what several have, that of the lowest rank."""
@@ -204,7 +232,7 @@ FLOAT32 = Tolerance(relative=1e-3, absolute=1e-5)
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two trainings differ, with all that may explain it."""
+    """A place where two trainings differ, with all that may explain it."""
 
     reference: Sequence[Update]
     other: Sequence[Update]
@@ -212,8 +240,8 @@ class Divergence:
     update: int
     """Which update, from 0; what is compared before it counts as of update 0."""
     what: str
-    """`initial`, `replicas`, `samples`, `contents`, `gradients`, `loss`, `rates`, `parameters`,
-    `buffers` or `length`."""
+    """`initial`, `replicas`, `samples`, `contents`, `unclipped`, `gradients`, `loss`, `rates`,
+    `parameters`, `buffers` or `length`."""
     names: tuple[str, ...] = ()
     """Of the tensors that differ."""
     of: int = 0
@@ -240,19 +268,43 @@ class Divergence:
         return max(1e-7, 10 * self.tolerance.relative)
 
 
-def first_divergence(
+_VALUES = {"replicas", "unclipped", "gradients", "loss", "parameters", "buffers"}
+"""What follows from what was trained before."""
+_FOLLOWS = {
+    "initial": _VALUES,
+    "replicas": _VALUES,
+    "samples": _VALUES | {"contents", "length"},
+    "contents": _VALUES,
+    "unclipped": {"gradients", "loss", "parameters", "buffers"},
+    "gradients": {"loss", "parameters", "buffers"},
+    "loss": {"loss"},
+    "rates": {"parameters"},
+}
+"""What is no finding of its own in the update in which this differs."""
+
+
+def divergences(
     reference: Sequence[Update], other: Sequence[Update], tolerance: Tolerance
-) -> Divergence | None:
-    """The first place where `other` is not what `reference` is; None: there is none."""
+) -> list[Divergence]:
+    """Where `other` is not what `reference` is, in order; no kind twice, and none that follows.
+
+    Samples and learning rates do not depend on what was trained before, so they are compared
+    further; values are not, once something that they follow from has differed.
+    """
+    found: dict[str, Divergence] = {}
+    follow: set[str] = set()
     for number, (one, many) in enumerate(zip(reference, other, strict=False)):
-        first = next(_differences(one, many, tolerance), None)
-        if first is not None:
-            what, names, of = first
-            return Divergence(reference, other, tolerance, number, what, tuple(names), of)
-    if len(reference) != len(other):
+        for what, names, of in _differences(one, many, tolerance):
+            if what not in found and what not in follow:
+                names = tuple(names)
+                found[what] = Divergence(reference, other, tolerance, number, what, names, of)
+                follow |= _FOLLOWS.get(what, set())
+        if found.keys() - {"loss"}:
+            follow |= _VALUES
+    if len(reference) != len(other) and "length" not in follow:
         shorter = min(len(reference), len(other))
-        return Divergence(reference, other, tolerance, shorter, "length")
-    return None
+        found["length"] = Divergence(reference, other, tolerance, shorter, "length")
+    return list(found.values())
 
 
 def _differences(
@@ -269,10 +321,13 @@ def _differences(
         yield "samples", (), one.samples
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
+    # What each rank clips alone is judged by what is made of it.
+    if not many.ranks_that_differ("unclipped", tolerance):
+        yield from _of_tensors("unclipped", one, many, tolerance)
     yield from _of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
         yield "loss", (), 0
-    if not np.allclose(one[0].rates, many[0].rates, rtol=tolerance.relative, atol=0):
+    if any(_rates_differ(one[0], rank, tolerance) for rank in many):
         yield "rates", (), 0
     yield from _of_tensors("parameters", one, many, tolerance)
     yield from _of_tensors("buffers", one, many, tolerance)
@@ -303,6 +358,11 @@ def _losses_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
         tolerance.differ(np.array(a), np.array(b), max(1.0, abs(a)))
         for b in (sum(each) / len(each), sum(each))
     )
+
+
+def _rates_differ(one: RankUpdate, other: RankUpdate, tolerance: Tolerance) -> bool:
+    same = len(one.rates) == len(other.rates)
+    return not (same and np.allclose(one.rates, other.rates, rtol=tolerance.relative, atol=0))
 
 
 def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:

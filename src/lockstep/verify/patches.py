@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.distributed.torch_compat import DropoutNd
+from lockstep.distributed.torch_compat import DropoutNd, pytree
 from lockstep.errors import user_line
 from lockstep.optim.precision import in_double
 
@@ -55,6 +55,8 @@ class DeterminismPatches(TorchFunctionMode):
         """What was switched off, in words, and how often it was met."""
         self.draw_line = ""
         """The user's line of the first draw of a random number; empty: there was none."""
+        self.follows_gathers = False
+        """Some all-gather has taken in a tensor with a gradient; see `mark`."""
         self._numbers = hashlib.blake2b(digest_size=8)
         self._quieted: set[int] = set()
 
@@ -69,12 +71,21 @@ class DeterminismPatches(TorchFunctionMode):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
         elif getattr(func, "__name__", "") in _DRAWS:
-            self.draw_line = self.draw_line or user_line() or "somewhere"
+            if not self.draw_line:
+                own = kwargs.get("generator") not in (None, torch.default_generator)
+                self.draw_line = (
+                    user_line() or "somewhere"
+                ) + own * ", a torch.Generator of its own"
             drawn = func(*args, **kwargs)
             if isinstance(drawn, torch.Tensor) and drawn.device.type != "meta":
                 self._numbers.update(digest(drawn).encode())
             return drawn
-        return func(*args, **kwargs)
+        if not self.follows_gathers:
+            return func(*args, **kwargs)
+        line = next(filter(None, map(gathered_at, pytree.tree_leaves((args, kwargs)))), "")
+        made = func(*args, **kwargs)
+        mark(made, line)
+        return made
 
     def quiet(self, module: nn.Module) -> None:
         """Takes the dropout and the other dtypes out of a module, once."""
@@ -188,6 +199,18 @@ class DeterminismPatches(TorchFunctionMode):
         if training and rate:
             self.off["dropout functions"] += 1
         return kwargs["input"] if "input" in kwargs else args[0]
+
+
+def mark(values: Any, line: str) -> None:
+    """Tensors come from an all-gather that carries no gradient, in a line; empty: they do not."""
+    for leaf in pytree.tree_leaves(values) if line else ():
+        if isinstance(leaf, torch.Tensor):
+            leaf.__dict__["_gathered_at"] = line
+
+
+def gathered_at(value: Any) -> str:
+    """The line of the all-gather without a gradient that a tensor was made of; empty: of none."""
+    return str(value.__dict__.get("_gathered_at", "")) if isinstance(value, torch.Tensor) else ""
 
 
 def digest(tensor: torch.Tensor) -> str:

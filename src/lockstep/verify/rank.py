@@ -22,12 +22,13 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lockstep import step
 from lockstep.data.loader import Loader
@@ -43,6 +44,9 @@ _REDUCES = (
     "all_reduce", "reduce", "broadcast",
     "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
 )  # fmt: skip
+
+_STREAMS = ("numpy's global stream", "the global stream of Python's random", "the GPU's")
+"""Of `random_streams`, after torch's."""
 
 
 def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: Path) -> None:
@@ -108,16 +112,20 @@ def _watch_functions(recorder: Recorder) -> None:
         # What Lockstep exchanges itself is not of the script's making.
         if not sys._getframe(2).f_globals["__name__"].startswith("lockstep."):
             tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
-            recorder.called(name, args[place] if len(args) > place else tensor)
+            tensor = args[place] if len(args) > place else tensor
+            into = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+            recorder.called(name, tensor, into if place else None)
 
     for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
         # The tensor that goes in comes first, but for the gathers, which put what comes out there.
         _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)))
     _tell(LRScheduler, "step", lambda *_, **__: recorder.called("schedule", None))
     utils: Any = torch.nn.utils
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        _tell(utils.clip_grad, name, lambda *_, **__: recorder.called("clip", None))
-        setattr(utils, name, getattr(utils.clip_grad, name))
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        _tell(utils, name, lambda *_, **__: recorder.clips())
+        setattr(utils.clip_grad, name, getattr(utils, name))
+    _tell(Optimizer, "__init__", lambda optimizer, *_, **__: recorder.built(optimizer))
+    _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
 
 
 def _tell(owner: Any, name: str, tell: Callable[..., None]) -> None:
@@ -154,8 +162,14 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
             if torch.is_grad_enabled():
                 # torch's numbers are seen themselves; of the others, the streams they come from.
                 others = zip(before[1:], random_streams()[1:], strict=False)
-                moved = [a for a, b in others if a != b]
-                recorder.took(loader, ids, batch, patches.draws() + "".join(moved))
+                moved = {kind: a for kind, (a, b) in zip(_STREAMS, others, strict=False) if a != b}
+                recorder.took(
+                    loader,
+                    ids=ids,
+                    batch=batch,
+                    stream=patches.draws() + "".join(moved.values()),
+                    drawn="; ".join(filter(None, (patches.draw_line, *moved))),
+                )
             yield batch
 
     def of_torch(self: DataLoader[Any]) -> Iterator[Any]:

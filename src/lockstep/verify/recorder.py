@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
@@ -26,7 +28,7 @@ from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
-from lockstep.verify.patches import DeterminismPatches, digest
+from lockstep.verify.patches import DeterminismPatches, digest, gathered_at, mark
 from lockstep.verify.record import UpdateWriter
 
 _IGNORED = -100
@@ -76,17 +78,28 @@ def _digests(rows: list[Tensor], count: int) -> list[str]:
 
 
 def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
-    """Samples, and of each whole-number tensor what is not ignored, not zero, or set."""
+    """Samples, and of each whole-number tensor what is not ignored, not zero, or set.
+
+    Also without the first column, as the loss of a language model leaves it out, and what is not
+    the value that ends most rows, which may be padding.
+    """
     found = {"samples": float(count)}
-    for number, tensor in enumerate(rows):
+    tensors = {f"tensor {number}": tensor for number, tensor in enumerate(rows)}
+    for name, tensor in list(tensors.items()):
+        if tensor.dim() > 1 and tensor.shape[1] > 1:
+            tensors[f"{name} without its first column"] = tensor[:, 1:]
+    for name, tensor in tensors.items():
         if tensor.is_complex() or tensor.is_floating_point():
             is_mask = bool(((tensor == 0) | (tensor == 1)).all())
             if is_mask and tensor.dim() > 1:
-                found[f"ones in tensor {number}"] = float(tensor.sum())
+                found[f"ones in {name}"] = float(tensor.sum())
             continue
         kept = tensor[tensor != _IGNORED] if tensor.dtype != torch.bool else tensor
-        found[f"labels in tensor {number}"] = float(kept.numel())
-        found[f"non-zero values in tensor {number}"] = float(kept.count_nonzero())
+        found[f"labels in {name}"] = float(kept.numel())
+        found[f"non-zero values in {name}"] = float(kept.count_nonzero())
+        if tensor.dim() == 2 and tensor.numel():
+            padding = int(tensor[:, -1].long().mode().values)
+            found[f"values but {padding} in {name}"] = float((tensor != padding).sum())
     return found
 
 
@@ -120,8 +133,14 @@ class Recorder(Callback):
         """What happened since the last one."""
         self._streams: list[str] | None = None
         """The random streams, when the last batch was handed out."""
-        self._rows: list[float] = []
-        """Of what models were called with, where no loader hands out batches."""
+        self._rows: list[Taken] = []
+        """What models were called with, where no loader hands out batches."""
+        self._outputs: list[Tensor] = []
+        """Of models, since the last backward pass."""
+        self._unclipped: dict[str, Array] = {}
+        self._lines: dict[Optimizer, str] = {}
+        self.told: set[Any] = set()
+        """Samplers that were told an epoch."""
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
         self._passes: dict[Any, int] = {}
@@ -136,6 +155,7 @@ class Recorder(Callback):
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
         self.of_lockstep = True
+        self.models.prepared.add(id(unwrap(module)))
         self._meet(module)
 
     def delivered(self, event: BatchEvent) -> None:
@@ -155,17 +175,21 @@ class Recorder(Callback):
 
     # Of the hooks
 
-    def took(self, loader: Any, ids: list[int] | None, batch: Any, stream: str) -> None:
+    def took(self, loader: DataLoader[Any], batch: Any, **known: Any) -> None:
         """A DataLoader of torch's handed out a batch to train on.
 
         Args:
             loader: which.
-            ids: the indices of its samples, where they are known.
             batch: as it was handed out.
-            stream: a digest of the random numbers drawn to read it; empty: none were.
+            **known: what else is known of it: `ids`, `stream`, `drawn`.
         """
-        epoch = max(0, self._passes.get(loader, 0) - 1)
-        self._take(loader, look_at(batch, epoch=epoch, ids=ids, stream=stream))
+        sampler = loader.sampler
+        known["epoch"] = max(0, self._passes.get(loader, 0) - 1)
+        known["workers"] = loader.num_workers > 0
+        known["iterable"] = isinstance(loader.dataset, IterableDataset)
+        shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        known["order_fixed"] = shuffles and sampler not in self.told
+        self._take(loader, look_at(batch, **known))
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -175,22 +199,49 @@ class Recorder(Callback):
         """A backward pass begins at a loss."""
         if self._weighted:
             return
-        self._update.losses.append(float(loss.detach()))
-        self._update.local.append({})
+        update, outputs = self._update, self._outputs
+        update.loss_line = user_line() or ""
+        update.gathered = update.gathered or gathered_at(loss)
+        samples = sum(taken.weights["samples"] for taken in (update.taken or self._rows)[-1:])
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            update.compares = update.compares or compares_samples(loss, outputs, int(samples))
+        update.losses.append(float(loss.detach()))
+        update.local.append({})
+        self._outputs, self._unclipped = [], {}
 
-    def called(self, name: str, tensor: Any) -> None:
-        """The script called a function that matters for gradients, with this tensor."""
+    def built(self, optimizer: Optimizer) -> None:
+        """The script makes an optimizer."""
+        self._lines[optimizer] = user_line() or ""
+
+    def clips(self) -> None:
+        """The script is about to clip gradients."""
+        self.called("clip", None)
+        if not self._unclipped:
+            named = self.models.parameters()
+            self._unclipped = _arrays((n, p.grad) for n, p in named if p.grad is not None)
+
+    def called(self, name: str, tensor: Any, into: Any = None) -> None:
+        """The script called a function that matters for gradients.
+
+        Args:
+            name: of the function.
+            tensor: what it was given.
+            into: what it fills in without a gradient.
+        """
         known = isinstance(tensor, Tensor)
         storage = _storage(tensor) if known else 0
         own = (_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None)
-        self._update.calls.append(
-            ScriptCall(
-                name=name,
-                line=user_line() or "",
-                of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
-                of_gradient=storage != 0 and storage in own,
-            )
+        call = ScriptCall(
+            name=name,
+            line=user_line() or "",
+            of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
+            of_gradient=storage != 0 and storage in own,
+            passes=len(self._update.losses),
         )
+        self._update.calls.append(call)
+        if call.of_graph and into is not None:
+            self._patches.follows_gathers = True
+            mark(into, call.line)
 
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
         """DDP was put around a module."""
@@ -211,13 +262,19 @@ class Recorder(Callback):
             update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
         self._meet(module)
         trains = next(module.parameters(), None) is not None and torch.is_grad_enabled()
+        if trains and not self.models.is_wrapped(module):
+            update.bare_line = update.bare_line or user_line() or ""
         if trains and len(self._rows) == len(update.losses):
-            self._rows.append(look_at(inputs).weights["samples"])
+            self._rows.append(look_at(inputs, ids=()))
         return self._patches.converted(inputs) if _holds_tensors(module) else None
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
         self._depth -= 1
+        if self._depth == 0 and torch.is_grad_enabled():
+            leaves = pytree.tree_leaves(output)
+            tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            self._outputs = [*self._outputs, *tensors][-_MOST_PIECES:]
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step."""
@@ -234,11 +291,15 @@ class Recorder(Callback):
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
         update.gradients = gradients
+        update.unclipped = {
+            n: self._unclipped.get(n, gradient) for n, gradient in gradients.items()
+        }
         update.held = {name: digest(p) for name, p in named if not is_sharded(p)}
         update.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        update.not_averaged = self.models.not_averaged()
-        if not update.taken:  # of these only the sizes are known
-            update.taken = [Taken(ids=(), weights={"samples": rows}) for rows in self._rows]
+        update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
+        update.optimizer_line = self._lines.get(optimizer, "")
+        if not update.taken:  # these may be made from the batch, so they are not compared with it
+            update.taken = self._rows
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -253,6 +314,7 @@ class Recorder(Callback):
         self._writer.write(update)
         self._taken[optimizer] += 1
         self._update, self._rows = RankUpdate(counts=update.counts), []
+        self._outputs, self._unclipped = [], {}
         if self._streams is not None:
             self._streams = random_streams()
         self._weighted = False
@@ -289,6 +351,43 @@ class Recorder(Callback):
         if 0 < len(local) <= _MOST_PIECES:
             mine = gradient.detach()
             local[-1][name] = local[-1][name] + mine if name in local[-1] else mine.clone()
+
+
+def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """Whether the gradient of one sample's output changes with another sample's output.
+
+    By second derivatives, between two halves of the samples, which are parted by each bit of their
+    number in turn. What is constant between jumps (a choice by rank, a detached weight) is not
+    seen, nor is what torch cannot derive twice.
+    """
+    # Two views of each sample may be computed in one go; longer rows may be parts of a sample.
+    outputs = [t for t in outputs if samples > 1 and t.dim() and len(t) in (samples, 2 * samples)]
+    if not outputs or not loss.requires_grad:
+        return False
+    try:
+        firsts = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+        used = [
+            (out, g)
+            for out, g in zip(outputs, firsts, strict=True)
+            if g is not None and g.requires_grad
+        ]
+        for bit in range((samples - 1).bit_length() if used else 0):
+            probe, ones = torch.zeros(()), []
+            for out, first in used:
+                place = torch.arange(len(out), device=out.device) % samples >> bit & 1
+                ones.append(place.bool())
+                wave = torch.arange(first.numel(), device=out.device).cos().view_as(first)
+                probe = probe.to(first) + (first * wave)[ones[-1]].sum()
+            seconds = torch.autograd.grad(
+                probe, [out for out, _ in used], retain_graph=True, allow_unused=True
+            )
+            known = [(s, mine) for s, mine in zip(seconds, ones, strict=True) if s is not None]
+            most = max((float(s.abs().max()) for s, _ in known), default=0.0)
+            if any(bool((s[~mine].abs() > 1e-9 * most).any()) for s, mine in known if most):
+                return True
+    except RuntimeError:  # as torch says of a function without a second derivative
+        pass
+    return False
 
 
 def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> None:
@@ -341,6 +440,8 @@ class Models:
         """Of modules that were asked for, and of those beside them, by id."""
         self.averaged: dict[int, set[int]] = {}
         """The parameters that DDP averages, by the id of the module that it wraps."""
+        self.prepared: set[int] = set()
+        """Ids of modules that Lockstep has wrapped."""
 
     def add(self, module: nn.Module) -> None:
         """A module that was wrapped or called; what is inside of a known one is known."""
@@ -385,6 +486,23 @@ class Models:
             if id(unwrap(module)) in self.averaged
             for name, parameter in unwrap(module).named_parameters()
             if parameter.requires_grad and id(parameter) not in known
+        ]
+
+    def is_wrapped(self, module: nn.Module) -> bool:
+        """Whether what it is or wraps is in DDP, or was prepared."""
+        return id(unwrap(module)) in self.averaged.keys() | self.prepared
+
+    def bare(self) -> list[str]:
+        """Parameters to train of models that are neither wrapped nor prepared."""
+        known = set().union(*self.averaged.values())
+        bare = [root for root, module in self._roots if not self.is_wrapped(module)]
+        return [
+            name
+            for name, parameter in self.parameters()
+            if parameter.requires_grad
+            and id(parameter) not in known
+            and not is_sharded(parameter)
+            and name.split("/")[0] in bare
         ]
 
     def _named(self, what: str) -> Iterator[tuple[str, Any]]:

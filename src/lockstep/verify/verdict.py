@@ -1,0 +1,212 @@
+"""The verdict on a run: all that was found, the first difference first, in words and as JSON.
+
+Steps are counted from 1 here, as people do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from lockstep.verify.catalogue import ENTRIES
+from lockstep.verify.causes import KINDS, Cause, cause_of, repeated, shown
+from lockstep.verify.compare import (
+    FLOAT32,
+    FLOAT64,
+    Divergence,
+    Tolerance,
+    Update,
+    divergences,
+)
+from lockstep.verify.record import Recorded
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, and where it was found."""
+
+    cause: Cause
+    case: Divergence | None = None
+    """None: the script ended with it, or it is known without a reference."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that the cause is about."""
+        names = self.cause.names or (self.case.names if self.case is not None else ())
+        return [name.partition("/")[2] or name for name in names]
+
+    @property
+    def place(self) -> str:
+        """In words."""
+        case = self.case
+        if case is None or case.what == "length":
+            return "" if case is None else KINDS[case.what][1]
+        what = KINDS[case.what][1]
+        if case.names:
+            what += f" ({len(case.names)} of {case.of})"
+        update = case.one[0]
+        several = len({update[0].optimizer for update in case.reference}) > 1
+        of_optimizer = f" of optimizer {update.optimizer + 1}" if several else ""
+        return f"{what}, step {update.step + 1}{of_optimizer}"
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain values."""
+        number = None
+        if self.case is not None:
+            number = self.case.update + 1
+            if self.case.what != "length":
+                number = self.case.one[0].step + 1
+        entry = ENTRIES.get(self.cause.code)
+        return {
+            "code": self.cause.code,
+            "title": "" if entry is None else entry.title,
+            "what": "" if self.case is None else self.case.what,
+            "step": number,
+            "names": self.names,
+            "seen": list(self.cause.seen),
+            **({} if self.cause.ratio is None else {"ratio": self.cause.ratio}),
+        }
+
+    def lines(self, word: str = "cause") -> list[str]:
+        """For people."""
+        lines = []
+        entry = ENTRIES.get(self.cause.code)
+        if entry is not None:
+            lines.append(f"  {word:7} {entry.code}: {entry.title}")
+        for text in self.cause.seen:
+            first, *rest = text.splitlines()
+            lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
+        if self.names:
+            lines.append(f"  where   {shown(self.names)}")
+        if entry is not None:
+            lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
+        return lines
+
+
+def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
+    """What is wrong with a run by itself, whatever a reference says.
+
+    Gradients and parameters that differ between ranks, inputs that are the same on all of them, and
+    orders that repeat. A sampler that is told its epoch only after a pass looks like LS103 until
+    then, and where the order is meant to repeat it is no fault.
+    """
+    found: list[Finding] = []
+    for number, update in enumerate(updates):
+        for what, names in (
+            ("replicas", update.replicas_that_differ()),
+            ("gradients", update.ranks_that_differ("gradients", tolerance)),
+        ):
+            if names and not found:
+                values = (number, what, tuple(names), len(update.merged("gradients")))
+                case = Divergence(updates, updates, tolerance, *values)
+                found.append(Finding(cause_of(case), case))
+        whole = all(rank.gradients.keys() <= rank.held.keys() for rank in update)
+        ranks = [Counter(c for t in r.taken for c in t.contents) for r in update if r.counts]
+        unknown = not any(batch.ids for batch in update.batches)
+        if whole and unknown and repeated(ranks):
+            stream = all(batch.iterable for batch in update.batches)
+            seen = f"in step {update[0].step + 1} every rank had the same"
+            found.append(Finding(Cause("LS108" if stream else "LS101", (seen,))))
+    repeats = _repeated_orders(updates)
+    if repeats:
+        found.append(Finding(Cause("LS103", (repeats,))))
+    return found
+
+
+def _repeated_orders(updates: Sequence[Update]) -> str:
+    """An order that several epochs have, in words; empty: there is none, or it is the data's."""
+    orders: dict[tuple[int, int], list[int]] = defaultdict(list)
+    batches = [batch for update in updates for batch in update[0].taken if batch.ids]
+    for batch in batches:
+        orders[batch.loader, batch.epoch] += batch.ids or ()
+    for (loader, epoch), order in orders.items():
+        before = orders.get((loader, epoch - 1), [])[: len(order)]
+        same = before == order[: len(before)] and len(before) >= _BY_CHANCE
+        if same and any(a > b for a, b in pairwise(before)):
+            return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
+    if batches and any(batch.order_fixed for batch in batches[-1:]):
+        return (
+            "DistributedSampler was told no epoch before the first pass; without set_epoch the "
+            "next has the same order"
+        )
+    return ""
+
+
+_BY_CHANCE = 6
+"""Samples that come in one order twice do so by chance, if they are fewer."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one way, against the reference."""
+
+    reference: Recorded
+    other: Recorded
+    findings: tuple[Finding, ...] = ()
+    """The first one first, then what is known without the reference."""
+
+    @property
+    def word(self) -> str:
+        """`EQUAL`, `DIFFERENT`, or `FAILED`: the script ended with an error of another kind."""
+        if self.other.error:
+            return "DIFFERENT" if self.other.code else "FAILED"
+        return "DIFFERENT" if any(found.case for found in self.findings) else "EQUAL"
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain values."""
+        return {
+            "verdict": self.word,
+            "way": self.other.way.name,
+            "processes": self.other.way.nproc,
+            "steps": len(self.reference.updates),
+            "losses": [update.loss for update in self.reference.updates],
+            "switched_off": list(self.other.notes),
+            "findings": [found.as_json() for found in self.findings],
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        head = f"{self.word:9}  {self.other.way.name}"
+        if self.word == "EQUAL":
+            lines = [f"{head}: {_compared(self.reference.updates)}"]
+            return lines + [line for found in self.findings for line in found.lines("also")]
+        first, *others = self.findings
+        lines = [f"{head}, first in {first.place}" if first.place else head, *first.lines()]
+        for found in others:
+            lines += [f"  and in  {found.place}"] if found.place else []
+            lines += found.lines("cause" if found.place else "also")
+        printed = self.other.output.splitlines() if self.word == "FAILED" else []
+        return lines + [f"  | {line}" for line in printed]
+
+
+def judge(reference: Recorded, other: Recorded) -> Verdict:
+    """Compares a run with the reference."""
+    tolerance = FLOAT64 if other.way.precision == "fp64" else FLOAT32
+    if other.error:
+        seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
+        return Verdict(reference, other, (Finding(Cause(other.code, (seen,))),))
+    cases = divergences(reference.updates, other.updates, tolerance)
+    found = [Finding(cause_of(case), case) for case in cases]
+    for more in of_run(other.updates, tolerance):
+        if more.cause.code not in {each.cause.code for each in found}:
+            found.append(more)
+    return Verdict(reference, other, tuple(found))
+
+
+def _compared(updates: Sequence[Update]) -> str:
+    if not updates:
+        return "nothing was compared"
+    first = updates[0]
+    kinds = [
+        f"{len(updates)} optimizer steps",
+        f"{first.samples} samples each" if first.samples else "",
+        "losses" if first.loss is not None else "",
+        f"{len(first.merged('gradients'))} gradients",
+        f"{len(first.merged('parameters'))} parameters",
+        f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
+        "learning rates",
+    ]
+    return ", ".join(filter(None, kinds))
