@@ -1,9 +1,10 @@
 """What the checks that are always on cost, as a share of a training step under ddp.
 
 Two processes (Gloo, one thread each) train with Lockstep as in bench_step.py, over a prepared
-loader, at the default settings. Checks of every step are timed where they happen, in the loop, and
-the steps around them too. Those of every 200 steps are then called in a row, after a barrier each,
-and count by as much less. All times are medians of rank 0; the clock's own cost is taken off.
+loader, at the default settings. Each check is timed where it happens, in the loop, and the steps
+around it too. What a check takes in the steps in which it compares the ranks, waiting for the other
+one among it, counts by as much less as these are rarer. All times are medians of rank 0; the
+clock's own cost is taken off.
 
     python benchmarks/bench_checks.py [--out benchmarks/results/checks.json]
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 STEPS = {"mlp": 2000, "digits": 400, "resnet18": 30}
 
 
-def timed(owner: Any, name: str, times: list[float]) -> None:
-    """Calls of a method are timed from now on."""
+def timed(owner: Any, name: str, spent: Counter[str], check: str) -> None:
+    """Adds up what the calls of a method take from now on."""
     function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +31,7 @@ def timed(owner: Any, name: str, times: list[float]) -> None:
         try:
             return function(*args, **kwargs)
         finally:
-            times.append(time.perf_counter() - begun)
+            spent[check] += time.perf_counter() - begun
 
     setattr(owner, name, call)
 
@@ -43,53 +44,60 @@ def train(kind: str) -> dict[str, Any]:
 
     import lockstep
     from lockstep.data.coverage import Coverage
-    from lockstep.guards.parameters import ParameterGuard
-    from lockstep.guards.replicas import EVERY, check_replicas
+    from lockstep.guards import GUARDS
+    from lockstep.guards.base import Guard
+    from lockstep.step import CHECK_EVERY, check_due
     from lockstep.strategies.ddp import ExactDDP
 
     torch.set_num_threads(1)
-    clock: list[float] = []
+    spent: Counter[str] = Counter()
     nothing = argparse.Namespace(call=lambda: None)
-    timed(nothing, "call", clock)
+    timed(nothing, "call", spent, "clock")
     for _ in range(1000):
         nothing.call()
-    every_step: dict[str, list[float]] = {"samples counted": [], "gradients looked at": []}
-    timed(Coverage, "add", every_step["samples counted"])
-    timed(ExactDDP, "check_gradients", every_step["gradients looked at"])
-    steps: list[float] = []
+    clock = spent["clock"] / 1000
+    hooks = [(Coverage, "add"), (ExactDDP, "check_gradients")]
+    hooks += [
+        (guard, event)
+        for guard in GUARDS
+        for event, unused in vars(Guard).items()
+        if not event.startswith("_") and getattr(guard, event) is not unused
+    ]
+    for owner, event in hooks:
+        timed(owner, event, spent, f"{owner.__name__}.{event}")
+    seconds: list[float] = []
+    checks: list[dict[str, float]] = []
     with lockstep.init(seed=0, strategy="ddp") as world:
         model, data, local = problem(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(data, local * world.size, shuffle=True)
+        spent.clear()
         begun = time.perf_counter()
-        while len(steps) < STEPS[kind]:
+        while len(seconds) < STEPS[kind]:
             for images, labels in loader:
                 world.backward(F.cross_entropy(model(images), labels))
                 optimizer.step()
                 optimizer.zero_grad()
                 now = time.perf_counter()
-                steps.append(now - begun)
-                begun = now
-        kept = ParameterGuard(model, alone=False)
-        looks: dict[str, Callable[[], Any]] = {
-            "replicas compared": lambda: check_replicas(model.module, "benchmark"),
-            "parameters compared with those prepared": kept.check,
-        }
-        now_and_then: dict[str, list[float]] = {name: [] for name in looks}
-        for name, look in looks.items():
-            for _ in range(30):
-                world.barrier()
+                seconds.append(now - begun)
+                checks.append(dict(spent))
+                spent.clear()
                 begun = time.perf_counter()
-                look()
-                now_and_then[name].append(time.perf_counter() - begun)
-    own = median(clock)
+        parameters = sum(p.numel() for p in model.parameters())
+    usual = [found for n, found in enumerate(checks, 1) if not check_due(n)]
+    due = [found for n, found in enumerate(checks, 1) if check_due(n)]
+    names = sorted({name for found in checks for name in found})
+    every = {n: max(0.0, median(found.get(n, 0.0) for found in usual) - clock) for n in names}
     return {
-        "step": median(steps),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "every step": {name: max(0.0, median(t) - own) for name, t in every_step.items()},
-        "now and then": {name: median(t) for name, t in now_and_then.items()},
-        "steps between": EVERY,
+        "step": median(seconds),
+        "parameters": parameters,
+        "every step": every,
+        "now and then": {
+            name: max(0.0, median(found.get(name, 0.0) for found in due) - every[name])
+            for name in names
+        },
+        "steps between": CHECK_EVERY,
     }
 
 
@@ -102,13 +110,14 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for kind in STEPS:
-        results[kind] = found = lockstep.launcher(train, (kind,), nproc=2)[0]
+        results[kind] = found = lockstep.launch(train, (kind,), nproc=2)[0]
         step, every = found["step"], found["steps between"]
         print(f"\n{kind}: {found['parameters']:,} parameters, a step takes {step * 1e3:.2f} ms")
         rows = [(name, seconds, "") for name, seconds in found["every step"].items()]
         rows += [
             (name, seconds / every, f"  {seconds * 1e3:.2f} ms each {every} steps")
             for name, seconds in found["now and then"].items()
+            if seconds >= 1e-4
         ]
         rows.append(("all", sum(seconds for _, seconds, _ in rows), ""))
         for name, seconds, note in rows:

@@ -123,9 +123,7 @@ def _size(value: object) -> int:
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:
     problem = unstorable(value)
     if problem is None and value.nbytes > value.untyped_storage().nbytes() + _EXPANDED:
-        problem = (
-            f"claims {value.nbytes} bytes and has {value.untyped_storage().nbytes()} in the file"
-        )
+        problem = f"claims {value.nbytes} bytes and has {value.untyped_storage().nbytes()}"
     if problem:
         raise layout.unreadable(
             path,

@@ -271,9 +271,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path}", found, "use an earlier checkpoint of the same folder"
-    )
+    return CheckpointError(f"the checkpoint {path}", found, "use an earlier one of the folder")
 
 
 def hide(path: Path) -> Path:

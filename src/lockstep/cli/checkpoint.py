@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 _NAME = click.option("--name", metavar="NAME", help="One model, where there are several.")
-_TRUST = click.option(
-    "--trust", is_flag=True, help="Read a pickled model, which runs the code in the file."
-)
+_TRUST = click.option("--trust", is_flag=True, help="Read a pickled model, which runs code of it.")
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -160,9 +158,7 @@ def convert_command(
     size = shard_bytes(shard_size)
     there = next((path for path in (out, index_of(out)) if path.exists()), None)
     if there is not None and not overwrite:
-        raise SettingError(
-            f"the output {out}", f"{there} is there already", "add --overwrite, or another name"
-        )
+        raise SettingError(f"the output {out}", f"{there} is there already", "add --overwrite")
     contents = open_contents(source, **reading)
     done = convert(
         contents,

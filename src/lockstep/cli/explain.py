@@ -28,7 +28,7 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     found = catalogue.find(asked)
     if not found:
         raise click.UsageError(
-            f"Nothing in the catalogue is about {asked!r}. `lockstep explain` lists all entries."
+            f"Nothing in the catalogue is about {asked!r}: see `lockstep explain`."
         )
     width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
     if len(found) > 1:

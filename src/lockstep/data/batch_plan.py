@@ -180,7 +180,7 @@ def parse_shares(
     """
     if shares is None:
         return (1,) * size
-    advice = f"give one whole number a {of}, for example shares='2:3:3'"
+    do = f"give one whole number a {of}, for example shares='2:3:3'"
     try:
         parts = shares.split(":") if isinstance(shares, str) else list(shares)
         numbers = tuple(int(part) for part in parts)
@@ -188,14 +188,12 @@ def parse_shares(
     except (TypeError, ValueError):
         exact, numbers = False, ()
     if not exact:
-        raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
     if len(numbers) != size:
         wanted = f"a world size of {size}" if of == "rank" else counted(size, of)
         found = f"{counted(len(numbers), 'share')} for {wanted}"
-        raise SettingError(f"shares={shares!r}", found, advice)
+        raise SettingError(f"shares={shares!r}", found, do)
     if min(numbers) < 0 or max(numbers) == 0:
-        raise SettingError(
-            f"shares={shares!r}", "shares are at least 0, and one is above 0", advice
-        )
+        raise SettingError(f"shares={shares!r}", "shares are at least 0, and one is above 0", do)
     divisor = math.gcd(*numbers)
     return tuple(n // divisor for n in numbers)

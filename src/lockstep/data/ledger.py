@@ -303,9 +303,7 @@ def _check_files(attempt: Attempt, number: int, report: Report) -> None:
         report.find("LS102", f"start {number}: the file of rank {rank} is missing")
     for rank, file in sorted(attempt.files.items()):
         if file.cut:
-            report.notes.append(
-                f"start {number}, rank {rank}: the last record is cut off, as the process ended"
-            )
+            report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
         if file.damaged:
             report.find(
                 "LS405",
@@ -420,9 +418,7 @@ def _check_steps(steps: Mapping[int, int], report: Report) -> None:
         return
     first, last = min(steps), max(steps)
     if first > 0:
-        report.notes.append(
-            f"the ledger begins at step {first}; it does not cover what was trained before"
-        )
+        report.notes.append(f"the ledger begins at step {first}; what was before is not in it")
     missing = sorted(set(range(first, last)) - steps.keys())
     if missing:
         what = f"{counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"

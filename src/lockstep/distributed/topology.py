@@ -230,9 +230,7 @@ def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
     _same_world_size(environ, size, "Slurm")
     for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):
         if not environ.get(name):
-            raise SettingError(
-                "a run started by srun", f"{name} is not set", "start it with srun again"
-            )
+            raise SettingError("a run started by srun", f"{name} is not set", "start it anew")
     node_rank = _number(environ, "SLURM_NODEID")
     counts = expand_tasks(environ["SLURM_STEP_TASKS_PER_NODE"])
     if sum(counts) != size or not 0 <= node_rank < len(counts):
@@ -308,9 +306,7 @@ def port(environ: Environ) -> int | None:
     """MASTER_PORT, where it is set."""
     number = _optional(environ, "MASTER_PORT")
     if number is not None and not 0 < number < 65536:
-        raise SettingError(
-            f"MASTER_PORT={number}", "ports go from 1 to 65535", "set a free port in that range"
-        )
+        raise SettingError(f"MASTER_PORT={number}", "ports go from 1 to 65535", "set a free one")
     return number
 
 

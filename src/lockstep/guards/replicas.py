@@ -42,9 +42,7 @@ def check_equal(replicas: Replicas, when: str) -> None:
     extremes = torch.cat([mine, -mine])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
     largest, smallest = extremes.chunk(2)
-    differ = [
-        name for name, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same
-    ]
+    differ = [n for n, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same]
     if differ:
         raise RanksDifferError(
             f"replicas that stay equal ({when})",

@@ -454,9 +454,7 @@ class Agent(api.SimpleElasticAgent):
     def _others(self, attempt: Attempt) -> dict[int, ExitReport]:
         """What the other machines of the attempt have told, by node."""
         told = self._rdzv.published(_REPORT) if attempt.nodes > 1 else {}
-        return {
-            node: from_values(ExitReport, v) for node, v in told.items() if node != attempt.node
-        }
+        return {n: from_values(ExitReport, v) for n, v in told.items() if n != attempt.node}
 
     def _others_run(self, attempt: Attempt) -> bool:
         """Whether ranks of other machines have not ended, or not all have said so."""

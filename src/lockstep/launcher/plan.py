@@ -249,9 +249,7 @@ def node_numbers(asked: str) -> tuple[int, int]:
     parts = asked.split(":")
     numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
     if len(parts) > 2 or not 0 < numbers[0] <= numbers[-1]:
-        raise SettingError(
-            f"--nnodes {asked}", "not a number of machines", "write a number, or MIN:MAX"
-        )
+        raise SettingError(f"--nnodes {asked}", "not a number of machines", "write N or MIN:MAX")
     return numbers[0], numbers[-1]
 
 

@@ -107,9 +107,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     modules = dict(module.named_modules())
     possible = {name: m for name, m in modules.items() if name and _may_be_block(m)}
-    held = {
-        name: m for name, m in possible.items() if _only_holds(modules[name.rpartition(".")[0]])
-    }
+    held = {n: m for n, m in possible.items() if _only_holds(modules[n.rpartition(".")[0]])}
     for candidates in (held, possible):
         count = Counter(_kind(m) for m in candidates.values())
         repeated = {name: m for name, m in candidates.items() if count[_kind(m)] > 1}

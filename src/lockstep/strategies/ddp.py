@@ -22,7 +22,7 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
 from lockstep.errors import SettingError, UsageError, some
-from lockstep.settings import Choice, sized
+from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.step import CHECK_EVERY
 from lockstep.strategies import base
 from lockstep.strategies.replication import MovingBuffers, take_from_first
@@ -57,10 +57,7 @@ class DDP(base.Strategy):
                 "a bucket holds something",
                 "give MiB above 0",
             )
-        if self.check_every < 0:
-            raise SettingError(
-                f"check_every={self.check_every}", "a number of steps is at least 0", "0: never"
-            )
+        check_whole_number(f"check_every={self.check_every}", self.check_every, 0)
 
     def plan(self, run: Run) -> base.StrategyPlan:
         """A part of the batch for every rank."""

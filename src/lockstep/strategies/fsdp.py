@@ -48,7 +48,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
-from lockstep.settings import Choice, sized
+from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.fsdp_state import Outputs, Replaced, Sharded, check_hooks
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
@@ -212,10 +212,8 @@ class HSDP(FSDP):
     """How many neighbouring ranks share a copy of the model; None: those of one machine."""
 
     def __post_init__(self) -> None:
-        if self.shard_size is not None and self.shard_size < 1:
-            raise SettingError(
-                f"HSDP(shard_size={self.shard_size})", "it is a number of ranks", "give 1 or more"
-            )
+        if self.shard_size is not None:
+            check_whole_number(f"HSDP(shard_size={self.shard_size})", self.shard_size)
 
     def plan(self, run: Run) -> StrategyPlan:
         """Raises on every rank where the ranks do not make groups of the shard size.

@@ -268,9 +268,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
         trained = [p for p in group["params"] if p.requires_grad]
         made = [_without_data(p) for p in trained]
         where |= dict(zip(made, (p.device for p in trained), strict=True))
-        flags: dict[str, Any] = {
-            flag: False for flag in ("foreach", "fused", "capturable") if flag in group
-        }
+        flags: Any = {name: False for name in ("foreach", "fused", "capturable") if name in group}
         stand_in.param_groups.append({**group, **flags, "params": made})
     step: Any = type(inner).step
     try:

@@ -246,9 +246,7 @@ def misplaced(path: Path, name: str, file: str) -> CheckpointError:
 
 
 def _unlike(path: Path, found: str) -> CheckpointError:
-    return layout.unreadable(
-        path, found, "the files do not belong together: copy or download all of them again"
-    )
+    return layout.unreadable(path, found, "the files do not belong together: copy all again")
 
 
 def write_weights(

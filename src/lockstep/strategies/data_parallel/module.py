@@ -204,9 +204,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
     ) -> list[Any]:
         """In this thread where that gives the same; threads do not carry all modes of torch."""
         forwards = [vars(part).get("forward") for part in self.module.modules()]
-        meet = any(
-            isinstance(forward, BatchNormOverReplicas) and forward.meets for forward in forwards
-        )
+        meet = any(isinstance(f, BatchNormOverReplicas) and f.meets for f in forwards)
         if len(calls) > 1 and (meet or len(set(devices)) > 1):
             return parallel_apply(calls, devices)
         return [call() for call in calls]

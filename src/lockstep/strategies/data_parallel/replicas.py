@@ -157,9 +157,7 @@ class _Broadcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = [t for of_device in _broadcast(tensors, [ctx.home, *devices])[1:] for t in of_device]
         needed = ctx.needs_input_grad[1:] * len(devices)
-        ctx.mark_non_differentiable(
-            *(t for t, needs in zip(made, needed, strict=True) if not needs)
-        )
+        ctx.mark_non_differentiable(*(t for t, n in zip(made, needed, strict=True) if not n))
         return tuple(made)
 
     @staticmethod

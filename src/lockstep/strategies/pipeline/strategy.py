@@ -76,9 +76,7 @@ class Pipeline(Strategy):
             if value is not None:
                 check_whole_number(f"Pipeline({name}={value!r})", value)
         if isinstance(self.split, str):
-            raise SettingError(
-                f"Pipeline(split={self.split!r})", "it is one text", "give a list of names"
-            )
+            raise SettingError(f"split={self.split!r}", "it is one text", "give a list of names")
 
     def plan(self, run: Run) -> StrategyPlan:
         """One part of the batch for each pipeline, in micro-batches that keep its stages busy.
