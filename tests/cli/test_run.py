@@ -203,7 +203,7 @@ def test_flags_stand_before_the_script(
 
 def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
     options = torchrun_options()
-    flags = {name: option for option in options for name in option.opts}
+    flags = {name: option for option in options for name in option.opts if not option.is_eager}
     assert {"--nnodes", "--node_rank", "--rdzv-endpoint", "--no-python", "-t"} <= set(flags)
     own = {"-m", "--module", "--nproc-per-node", "--nproc_per_node"}
     for name, option in flags.items():
@@ -213,3 +213,7 @@ def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
             assert asked[-1].torchrun[1:] == value
             assert asked[-1].torchrun[0] in option.opts
     assert len(asked) == len(flags)
+    for name in {name for option in options for name in option.opts} - flags.keys():
+        assert name in ("--print-completion", "--print_completion")  # since torch 2.14
+        done = run(name, "bash")
+        assert (done.exit_code, "shtab" in done.output) in ((0, True), (1, True))

@@ -9,6 +9,7 @@ import io
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -390,6 +391,9 @@ def test_torchruns_template_for_the_prefix(tmp_path: Path, monkeypatch: pytest.M
         for descriptor in console.open(3, 0, tmp_path):
             os.close(descriptor)
         assert console._prefix.safe_substitute(rank=3, local_rank=0) == "<tr 3 0 ${other}>"
+    flags.log_line_prefix_template = "${hostname}:${rank}: "  # since torch 2.14; it goes first
+    with console_for(flags, 1) as console:
+        assert console._prefix.safe_substitute(rank=3) == f"{socket.gethostname()}:3: "
 
 
 ALL, NONE = {"stdout", "stderr"}, set[str]()

@@ -215,7 +215,9 @@ def test_a_process_is_bound_to_processors_by_torchs_command(
         bound.for_rank(99)
     cpus = {0: {0, 1, 2}, 1: {3}}
     monkeypatch.setattr(
-        binding, "_get_logical_cpus_to_bind_to", lambda gpu_index, numa_options: cpus[gpu_index]
+        binding,
+        "_get_logical_cpus_to_bind_to",
+        lambda numa_options, **index: cpus[sum(index.values())],
     )
     assert bound.for_rank(0).line == ("numactl", "--physcpubind=0-2", "python", "s.py")
     assert bound.for_rank(1).line == ("numactl", "--physcpubind=3", "python", "s.py")

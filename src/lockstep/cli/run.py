@@ -7,7 +7,7 @@ import signal
 import click
 
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import HangRules, LaunchSpec
+from lockstep.launcher.plan import HangRules, LaunchSpec, parse_flags
 from lockstep.launcher.worker import Script
 from lockstep.settings import seconds
 
@@ -55,6 +55,7 @@ def torchrun_options() -> list[click.Option]:
             is_flag=True if action.nargs == 0 else None,  # False: its value may be left out
             expose_value=False,
             callback=_lay_aside,
+            is_eager=action.dest == "print_completion",  # it takes no script
             hidden=True,
         )
         for action in get_args_parser()._actions
@@ -66,6 +67,8 @@ def _lay_aside(ctx: click.Context, option: click.Parameter, value: str | bool | 
     name = max(option.opts, key=len)
     if value is True:
         ctx.meta[_TORCHRUN].append(name)
+    elif value and option.is_eager:
+        parse_flags([name, value])  # torch's parser prints, and exits
     elif value not in (None, False):
         ctx.meta[_TORCHRUN] += [name, value]
 

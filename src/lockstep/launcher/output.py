@@ -19,6 +19,7 @@ import math
 import os
 import re
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -64,8 +65,9 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     """
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
     filters = {name: getattr(flags, f"duplicate_{name}_filters", None) or () for name in STREAMS}
-    prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _PREFIX
-    prefix = Template(prefix).safe_substitute(role_name=flags.role)
+    given = getattr(flags, "log_line_prefix_template", "")  # since torch 2.14
+    prefix = given or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _PREFIX
+    prefix = Template(prefix).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
     return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
 
