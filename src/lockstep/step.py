@@ -99,6 +99,8 @@ class Pass:
         """Global batches begun."""
         self.backwards = 0
         """Calls of `World.backward` for the present micro-batch."""
+        self.loss: Tensor | float = 0.0
+        """What `World.backward` was given of the present global batch, weighted and summed up."""
         self.accumulated = False
         """Whether the present global batch has gradients of micro-batches before this one."""
         self.stepped = False
@@ -178,6 +180,7 @@ class Step:
         if micro_batch.first:
             running.number += 1
             running.stepped = running.accumulated = False
+            running.loss = 0.0
             for begins in self.batch_begins:
                 begins()
         elif running.backwards:
@@ -197,10 +200,16 @@ class Step:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss of the present micro-batch, as much as it counts in that of the global batch."""
-        scale = self.running.micro_batch.scale
+        running = self.running
+        scale = running.micro_batch.scale
         weighted = loss if scale == 1.0 else loss * scale
+        # The mean over no samples is NaN, and does not count.
+        counted = weighted.detach() if scale else weighted.new_zeros(())
         for callback in self.callbacks:
-            callback.backward(weighted)
+            callback.backward(counted)
+        if running is self._outside and running.stepped:  # no loader says what a global batch is
+            running.loss, running.stepped = 0.0, False
+        running.loss = counted + running.loss
         return weighted
 
     def mark_stepped(self) -> None:

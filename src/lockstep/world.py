@@ -90,6 +90,16 @@ class World:
         """The present epoch of `epochs`, counted from 0."""
         return self._epochs.present
 
+    @property
+    def step(self) -> int:
+        """Global batches done, each by an optimizer step, since the training began."""
+        return self._run.step.number
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the present micro-batch closes its global batch: the optimizer steps in it."""
+        return self._run.step.current.last
+
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
 
@@ -205,6 +215,19 @@ class World:
         """
         self._preparer.backward(loss, **options)
 
+    def loss(self) -> float | None:
+        """The loss of the global batch, over all that `backward` was given on all ranks.
+
+        All ranks call it together; it waits for the device.
+
+        Returns:
+            The loss; None on micro-batches that do not close a global batch.
+
+        Raises:
+            UsageError: called before `backward`, or outside of the training loop.
+        """
+        return self._preparer.loss() if self.is_last_micro_batch else None
+
     def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
@@ -213,7 +236,7 @@ class World:
         Returns:
             The norm before clipping; None on micro-batches that do not close a global batch.
         """
-        if not self._run.step.current.last:
+        if not self.is_last_micro_batch:
             return None
         return self._preparer.clip(model, max_norm, norm_type)
 

@@ -213,6 +213,7 @@ class PreparedOptimizer(_Around, Optimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """What a closure gives; how it calls backward is looked at before anything is updated."""
+        self._step.running.loss = 0.0  # it may be called more than once
         loss = closure()
         self._check_backward()
         self._before()

@@ -198,6 +198,22 @@ class Preparer:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def loss(self) -> float:
+        """That of the present global batch; all ranks call it together.
+
+        Raises:
+            UsageError: it is not known, or not all of it.
+        """
+        running = self.run.step.running
+        if not running.backwards:
+            raise UsageError(
+                "world.loss()",
+                "world.backward was not given a loss of this micro-batch",
+                "call it in the training loop, after world.backward(loss)",
+            )
+        mean: float = self.run.collectives.mean(float(running.loss))
+        return mean
+
     def _check_accumulation(self) -> None:
         """Before the backward pass of one of several micro-batches.
 
