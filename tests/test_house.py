@@ -30,7 +30,7 @@ ORDER = (
     {"training"},
     {"world"},
     {"verify"},
-    {"cli"},
+    {"testing", "cli"},
 )
 """A room imports itself and the rooms before it; those of one line do not know each other."""
 BESIDE = {"launcher", "watchdog"}
@@ -41,7 +41,7 @@ SEEN_FROM_BESIDE = {
     "distributed.topology",
     "distributed.torch_compat",
 }
-MAY_USE_BESIDE = {"verify", "cli", ""}
+MAY_USE_BESIDE = {"verify", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
 MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = {"cli", "report"}

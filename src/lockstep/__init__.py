@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lockstep import errors as errors
     from lockstep import optim as optim
     from lockstep import strategies as strategies
+    from lockstep import testing as testing
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.checkpoint.weights import save_weights as save_weights
     from lockstep.launcher.spawn import launch as launch
@@ -37,6 +38,7 @@ _WHERE = {
     "optim": "lockstep.optim",
     "save_weights": "lockstep.checkpoint.weights",
     "strategies": "lockstep.strategies",
+    "testing": "lockstep.testing",
 }
 
 __all__ = sorted(_WHERE)

@@ -26,7 +26,7 @@ GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
 REFERENCE = pages.ROOT / "docs" / "reference.md"
 RUNNING = pages.ROOT / "docs" / "running_it.md"
 TROUBLE = pages.ROOT / "docs" / "troubleshooting.md"
-LANGUAGES = {"python", "python no-run", "python fault", "sh", "text", "diff"}
+LANGUAGES = {"python", "python no-run", "python fault", "sh", "yaml", "text", "diff"}
 """`python no-run` needs several machines; `python fault`: see `test_hanging_page.py`."""
 
 SIGNAL = re.compile(r"\bSIG[A-Z]+")

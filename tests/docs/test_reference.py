@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import errors, optim, strategies
+from lockstep import errors, optim, strategies, testing
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.cli.main import COMMANDS
 from lockstep.data.loader import Loader
@@ -42,6 +42,7 @@ def public(kind: type) -> set[str]:
         ("Checkpoints", public(Checkpoint) | CHECKPOINT),
         ("lockstep.optim", set(optim.__all__)),
         ("lockstep.strategies", set(strategies.__all__)),
+        ("lockstep.testing", set(testing.__all__)),
         ("Commands", set(COMMANDS)),
     ],
 )

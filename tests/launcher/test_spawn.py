@@ -84,6 +84,21 @@ def test_values_come_back_by_rank() -> None:
     assert folders() == before
 
 
+def seen(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize("how", ["fresh", "copies"])
+@in_clean_process
+def test_processes_get_variables_of_their_own(how: str) -> None:
+    names = ("GREETING", "OMP_NUM_THREADS", "PATH")
+    call = seen if how == "fresh" else lambda *names: seen(*names)
+    found = launch(call, names, nproc=2, env={"GREETING": "hello", "OMP_NUM_THREADS": "2"})
+    threads = "2" if how == "fresh" else "1"
+    assert found == 2 * [["hello", threads, os.environ["PATH"]]]
+    assert "GREETING" not in os.environ
+
+
 def test_the_function_has_its_name_for_itself() -> None:
     assert "lockstep.launcher.spawn" in sys.modules
     assert lockstep.launch is sys.modules["lockstep.launcher.spawn"].launch

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,6 +72,7 @@ def launch(
     nproc: int | str = "auto",
     *,
     timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` on `nproc` processes of this machine and returns what each returned.
 
@@ -95,6 +96,7 @@ def launch(
         nproc: a number of processes; `auto`: one a GPU, or one a core where there is no GPU;
             `gpu`, `cpu` likewise.
         timeout: seconds after which the run is ended with an error; None: no limit.
+        env: environment variables of the processes, beside those of this one.
 
     Returns:
         The returned values, by rank.
@@ -115,10 +117,12 @@ def launch(
     short = name.rpartition(".")[2]
     script = worker.Script(path=short if short.isidentifier() else "launch")
     spec = LaunchSpec(script=script, torchrun=_ONE_START)
-    made = plan(spec, machine, os.environ, size, one_node=True)
-    made = replace(made, timeout=timeout, keyboard=False, launcher="lockstep.launch")
-    if not isinstance(call, bytes):
-        made = replace(made, environment={**made.environment, "OMP_NUM_THREADS": "1"})
+    own = env or {}
+    made = plan(spec, machine, {**os.environ, **own}, size, one_node=True)
+    threads = {} if isinstance(call, bytes) else {"OMP_NUM_THREADS": "1"}
+    environment = {**made.environment, **own, **threads}
+    made = replace(made, environment=environment, timeout=timeout, keyboard=False)
+    made = replace(made, launcher="lockstep.launch")
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
         # Only now: it imports much, and the zygote has begun already.
         from lockstep.launcher.agent import launch_agent, make_folder

@@ -224,8 +224,12 @@ def _keep_indices(waiting: Queues, patches: DeterminismPatches) -> None:
     BatchSampler.__iter__ = of_sampler  # type: ignore[method-assign]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     """Runs the script as the folder says and records it there, until it ends or has made its steps.
+
+    Args:
+        folder: of the run.
+        program: runs in the place of the script.
 
     Raises:
         BaseException: what the script raises.
@@ -240,7 +244,7 @@ def main(folder: Path) -> None:
     install(recorder, patches, way, folder / "saved")
     error: BaseException | None = None
     try:
-        run_as_main(way.script)
+        run_as_main(way.script) if program is None else program()
     except BaseException as caught:
         fine = isinstance(caught, SystemExit) and caught.code in (None, 0)
         error = None if fine else caught

@@ -1,0 +1,126 @@
+"""`assert_same`: as someone's own test suite would use it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from problems import mean_loss, mlp, tensors
+from ranks import HANG_S, in_clean_process
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.testing import assert_same
+
+pytestmark = pytest.mark.launcher
+
+
+def train(rate: float = 0.1) -> None:
+    """By Lockstep."""
+    with lockstep.init(seed=0) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        train = DataLoader(tensors(), batch_size=8, shuffle=True)
+        model, optimizer, train = world.prepare(model, optimizer, train)
+        for _ in world.epochs(100):  # it is ended before
+            for batch in train:
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def train_for_torchrun(reduction: str = "mean") -> None:
+    """The batch size is that of a process; with `sum` N processes have N times the gradient."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(tensors(48), shuffle=False)
+    for x, y in DataLoader(tensors(48), batch_size=8, sampler=sampler):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+def by_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one that cannot be imported: copies of this process run it, at once."""
+    return lambda *args: function(*args)
+
+
+def test_a_function_of_a_module_is_run_by_fresh_processes() -> None:
+    assert_same(train, (0.2,), timeout=HANG_S)
+
+
+@in_clean_process
+def test_a_function_that_trains_alike_in_every_way() -> None:
+    assert_same(by_copies(train), steps=8)  # with the end of an epoch
+    assert_same(by_copies(train), accumulate=3, shares="1:3", precision="fp32")
+    assert_same(by_copies(train), strategy="fsdp")
+    assert_same(by_copies(train), nproc=1, accumulate=2)
+
+
+@in_clean_process
+def test_what_a_process_takes_is_a_part_or_a_whole() -> None:
+    assert_same(by_copies(train_for_torchrun), batch_per_process=True)
+    with pytest.raises(AssertionError, match=r"cause   LS110"):
+        assert_same(by_copies(train_for_torchrun))
+
+
+@in_clean_process
+def test_the_verdict_is_the_text_of_the_assertion() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_same(by_copies(train_for_torchrun), ("sum",), batch_per_process=True)
+    text = str(caught.value)
+    assert text.startswith("DIFFERENT  2 processes, first in gradients (4 of 4)")
+    assert "\n  cause   LS202" in text
+    assert "\n  do      lockstep explain LS202" in text
+
+
+def end(how: str) -> None:
+    """Trains on one process; on several rank 1 ends otherwise."""
+    if os.environ["RANK"] == "1":
+        if how == "raise":
+            raise ValueError("no such file")
+        if how == "exit":
+            sys.exit("a bad configuration")
+        os._exit(3)
+    train()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "ValueError: no such file"),
+        ("exit", "a bad configuration"),
+        ("die", "exit code 3, without an exception"),
+    ],
+)
+@in_clean_process
+def test_a_process_that_fails_is_told(how: str, text: str) -> None:
+    with pytest.raises(AssertionError, match="FAILED  ") as caught:
+        assert_same(by_copies(end), (how,))
+    assert text in str(caught.value)
+
+
+@in_clean_process
+def test_where_nothing_can_be_compared_that_is_said() -> None:
+    def broken() -> None:
+        raise ValueError("no such file")
+
+    def idle() -> None:
+        pass
+
+    with pytest.raises(UsageError, match=r"on one process it ended with ValueError: no such file"):
+        assert_same(broken)
+    with pytest.raises(UsageError, match="it made no optimizer step on one process"):
+        assert_same(idle)
+    with pytest.raises(UsageError, match="nothing would come of accumulate, shares"):
+        assert_same(by_copies(train_for_torchrun), accumulate=2, shares="1:2")
