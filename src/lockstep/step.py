@@ -204,12 +204,12 @@ class Step:
         scale = running.micro_batch.scale
         weighted = loss if scale == 1.0 else loss * scale
         # The mean over no samples is NaN, and does not count.
-        counted = weighted.detach() if scale else weighted.new_zeros(())
+        counted = weighted if scale else weighted.new_zeros(())
         for callback in self.callbacks:
             callback.backward(counted)
         if running is self._outside and running.stepped:  # no loader says what a global batch is
             running.loss, running.stepped = 0.0, False
-        running.loss = counted + running.loss
+        running.loss = counted.detach() + running.loss
         return weighted
 
     def mark_stepped(self) -> None:

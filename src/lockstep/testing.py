@@ -11,9 +11,9 @@ from typing import Any
 from lockstep.errors import RankFailedError, UsageError
 from lockstep.launcher.spawn import launch
 from lockstep.launcher.worker import Script
-from lockstep.verify.causes import judge
 from lockstep.verify.rank import main
 from lockstep.verify.record import Recorded, Way, record
+from lockstep.verify.verdict import judge
 
 __all__ = ["assert_same"]
 

@@ -79,7 +79,7 @@ def test_the_verdict_is_the_text_of_the_assertion() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_same(by_copies(train_for_torchrun), ("sum",), batch_per_process=True)
     text = str(caught.value)
-    assert text.startswith("DIFFERENT  2 processes, first in gradients (4 of 4)")
+    assert text.startswith("DIFFERENT  2 processes, first in gradients")
     assert "\n  cause   LS202" in text
     assert "\n  do      lockstep explain LS202" in text
 
