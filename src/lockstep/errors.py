@@ -271,9 +271,7 @@ def _three_parts(was_set: str, found: str, do: str, code: str | None) -> str:
 def user_line() -> str | None:
     """The innermost line of the stack that is the user's own, `file:line: code`."""
     frame = _user_frame()
-    if frame is None:
-        return None
-    return source_line(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else source_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def source_line(file: str, line: int, without_source: str = "") -> str:

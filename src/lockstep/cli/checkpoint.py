@@ -131,12 +131,8 @@ def diff_command(
     help="Of the tensors with fractions.  [default: as they are]",
 )
 @click.option("--prefix", metavar="TEXT", help="Put before every name.")
-@click.option(
-    "--remove-prefix", multiple=True, metavar="TEXT", help="Taken from names; may be repeated."
-)
-@click.option(
-    "--shard-size", default="5GB", metavar="SIZE", help="Above it, safetensors are several files."
-)
+@click.option("--remove-prefix", multiple=True, metavar="TEXT", help="Cut from names; repeatable.")
+@click.option("--shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file, at most.")
 @click.option("--overwrite", is_flag=True, help="Take the place of what OUT is now.")
 def convert_command(
     source: Path,

@@ -27,9 +27,7 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     asked = " ".join(words)
     found = catalogue.find(asked)
     if not found:
-        raise click.UsageError(
-            f"Nothing in the catalogue is about {asked!r}: see `lockstep explain`."
-        )
+        raise click.UsageError(f"Nothing in the catalogue is about {asked!r}: see lockstep explain")
     width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
     if len(found) > 1:
         click.echo(_listed(found, width))

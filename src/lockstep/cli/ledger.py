@@ -13,9 +13,7 @@ from lockstep.cli.verify import show, write_json
     short_help="Checks which samples a run has trained.",
     epilog="Exit codes: 0 every sample once, 1 not so, or there is no ledger to read.",
 )
-@click.option(
-    "--json", "as_json", metavar="FILE", help="Write the report there; - is standard output."
-)
+@click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.pass_context
 def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:

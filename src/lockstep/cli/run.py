@@ -127,9 +127,7 @@ def samples_or_auto(
     help="How the model is distributed, such as ddp.",
 )
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
-@click.option(
-    "--shares", metavar="A:B:...|auto", help="How a global batch is divided over the ranks."
-)
+@click.option("--shares", metavar="A:B:...|auto", help="How a batch is divided over the ranks.")
 @click.option(
     "--micro-batch-size",
     callback=samples_or_auto,
@@ -138,13 +136,9 @@ def samples_or_auto(
 )
 @click.option("--backend", metavar="NAME", help="nccl, gloo or mpi.")
 @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:0.")
-@click.option(
-    "--join-timeout", type=float, metavar="SECONDS", help="How long the ranks wait to join."
-)
+@click.option("--join-timeout", type=float, metavar="SECONDS", help="How long ranks wait to join.")
 @click.option("--seed", type=int, metavar="NUMBER", help="Of everything random.")
-@click.option(
-    "--ledger", metavar="FOLDER", help="Write down which samples are trained in which step."
-)
+@click.option("--ledger", metavar="FOLDER", help="Write down which samples each step trains.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

@@ -31,16 +31,10 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 @click.option(
     "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Processes to compare with one."
 )
-@click.option(
-    "--steps", type=click.IntRange(1), default=3, metavar="K", help="Optimizer steps to compare."
-)
-@click.option(
-    "--accumulate", type=click.IntRange(2), metavar="K", help="Compare with K micro-batches too."
-)
+@click.option("--steps", type=click.IntRange(1), default=3, metavar="K", help="Steps to compare.")
+@click.option("--accumulate", type=click.IntRange(2), metavar="K", help="With K micro-batches too.")
 @click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
-@click.option(
-    "--strategy", multiple=True, metavar="NAME", help="Compare with this too; may be repeated."
-)
+@click.option("--strategy", multiple=True, metavar="NAME", help="With this too; repeatable.")
 @click.option(
     "--precision",
     type=click.Choice(["fp64", "fp32"]),
@@ -53,9 +47,7 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     help="The script's batch size is that of one process: on one process its DataLoaders get N "
     "times as much.",
 )
-@click.option(
-    "--json", "as_json", metavar="FILE", help="Write the verdict there; - is standard output."
-)
+@click.option("--json", "as_json", metavar="FILE", help="Write the verdict there; - is stdout.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

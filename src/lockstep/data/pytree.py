@@ -50,9 +50,7 @@ def tensors(batch: Any) -> list[Tensor]:
 
 def move(batch: Any, device: torch.device) -> Any:
     """The batch on the device; from pinned memory the copy of a tensor does not block."""
-    return map_tensors(
-        batch, lambda tensor: tensor.to(device, non_blocking=True), lambda leaf: leaf.to(device)
-    )
+    return map_tensors(batch, lambda t: t.to(device, non_blocking=True), lambda o: o.to(device))
 
 
 def pin(batch: Any) -> Any:

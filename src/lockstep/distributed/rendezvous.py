@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
+from lockstep import errors
 from lockstep.distributed import network
 from lockstep.distributed.manifest import (
     ERROR_MARK,
@@ -40,13 +41,6 @@ from lockstep.distributed.manifest import (
 from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.torch_compat import answers_as_store
-from lockstep.errors import (
-    JoinError,
-    PortTakenError,
-    RanksDifferError,
-    SettingError,
-    StaleInitFileError,
-)
 
 _FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 _NOT_A_STORE = "something listens there, but it is not a torch store"
@@ -159,7 +153,7 @@ def join(
     scoped = _scope(store, attempt)
     try:
         members = Join(scoped, topology, manifest, place, timeout, file).agree()
-    except (JoinError, RanksDifferError) as error:
+    except (errors.JoinError, errors.RanksDifferError) as error:
         failed = error.with_traceback(None)
     else:
         return Joined(scoped, members, topology.rank, file is None and not of_launcher, file)
@@ -176,7 +170,7 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     if init_method is None or init_method == "env://":
         if topology.master_addr is None or topology.master_port is None:
             missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
-            raise SettingError(
+            raise errors.SettingError(
                 f"rank {topology.rank} of {topology.size} (from {topology.source})",
                 f"{missing} is not set, so rank 0 cannot be found",
                 f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
@@ -205,8 +199,8 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     raise _malformed(init_method, found)
 
 
-def _malformed(init_method: str, found: str) -> SettingError:
-    return SettingError(f"init_method={init_method!r}", found, _FORMS)
+def _malformed(init_method: str, found: str) -> errors.SettingError:
+    return errors.SettingError(f"init_method={init_method!r}", found, _FORMS)
 
 
 def _scope(store: Store, attempt: str) -> Store:
@@ -229,7 +223,7 @@ def _serve(
     """
     try:
         return serve(endpoint, timeout)
-    except PortTakenError:
+    except errors.PortTakenError:
         if _why_no_store(endpoint, time.monotonic() + _ATTEMPT_S)[1]:
             raise
     store = connect(endpoint, timeout)
@@ -343,11 +337,15 @@ def open_file(path: Path, size: int, timeout: float) -> Store:
 def _check_writable(path: Path) -> None:
     asked = f"init_method='file://{path}'"
     if path.is_dir():
-        raise SettingError(asked, "it is a folder", "name a file in it")
+        raise errors.SettingError(asked, "it is a folder", "name a file in it")
     if not path.parent.is_dir():
-        raise SettingError(asked, f"there is no folder {path.parent}", "create it on every machine")
+        raise errors.SettingError(
+            asked, f"there is no folder {path.parent}", "create it on every machine"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise SettingError(asked, "it cannot be written", "choose a path that this user may write")
+        raise errors.SettingError(
+            asked, "it cannot be written", "choose a path that this user may write"
+        )
 
 
 def _check_fresh(path: Path, timeout: float) -> None:
@@ -371,7 +369,7 @@ def _check_fresh(path: Path, timeout: float) -> None:
     else:
         return
     duration, _, _ = str(timedelta(seconds=round(age))).partition(", ")  # `3 days` or `0:05:12`
-    raise StaleInitFileError(
+    raise errors.StaleInitFileError(
         f"init_method='file://{path}'",
         f"the file is left over from an earlier run: last changed {duration} ago, owner "
         f"{_owner(path)}; {reason}",

@@ -311,11 +311,9 @@ def port(environ: Environ) -> int | None:
 
 
 def _same_world_size(environ: Environ, size: int, source: str) -> None:
-    world_size = _optional(environ, "WORLD_SIZE")
-    if world_size is not None and world_size != size:
-        raise SettingError(
-            f"WORLD_SIZE={world_size}", f"{source} says {size} processes", "unset WORLD_SIZE"
-        )
+    given = _optional(environ, "WORLD_SIZE")
+    if given not in (None, size):
+        raise SettingError(f"WORLD_SIZE={given}", f"{source} says {size} processes", "unset it")
 
 
 def _pair(environ: Environ, names: tuple[str, str]) -> tuple[int, int] | None:

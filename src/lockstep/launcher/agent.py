@@ -397,9 +397,8 @@ class Agent(api.SimpleElasticAgent):
                 events = self._zygote.events(timeout)
             except ChildProcessError:
                 # Somebody has killed it, and the kernel the ranks with it.
-                events = [
-                    Event(p.local_rank, p.pid or 0, -signal.SIGKILL) for p in processes.values()
-                ]
+                killed = processes.items()
+                events = [Event(rank, p.pid or 0, -signal.SIGKILL) for rank, p in killed]
             for event in events:
                 process = processes[event.rank]
                 if event.pid is None:

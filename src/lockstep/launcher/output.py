@@ -493,10 +493,8 @@ class _Stream:
         self.unfinished = rest
         # Where several bars are drawn, the cursor goes up again after the lower one. And torch's
         # hook for exceptions puts the rank before each line as well.
-        torchs_prefix = f"[rank{self.rank}]: ".encode()
-        return [
-            last_state(line).removeprefix(torchs_prefix) for line in lines if not line.endswith(_UP)
-        ]
+        prefix = f"[rank{self.rank}]: ".encode()
+        return [last_state(line).removeprefix(prefix) for line in lines if not line.endswith(_UP)]
 
     def keep(self, data: bytes, lines: list[bytes]) -> None:
         """Writes the files.

@@ -356,11 +356,9 @@ class _OneOfSeveral:
         return made
 
     def _client_store(self, port: int) -> TCPStore:
-        timeout = _store_timeout(self._parameters)
+        limit = _store_timeout(self._parameters)
         try:
-            return TCPStore(
-                LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=limit)
         except RuntimeError:
             raise network.unreachable(_SERVER, self._endpoint, network.CUT) from None
 

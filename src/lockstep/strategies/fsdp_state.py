@@ -154,13 +154,11 @@ class Sharded:
     def _check_shards(self) -> None:
         """Raises UsageError where the user has changed them in a way that has no effect."""
         check_hooks(self._shards, ours=1)
-        replaced = [
-            n for n, p in self._shards.items() if p.untyped_storage() is not self._storages[n]
-        ]
-        if replaced:
+        new = [n for n, p in self._shards.items() if p.untyped_storage() is not self._storages[n]]
+        if new:
             raise UsageError(
                 "parameter.data = ... of a sharded model",
-                f"it has no effect on {some(replaced)}: the shards are elsewhere",
+                f"it has no effect on {some(new)}: the shards are elsewhere",
                 "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
             )
 

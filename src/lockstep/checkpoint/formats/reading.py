@@ -221,9 +221,7 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
 def _entries(path: Path, manifest: Mapping[str, Any], name: str, rank: int) -> dict[str, Entry]:
     file = layout.tensor_file(name, rank)
     if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
-        raise layout.unreadable(
-            path, f"its manifest has {short(name)!r}, and does not list {short(file)}"
-        )
+        raise layout.unreadable(path, f"its manifest has {short(name)!r}, but not {short(file)}")
     return read_header(path / file)
 
 

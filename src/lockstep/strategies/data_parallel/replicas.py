@@ -56,14 +56,10 @@ def replicate(
     """
     home, *others = devices
     if home in others:
-        copies = [
-            [t if isinstance(t, nn.Parameter) else t.clone() for t in tensors] for _ in others
-        ]
+        held = [[t if isinstance(t, nn.Parameter) else t.clone() for t in tensors] for _ in others]
     else:
-        copies = _copies(others, tensors)
-    return [
-        _copy(module, {id(t): own for t, own in zip(tensors, held, strict=True)}) for held in copies
-    ]
+        held = _copies(others, tensors)
+    return [_copy(module, dict(zip(map(id, tensors), own, strict=True))) for own in held]
 
 
 def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
