@@ -33,6 +33,7 @@ def test_the_argument_for_the_local_rank(source: str, expected: str | None) -> N
         ("environ['PYTORCH_CUDA_ALLOC_CONF'] = 'x'", ("PYTORCH_CUDA_ALLOC_CONF",)),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", ()),  # read at the first use of CUDA
         ("x = os.environ['OMP_NUM_THREADS']", ()),
+        ("os.environ.update({'OMP_NUM_THREADS': '4'})", ("OMP_NUM_THREADS",)),
     ],
 )
 def test_variables_that_libraries_read_when_imported(
@@ -50,6 +51,17 @@ def test_variables_that_libraries_read_when_imported(
         ("Process(target=log_in_background)", False),
         ("streams = numpy.random.SeedSequence(0).spawn(4)", False),
         ("if 'RANK' in os.environ: main()\nelse: mp.spawn(main)", False),
+        ("def f(r): os.environ['RANK'] = str(r)\nmp.spawn(f, nprocs=2)", True),
+        (
+            "env = {'RANK': '0'}\nos.environ.setdefault('LOCAL_RANK', '0')\nmp.spawn(f, (env,))",
+            True,
+        ),
+        ("def f(r): print(os.environ['RANK'])\nmp.spawn(f, nprocs=2)", False),
+        ("if __name__ == '__main__':\n    try: mp.spawn(f, nprocs=2)\n    finally: end()", True),
+        ("def main(): mp.spawn(f, nprocs=2)\nif __name__ == '__main__': main()", True),
+        ("def main(): mp.spawn(f, nprocs=2)\ntrain()", False),  # nothing says that it is called
+        ("if args.many: mp.spawn(f, nprocs=2)\nelse: f(0)", False),
+        ("mp.spawn(f, nprocs=2) if args.many else f(0)", False),
     ],
 )
 def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) -> None:

@@ -277,7 +277,7 @@ class SourceHints:
     variables_for_import: tuple[str, ...] = ()
     """Variables that it sets itself and that libraries read when they are imported."""
     own_processes: bool = False
-    """Whether it starts the ranks itself (`mp.spawn`), and does not look whether it is one."""
+    """Whether it surely starts the ranks itself (`mp.spawn`), and never asks whether it is one."""
     imports: tuple[str, ...] = ()
     """Large modules that every rank will probably import while it runs."""
 
@@ -312,21 +312,44 @@ def read_source(source: str) -> SourceHints:
         SyntaxError: it is not Python.
         ValueError: it holds null bytes.
     """
-    nodes = list(ast.walk(ast.parse(source)))
-    constants = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     arguments = [a.value for call in calls for a in call.args if isinstance(a, ast.Constant)]
-    called = {_last_name(call.func) for call in calls if not _is_of_a_generator(call)}
+    given = {id(node): node.value for node in _given(nodes) if isinstance(node, ast.Constant)}
+    read = {n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in given}
+    called = {
+        _last_name(node.func)
+        for node in _certain(tree)
+        if isinstance(node, ast.Call) and not _is_of_a_generator(node)
+    }
     starts_ranks = called & {"spawn", "start_processes"} or (
-        "Process" in called and "MASTER_PORT" in source
+        "Process" in called and "MASTER_PORT" in given.values()
     )
-    variables = sorted(set(_variables_set(nodes)))
+    variables = sorted({v for v in given.values() if isinstance(v, str)})
     return SourceHints(
         local_rank_flag=next((str(a) for a in arguments if a in _LOCAL_RANK_FLAGS), None),
         variables_for_import=tuple(v for v in variables if v.startswith(_READ_AT_IMPORT)),
-        own_processes=bool(starts_ranks) and not constants & _READ_BY_RANKS,
+        own_processes=bool(starts_ranks) and not read & _READ_BY_RANKS,
         imports=tuple(name for name, word in _LARGE.items() if word in source),
     )
+
+
+def _certain(tree: ast.AST) -> Iterator[ast.AST]:
+    """What surely runs: neither behind a condition nor in a function that nothing here names."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        named = functions.pop(_last_name(node), None)
+        left += [] if named is None else named.body
+        for below in ast.iter_child_nodes(node):
+            unknown = isinstance(below, ast.If | ast.IfExp) and "__name__" not in ast.dump(
+                below.test
+            )
+            if not unknown and not isinstance(below, ast.FunctionDef):
+                left.append(below)
 
 
 def _is_of_a_generator(call: ast.Call) -> bool:
@@ -334,16 +357,15 @@ def _is_of_a_generator(call: ast.Call) -> bool:
     return _last_name(call.func) == "spawn" and len(call.args) + len(call.keywords) < 2
 
 
-def _variables_set(nodes: list[ast.AST]) -> Iterator[str]:
-    """Names given to `os.environ[...] = `, `os.environ.setdefault` and `os.putenv`."""
+def _given(nodes: list[ast.AST]) -> Iterator[ast.AST | None]:
+    """Where a name gets a value: `x[NAME] = `, `{NAME: ...}`, `setdefault(NAME, ...)`, `putenv`."""
     for node in nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            if _last_name(node.value) == "environ" and isinstance(node.slice, ast.Constant):
-                yield str(node.slice.value)
+            yield node.slice
+        elif isinstance(node, ast.Dict):
+            yield from node.keys
         elif isinstance(node, ast.Call) and _last_name(node.func) in ("setdefault", "putenv"):
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Constant):
-                yield str(first.value)
+            yield from node.args[:1]
 
 
 def _last_name(node: ast.AST) -> str:
