@@ -29,8 +29,8 @@ class Planted:
     codes: str
     """Of the catalogue; where several are right, the most telling one first."""
     nproc: int = 2
-    step: int = 1
-    """The first step in which it shows."""
+    step: int | None = 1
+    """The first step in which it shows; None: the run with several ends early."""
     command: bool = False
     """Needs interpreters of its own: forks of one have one order of sets."""
 
@@ -88,10 +88,16 @@ PLANTED = [
     Planted("vision_decay", "weight decay grows with the processes", "LS403"),
     Planted("recurrent_clip", "clipped before the gradients are averaged", "LS404"),
     Planted("recurrent_epochs", "samples are counted once a process", "LS405", step=3),
+    Planted(
+        "recurrent_skip", "a process skips a step on a condition of its own", "LS405", step=None
+    ),
     Planted("regression_overlap", "the step is taken before the gradients are averaged", "LS406"),
 ]
 RIGHT = sorted(path.stem for path in (GALLERY / "right").glob("*.py"))
-THREE = ("batchnorm_tail", "shares", "stream", "sums", "tied_weights")
+THREE = (
+    "batchnorm_tail", "shares", "short_batch", "short_slices", "stream", "sums", "tied_weights",
+    "upcast_logits",
+)  # fmt: skip
 """Judged on three processes, which do not divide the batches."""
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
+from lockstep.verify.compare import RankUpdate
 from lockstep.verify.record import Recorded, UpdateWriter, Way, record
 
 TWO = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
 
 
-def recorded(folder: Path, *ends: tuple[int, BaseException | None]) -> Recorded:
-    """A run whose ranks end so, one after the other."""
+def recorded(
+    folder: Path, *ends: tuple[int, BaseException | None], steps: Sequence[int] = ()
+) -> Recorded:
+    """A run whose ranks end so, one after the other, after so many steps."""
 
     def start(run: Path, way: Way) -> str:
         for rank, error in ends:
-            UpdateWriter(run, rank).end(error)
+            writer = UpdateWriter(run, rank)
+            for _ in range(dict(enumerate(steps)).get(rank, 0)):
+                writer.write(RankUpdate())
+            writer.end(error)
         return "one\ntwo\n"
 
     return record(TWO, folder / "run", start)
@@ -50,6 +57,27 @@ def test_what_a_script_exits_with_is_no_code_of_the_catalogue(
 ) -> None:
     run = recorded(tmp_path, (0, SystemExit(code)), (1, None))
     assert (run.error, run.code, run.output) == (text, "", "one\ntwo")
+
+
+def test_a_rank_that_ended_before_the_others_is_the_finding(tmp_path: Path) -> None:
+    closed = RuntimeError("Connection closed by peer")
+    run = recorded(tmp_path / "fewer", (1, None), (0, closed), steps=(2, 1))
+    assert run.code == "LS405"
+    assert run.error.splitlines() == [
+        "a rank that was gone: rank 1 ended without an error after optimizer step 1, "
+        "rank 0 went on after step 2",
+        "rank 0: RuntimeError: Connection closed by peer",
+    ]
+    # All asked for had been made.
+    run = recorded(tmp_path / "more", (0, None), (1, closed), steps=(3, 2))
+    assert run.code == "LS405"
+    assert run.error.startswith(
+        "rank 0 ended without an error after optimizer step 3, while rank 1"
+    )
+    # What goes wrong first, or after all steps, is another matter.
+    for number, (first, steps) in enumerate([(closed, (2, 1)), (None, (3, 3))]):
+        run = recorded(tmp_path / str(number), (1, first), (0, closed), steps=steps)
+        assert run.code == ""
 
 
 def test_a_process_that_is_lost(tmp_path: Path) -> None:

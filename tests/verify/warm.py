@@ -19,13 +19,14 @@ from lockstep.verify.record import Way, record
 from lockstep.verify.verdict import Verdict, judge
 
 
-def verify(script: Path, *, nproc: int = 2, steps: int = 3) -> Verdict:
+def verify(script: Path, *, nproc: int = 2, steps: int = 3, batch_times: int = 1) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
     several = Way(
         name=f"{nproc} processes", nproc=nproc, script=Script(path=str(script)), steps=steps
     )
     with tempfile.TemporaryDirectory() as folder:
-        runs = [record(way, Path(folder) / way.name, start) for way in (several.alone(), several)]
+        ways = several.alone(batch_times), several
+        runs = [record(way, Path(folder) / way.name, start) for way in ways]
     reference, other = runs
     assert not reference.error, reference
     assert reference.updates, reference

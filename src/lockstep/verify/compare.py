@@ -70,6 +70,8 @@ class RankUpdate:
     """Which of the script's optimizers, in the order of their first steps."""
     step: int = 0
     """Which of its steps, from 0."""
+    dtype: str = "torch.float64"
+    """The one of the lowest precision that the loss and gradients have been in so far."""
     rates: Sequence[float] = ()
     """The learning rate of each parameter group."""
     taken: list[Taken] = field(default_factory=list)
@@ -211,6 +213,8 @@ class Tolerance:
 
     relative: float = 1e-9
     absolute: float = 1e-12
+    dtype: str = "float64"
+    """For what has been computed in this, or in one of higher precision."""
 
     def differ(self, a: Array, b: Array, scale: float) -> bool:
         """Whether two arrays are not equal.
@@ -227,7 +231,17 @@ class Tolerance:
 
 
 FLOAT64 = Tolerance()
-FLOAT32 = Tolerance(relative=1e-3, absolute=1e-5)
+FLOAT32 = Tolerance(relative=1e-3, absolute=1e-5, dtype="float32")
+FLOAT16 = Tolerance(relative=1e-1, absolute=1e-2, dtype="16 bits or fewer")
+_PRECISIONS = {"torch.float64": FLOAT64, "torch.float32": FLOAT32}
+"""What is not here has 16 bits or fewer."""
+
+
+def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
+    """What the lowest precision of several trainings allows."""
+    dtypes = {rank.dtype for updates in runs for update in updates[-1:] for rank in update}
+    found = (_PRECISIONS.get(dtype, FLOAT16) for dtype in dtypes)
+    return max(found, key=lambda tolerance: tolerance.relative, default=FLOAT64)
 
 
 @dataclass(frozen=True)

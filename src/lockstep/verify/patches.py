@@ -1,23 +1,28 @@
 """What is switched off while a script is verified, because it would hide a difference or fake one.
 
-Dropout draws other masks on other numbers of processes; rounding differs with the order of sums;
+Dropout draws other masks on other numbers of processes; rounding differs with the order of sums,
+so what a script computes in float32 or less is computed in float64, from the same random numbers;
 a checkpoint would be resumed by one run and overwritten by the other. All of it is mentioned.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
+import io
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.distributed.torch_compat import DropoutNd, pytree
@@ -37,8 +42,18 @@ _DRAWS = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "dropout", "rrelu", "gumbel_softmax"),
     *("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_"),
-    *("log_normal_", "dropout_", "native_dropout"),
+    *("log_normal_", "kaiming_uniform_", "dropout_", "native_dropout"),
 }
+_OF_INPUTS = {"dropout", "dropout_", "native_dropout", "rrelu", "gumbel_softmax"}
+"""Draws through which gradients flow."""
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_CONVERSIONS = "conversions to a lower precision"
 
 
 class DeterminismPatches(TorchFunctionMode):
@@ -53,10 +68,15 @@ class DeterminismPatches(TorchFunctionMode):
         self.double = double
         self.off: Counter[str] = Counter()
         """What was switched off, in words, and how often it was met."""
+        self.lowest = torch.float64 if double else torch.float32
+        """Of the dtypes that anything with a gradient has had."""
         self.draw_line = ""
         """The user's line of the first draw of a random number; empty: there was none."""
         self.follows_gathers = False
         """Some all-gather has taken in a tensor with a gradient; see `mark`."""
+        self._own = torch.get_default_dtype()
+        """What the script computes in where it says nothing else."""
+        self._set_default = torch.set_default_dtype
         self._numbers = hashlib.blake2b(digest_size=8)
         self._quieted: set[int] = set()
 
@@ -65,27 +85,86 @@ class DeterminismPatches(TorchFunctionMode):
     ) -> Any:
         """Sees every call of torch's functions."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
+        if name in _DRAWS:
+            if not self.draw_line:
+                own = kwargs.get("generator") not in (None, torch.default_generator)
+                line = user_line() or "somewhere"
+                self.draw_line = line + own * ", a torch.Generator of its own"
+            drawn = self._drawn(func, args, kwargs) if self.double else func(*args, **kwargs)
+            if isinstance(drawn, Tensor) and drawn.device.type != "meta":
+                self._numbers.update(digest(drawn).encode())
+            return drawn
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
-        elif getattr(func, "__name__", "") in _DRAWS:
-            if not self.draw_line:
-                own = kwargs.get("generator") not in (None, torch.default_generator)
-                self.draw_line = (
-                    user_line() or "somewhere"
-                ) + own * ", a torch.Generator of its own"
-            drawn = func(*args, **kwargs)
-            if isinstance(drawn, torch.Tensor) and drawn.device.type != "meta":
-                self._numbers.update(digest(drawn).encode())
-            return drawn
-        if not self.follows_gathers:
+        leaves = pytree.tree_leaves((args, kwargs)) if self.follows_gathers else []
+        line = next(filter(None, map(gathered_at, leaves)), "")
+        if self.double:
+            func, args, kwargs = self._widened(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        mark(result, line)
+        if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
+            self.went_through(result)
+        return result
+
+    def went_through(self, tensor: Tensor) -> None:
+        """The loss or gradients have been in the dtype of a tensor."""
+        dtype = tensor.dtype
+        if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.lowest).eps:
+            self.lowest = dtype
+
+    def _widened(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """A call that converts to a lower precision, as one that does not."""
+        lowers = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if func in _NARROWING:
+            self.off[_CONVERSIONS] += lowers
+            return Tensor.double, args, kwargs
+        values = (*args, *kwargs.values())
+        narrow = any(isinstance(value, torch.dtype) and value in _WIDE for value in values)
+        if narrow and name != "view" and any(isinstance(value, Tensor) for value in values):
+            self.off[_CONVERSIONS] += lowers
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        return func, args, kwargs
+
+    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the script draws without us, in float64: draws of float64 are other numbers."""
+        if func.__name__ in _OF_INPUTS or {"out", "dtype"} & kwargs.keys():
             return func(*args, **kwargs)
-        line = next(filter(None, map(gathered_at, pytree.tree_leaves((args, kwargs)))), "")
-        made = func(*args, **kwargs)
-        mark(made, line)
-        return made
+        if func.__name__.endswith("_"):
+            first, *rest = args or (kwargs.pop("tensor"),)  # those of nn.init give names
+            if first.dtype != torch.float64:
+                return func(first, *rest, **kwargs)
+            own = torch.empty_like(first, dtype=self._own)
+            with torch.no_grad():
+                return first.copy_(func(own, *rest, **kwargs))
+        self._set_default(self._own)
+        try:
+            drawn = func(*map(self._narrowed, args), **kwargs)
+        finally:
+            self._set_default(torch.float64)
+        if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
+            return drawn
+        return drawn.detach().double().requires_grad_(drawn.requires_grad)
+
+    def _narrowed(self, value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.to(self._own) if wide else value
+
+    def keep_double(self) -> None:
+        """From here on new tensors are float64, whatever the script sets."""
+        self._set_default(torch.float64)
+
+        def own_default(dtype: torch.dtype) -> None:
+            self._own = torch.float32 if dtype == torch.float64 else dtype
+
+        torch.set_default_dtype = own_default
+        self._no_autocast()
 
     def quiet(self, module: nn.Module) -> None:
         """Takes the dropout and the other dtypes out of a module, once."""
@@ -126,7 +205,7 @@ class DeterminismPatches(TorchFunctionMode):
         """A digest of the numbers that were drawn; empty: none were."""
         return self._numbers.hexdigest() if self.draw_line else ""
 
-    def no_autocast(self) -> None:
+    def _no_autocast(self) -> None:
         """`torch.autocast` does nothing from here on."""
         own: Any = torch.autocast
         build = own.__init__
@@ -148,28 +227,29 @@ class DeterminismPatches(TorchFunctionMode):
         import lockstep
 
         self._no_checkpoints()
-        plain_save, plain_load = torch.save, torch.load
-
-        def elsewhere(path: Any) -> Path:
-            folder.mkdir(exist_ok=True)
-            name = hashlib.blake2b(os.path.abspath(path).encode(), digest_size=8).hexdigest()
-            return folder / name
+        folder.mkdir(exist_ok=True)
+        saved = _Saved(folder)
+        plain_save = torch.save
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             named = isinstance(f, str | os.PathLike)
             self.off["saved files (written elsewhere)"] += named
-            plain_save(obj, elsewhere(f) if named else f, *args, **kwargs)
+            plain_save(obj, saved.elsewhere(f) if named else f, *args, **kwargs)
 
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(f, str | os.PathLike) and elsewhere(f).exists():
-                f = elsewhere(f)
-            return plain_load(f, *args, **kwargs)
+        for owner, names in (
+            (os, ("rename", "replace", "link", "stat", "unlink", "remove")),
+            (shutil, ("copyfile", "copy", "copy2")),
+            (io, ("open",)),
+            (torch, ("load",)),
+        ):
+            for name in names:
+                saved.follow(owner, name)
+        builtins.open = io.open
 
         def save_weights(*_: Any, **__: Any) -> None:
             self.off["saved weights"] += 1
 
-        torch.save, torch.load = save, load
-        lockstep.save_weights = save_weights
+        torch.save, lockstep.save_weights = save, save_weights
 
     def _no_checkpoints(self) -> None:
         from lockstep.checkpoint.session import Checkpoint
@@ -204,16 +284,65 @@ class DeterminismPatches(TorchFunctionMode):
 def mark(values: Any, line: str) -> None:
     """Tensors come from an all-gather that carries no gradient, in a line; empty: they do not."""
     for leaf in pytree.tree_leaves(values) if line else ():
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             leaf.__dict__["_gathered_at"] = line
 
 
 def gathered_at(value: Any) -> str:
     """The line of the all-gather without a gradient that a tensor was made of; empty: of none."""
-    return str(value.__dict__.get("_gathered_at", "")) if isinstance(value, torch.Tensor) else ""
+    return str(value.__dict__.get("_gathered_at", "")) if isinstance(value, Tensor) else ""
 
 
-def digest(tensor: torch.Tensor) -> str:
+_MOVE = {"rename", "replace", "link", "copyfile", "copy", "copy2"}
+"""Functions that make what the first path names there under the second."""
+
+
+class _Saved:
+    """Files that the script has saved: they lie in a folder, and it finds them where it put them.
+
+    Args:
+        folder: where they lie; all ranks have the same.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stat = os.stat
+
+    def elsewhere(self, path: Any) -> str:
+        """Where a file lies that was saved under a path."""
+        name = hashlib.blake2b(os.path.abspath(path).encode(), digest_size=8).hexdigest()
+        return f"{self._folder}/{name}"
+
+    def follow(self, owner: Any, name: str) -> None:
+        """Has a function that begins with a path take the saved file, if it is one."""
+        function = getattr(owner, name)
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if args and self._has(args[0]):
+                path, *rest = args
+                if name in _MOVE and rest:
+                    inside = os.path.join(rest[0], os.path.basename(path))
+                    rest[0] = self.elsewhere(inside if os.path.isdir(rest[0]) else rest[0])
+                args = self.elsewhere(path), *rest
+            return function(*args, **kwargs)
+
+        setattr(owner, name, wraps(function)(followed))
+        for able in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if function in able:
+                able.add(followed)
+
+    def _has(self, path: Any) -> bool:
+        if isinstance(path, str | os.PathLike):
+            with suppress(FileNotFoundError):
+                return bool(self._stat(self.elsewhere(path)))
+        return False
+
+
+def _wide(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def digest(tensor: Tensor) -> str:
     """Of all values of a dense tensor, bit for bit."""
     # A copy: storage that numpy looks at cannot be freed, as FSDP does with what it has gathered.
     plain = tensor.detach().cpu().clone().contiguous().reshape(-1).view(torch.uint8)

@@ -70,8 +70,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     if way.batch_times > 1:
         _enlarge_batches(way.batch_times)
     if patches.double:
-        torch.set_default_dtype(torch.float64)
-        patches.no_autocast()
+        patches.keep_double()
     patches.no_files(folder)
     mode: Any = patches
     mode.__enter__()
@@ -187,15 +186,20 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
     Loader.__iter__ = lambda self: map(patches.converted, pieces(self))  # type: ignore[method-assign]
 
 
+class _Enlarged(int):
+    """A batch size; a library that builds the loader anew brings it along."""
+
+
 def _enlarge_batches(times: int) -> None:
-    """DataLoaders of torch get so many times the batch size."""
+    """DataLoaders of torch get so many times the batch size, once."""
     build: Any = DataLoader.__init__
 
     def built(
         self: DataLoader[Any], dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any
     ) -> None:
-        if batch_size is not None and not _is_ours(dataset) and not kwargs.get("batch_sampler"):
-            batch_size *= times
+        whole = _is_ours(dataset) or kwargs.get("batch_sampler")
+        if not (whole or batch_size is None or isinstance(batch_size, _Enlarged)):
+            batch_size = _Enlarged(batch_size * times)
         build(self, dataset, batch_size, *args, **kwargs)
 
     DataLoader.__init__ = built  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,7 @@ class UpdateWriter:
             "error": "" if error is None else _in_words(error),
             "code": (error.code if isinstance(error, LockstepError) else None) or "",
             "exited": isinstance(error, SystemExit),
+            "lost_peer": bool(re.search("by peer|Broken pipe", str(error))),
             "time": time.time(),
             "notes": list(notes),
             "of_lockstep": of_lockstep,
@@ -93,6 +95,11 @@ def _in_words(error: BaseException) -> str:
     exited = isinstance(error, SystemExit)
     text = made.headline if exited else f"{made.type}: {made.message}"
     return text if made.line is None else f"{text}\n  at:    {made.line}"
+
+
+def _read_end(folder: Path) -> dict[str, Any]:
+    end: dict[str, Any] = json.loads((folder / _ENDED).read_text(encoding="utf-8"))
+    return end
 
 
 def _read_rank(folder: Path) -> Iterator[RankUpdate]:
@@ -167,20 +174,37 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     (folder / _WAY).write_bytes(pickle.dumps(way))
     output = start(folder, way)
     ranks = [folder / f"rank{rank}" for rank in range(way.nproc)]
-    written = [rank / _ENDED for rank in ranks if (rank / _ENDED).exists()]
-    ends = [json.loads(path.read_text(encoding="utf-8")) for path in written]
-    # What failed later has often failed because of it: a connection that was closed.
-    failed = [end for end in ends if end["error"]]
-    first: dict[str, Any] = min(failed, key=lambda end: (not end["code"], end["time"]), default={})
+    ends = {n: _read_end(rank) for n, rank in enumerate(ranks) if (rank / _ENDED).exists()}
+    updates = [list(_read_rank(rank)) for rank in ranks]
+    # What failed later has often failed because of it, and a connection breaks because of another.
+    failed = [n for n, end in ends.items() if end["error"]]
+    failed.sort(key=lambda n: (not ends[n]["code"], ends[n]["lost_peer"], ends[n]["time"]))
+    first: dict[str, Any] = ends[failed[0]] if failed else {}
+    if first.get("lost_peer") and (left := _left(failed[0], ends, updates, way.steps)):
+        first |= {"error": f"{left}\nrank {failed[0]}: {first['error']}", "code": "LS405"}
     lost = "the loss of a process" if len(ends) < way.nproc else ""
     return Recorded(
         way,
-        list(map(Update, zip(*map(_read_rank, ranks), strict=False))),
+        list(map(Update, zip(*updates, strict=False))),
         first.get("error", lost),
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
-        notes=tuple(dict.fromkeys(note for end in ends for note in end["notes"])),
-        of_lockstep=any(end["of_lockstep"] for end in ends),
+        notes=tuple(dict.fromkeys(note for end in ends.values() for note in end["notes"])),
+        of_lockstep=any(end["of_lockstep"] for end in ends.values()),
+    )
+
+
+def _left(
+    rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]], wanted: int
+) -> str:
+    """That a rank's peer was gone because it had ended, in words; empty: that was not why."""
+    steps = [sum(update.optimizer == 0 for update in each) for each in updates]
+    gone = [other for other, end in ends.items() if not end["error"]]
+    if not gone or steps[rank] >= wanted:
+        return ""
+    return (
+        f"a rank that was gone: rank {gone[0]} ended without an error after optimizer step "
+        f"{steps[gone[0]]}, rank {rank} went on after step {steps[rank]}"
     )
 
 

@@ -8,8 +8,11 @@ records a digest of each sample and what it may weigh; a model's tensors it name
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -109,6 +112,18 @@ _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
 
 
+@dataclass(frozen=True)
+class _Unused:
+    """A batch of torch's loaders that no model has been called with."""
+
+    taken: Taken
+    batch: Any
+    """Kept, so that nothing else gets its storages."""
+    storages: set[int]
+    early: bool
+    """It was fetched while the one before had not been used either."""
+
+
 class Finished(SystemExit):
     """Enough steps have been recorded; ends the script as `sys.exit(0)` would."""
 
@@ -143,10 +158,17 @@ class Recorder(Callback):
         """Samplers that were told an epoch."""
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
+        self._unused: dict[int, _Unused] = {}
+        """Of what was taken since the last update, by id."""
+        self._ahead: dict[int, _Unused] = {}
+        """Of these, what belongs to a later update."""
+        self._recognised: set[int] = set()
+        """Loaders whose batches models were called with."""
         self._passes: dict[Any, int] = {}
         """Of each loader, likewise; counted for those of torch."""
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
+        self._stepping: list[Optimizer] = []
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
 
@@ -189,7 +211,10 @@ class Recorder(Callback):
         known["iterable"] = isinstance(loader.dataset, IterableDataset)
         shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
         known["order_fixed"] = shuffles and sampler not in self.told
-        self._take(loader, look_at(batch, **known))
+        taken = look_at(batch, **known)
+        self._take(loader, taken)
+        waiting = any(other.taken.loader == taken.loader for other in self._unused.values())
+        self._unused[id(taken)] = _Unused(taken, batch, _storages(batch), waiting)
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -199,13 +224,18 @@ class Recorder(Callback):
         """A backward pass begins at a loss."""
         if self._weighted:
             return
+        self._patches.went_through(loss)
         update, outputs = self._update, self._outputs
         update.loss_line = user_line() or ""
         update.gathered = update.gathered or gathered_at(loss)
         samples = sum(taken.weights["samples"] for taken in (update.taken or self._rows)[-1:])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             update.compares = update.compares or compares_samples(loss, outputs, int(samples))
-        update.losses.append(float(loss.detach()))
+        value = float(loss.detach())
+        seen = (*update.taken[-1:], *self._rows[-1:])
+        empty = any(not taken.weights["samples"] for taken in seen)
+        # The mean over no samples is NaN; there is nothing that it could be the loss of.
+        update.losses.append(0.0 if empty and math.isnan(value) else value)
         update.local.append({})
         self._outputs, self._unclipped = [], {}
 
@@ -251,6 +281,8 @@ class Recorder(Callback):
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
+        if self._unused:
+            self._uses(_storages(inputs))
         update, training = self._update, module.training and torch.is_grad_enabled()
         if isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward:
             if training and (name := self.models.name_of(module)) not in update.statistics:
@@ -265,7 +297,8 @@ class Recorder(Callback):
         if trains and not self.models.is_wrapped(module):
             update.bare_line = update.bare_line or user_line() or ""
         if trains and len(self._rows) == len(update.losses):
-            self._rows.append(look_at(inputs, ids=()))
+            seen = look_at(inputs, ids=())
+            self._rows += [seen] if seen.shape else []
         return self._patches.converted(inputs) if _holds_tensors(module) else None
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -277,7 +310,10 @@ class Recorder(Callback):
             self._outputs = [*self._outputs, *tensors][-_MOST_PIECES:]
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step, perhaps by another one, as that of ZeRO."""
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            return
         self._taken.setdefault(optimizer, 0)
         if next(iter(self._taken)) is optimizer:
             self._end_if_enough()
@@ -290,6 +326,8 @@ class Recorder(Callback):
             update.initial = _arrays(named)
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
+        for gradient in (p.grad for _, p in named if p.grad is not None):
+            self._patches.went_through(gradient)
         update.gradients = gradients
         update.unclipped = {
             n: self._unclipped.get(n, gradient) for n, gradient in gradients.items()
@@ -298,14 +336,18 @@ class Recorder(Callback):
         update.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
         update.optimizer_line = self._lines.get(optimizer, "")
+        self._ahead = self._fetched_ahead()
+        update.taken = [taken for taken in update.taken if id(taken) not in self._ahead]
         if not update.taken:  # these may be made from the batch, so they are not compared with it
             update.taken = self._rows
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
+        if self._stepping.pop() is not optimizer or self._stepping:
+            return
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
-        update.step = self._taken[optimizer]
+        update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
         local = update.local if len(update.local) <= _MOST_PIECES else []
         update.local = [_arrays(part.items()) for part in local]
         named = self.models.parameters()
@@ -313,11 +355,29 @@ class Recorder(Callback):
         update.buffers = _arrays(self.models.buffers())
         self._writer.write(update)
         self._taken[optimizer] += 1
-        self._update, self._rows = RankUpdate(counts=update.counts), []
-        self._outputs, self._unclipped = [], {}
+        ahead = [unused.taken for unused in self._ahead.values()]
+        self._update, self._rows = RankUpdate(counts=update.counts, taken=ahead), []
+        self._outputs, self._unclipped, self._unused = [], {}, self._ahead
         if self._streams is not None:
             self._streams = random_streams()
         self._weighted = False
+
+    def _uses(self, storages: set[int]) -> None:
+        for key, unused in list(self._unused.items()):
+            if storages & unused.storages:
+                self._recognised.add(unused.taken.loader)
+                del self._unused[key]
+
+    def _fetched_ahead(self) -> dict[int, _Unused]:
+        """Batches of this update that no model has seen, fetched when the one before had not been.
+
+        Of a loader no batch of which was recognised in what a model is called with, none.
+        """
+        return {
+            key: unused
+            for key, unused in self._unused.items()
+            if unused.early and unused.taken.loader in self._recognised
+        }
 
     def _meet(self, module: nn.Module) -> None:
         self._patches.quiet(module)
@@ -404,8 +464,14 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
 
 
 def _storage(tensor: Tensor) -> int:
-    plain = not tensor.is_sparse and not is_sharded(tensor)
-    return tensor.untyped_storage().data_ptr() if plain else 0
+    with suppress(RuntimeError):  # what stands for other tensors has none
+        return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
+    return 0
+
+
+def _storages(nest: Any) -> set[int]:
+    leaves = pytree.tree_leaves(nest)
+    return {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
 
 
 def _holds_tensors(module: nn.Module) -> bool:

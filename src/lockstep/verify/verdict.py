@@ -14,12 +14,12 @@ from typing import Any
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import KINDS, Cause, cause_of, repeated, shown
 from lockstep.verify.compare import (
-    FLOAT32,
     FLOAT64,
     Divergence,
     Tolerance,
     Update,
     divergences,
+    tolerance_of,
 )
 from lockstep.verify.record import Recorded
 
@@ -171,20 +171,28 @@ class Verdict:
         """For people."""
         head = f"{self.word:9}  {self.other.way.name}"
         if self.word == "EQUAL":
-            lines = [f"{head}: {_compared(self.reference.updates)}"]
+            lines = [f"{head}: {_compared(self.reference.updates)}", *self._precision()]
             return lines + [line for found in self.findings for line in found.lines("also")]
         first, *others = self.findings
         lines = [f"{head}, first in {first.place}" if first.place else head, *first.lines()]
+        lines += self._precision() if first.case else []
         for found in others:
             lines += [f"  and in  {found.place}"] if found.place else []
             lines += found.lines("cause" if found.place else "also")
         printed = self.other.output.splitlines() if self.word == "FAILED" else []
         return lines + [f"  | {line}" for line in printed]
 
+    def _precision(self) -> list[str]:
+        used = tolerance_of(self.reference.updates, self.other.updates)
+        if used is FLOAT64:
+            return []
+        text = f"{used.relative:g} of a tensor's largest value, as what they are made of has been"
+        return [f"  equal   within {text} in {used.dtype}"]
+
 
 def judge(reference: Recorded, other: Recorded) -> Verdict:
     """Compares a run with the reference."""
-    tolerance = FLOAT64 if other.way.precision == "fp64" else FLOAT32
+    tolerance = tolerance_of(reference.updates, other.updates)
     if other.error:
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
         return Verdict(reference, other, (Finding(Cause(other.code, (seen,))),))

@@ -1,0 +1,86 @@
+"""What is recorded of programs that are built on libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from torch import Tensor
+
+from lockstep.verify.patches import DeterminismPatches
+from lockstep.verify.verdict import Verdict
+
+RIGHT = Path(__file__).with_name("gallery") / "right"
+
+REBUILT = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+mine = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=6)
+sampler = DistributedSampler(mine.dataset, shuffle=False)
+loader = DataLoader(mine.dataset, batch_size=mine.batch_size, sampler=sampler)
+model = DistributedDataParallel(torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def samples(verdict: Verdict) -> list[int]:
+    """Of each update of the reference and of the other, all of which are equal."""
+    assert verdict.word == "EQUAL", verdict.lines()
+    counts = {tuple(u.samples for u in run.updates) for run in (verdict.reference, verdict.other)}
+    assert len(counts) == 1
+    return list(counts.pop())
+
+
+def test_a_loader_that_a_library_builds_anew_is_enlarged_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REBUILT)
+    assert samples(warm.verify(script, batch_times=2)) == [12, 12, 12]
+
+
+def test_what_was_only_fetched_ahead_is_not_trained() -> None:
+    assert samples(warm.verify(RIGHT / "prefetched.py", steps=6)) == [12] * 6
+
+
+def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
+    verdict = warm.verify(RIGHT / "zero.py", steps=2)
+    assert samples(verdict) == [12, 12]
+    assert [update[0].step for update in verdict.reference.updates] == [0, 1]
+
+
+class Rounded(torch.autograd.Function):
+    """Something of a library's that computes in float32, where nobody sees it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy().astype("float32"))
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_the_lowest_precision_that_anything_with_a_gradient_has_had(double: bool) -> None:
+    patches = DeterminismPatches(double=double)
+    plain = torch.float64 if double else torch.float32
+    x = torch.ones(3, dtype=plain, requires_grad=True)
+    with patches:
+        (x.to(torch.bfloat16).float() * 2).sum().double()
+        assert patches.lowest is (torch.float64 if double else torch.bfloat16)
+        torch.ones(3, dtype=torch.float16) * 2  # of no gradient
+        (Rounded.apply(x) * 2).sum()
+    assert patches.lowest is (torch.float32 if double else torch.bfloat16)
