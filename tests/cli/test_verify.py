@@ -161,3 +161,18 @@ def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_p
         "lockstep: lockstep verify train.py",
         "  found: the script starts its ranks itself, as by mp.spawn, and those are not seen",
     ]
+
+
+def test_ranks_that_only_a_condition_starts_are_refused_when_they_are_started(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys\nimport torch.multiprocessing as mp\n"
+        "if sys.argv[1:] == ['--spawn']:\n"
+        "    mp.spawn(print, nprocs=2)\n"
+    )
+    ended = verify(tmp_path, "train.py", "--spawn")
+    assert ended.returncode == 2
+    assert "ranks that the script starts itself, by torch.multiprocessing" in ended.stderr
+    assert "train.py:4: mp.spawn(print, nprocs=2)" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("  do:    verify a script that is one rank")

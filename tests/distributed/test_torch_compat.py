@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import socket
@@ -189,6 +190,23 @@ def test_the_process_groups_of_this_rank(tmp_path):
     finally:
         dist.destroy_process_group()
     assert torch_compat.process_groups() == []
+
+
+def test_a_store_elsewhere_serves_an_address(monkeypatch):
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch_compat.store_elsewhere(1, store.port)
+    for method in ("env", "tcp"):
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "1")
+        url = {"env": "env://", "tcp": "tcp://127.0.0.1:1"}[method]
+        found, rank, size = next(rendezvous.rendezvous(url, rank=0, world_size=1))
+        assert (found.port, rank, size) == (store.port, 0, 1)
+        found.set(method, "set")
+        assert store.get(method) == b"set"
+    own, _, _ = next(rendezvous.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
+    assert own.port != store.port
 
 
 def test_the_flight_recorder_is_there():

@@ -154,34 +154,6 @@ def test_a_script_that_takes_its_local_rank_from_an_argument(
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
-SPAWNS = """
-import os, torch, torch.distributed as dist, torch.multiprocessing as mp
-
-def work(rank, size, port):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    open(f"rank{rank}", "w").write(str(total.item()))
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, args=(2, port), nprocs=2)
-"""
-
-
-def test_a_script_that_spawns_its_ranks_itself(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SPAWNS)
-    done = launch(["run", "script.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "the script starts its own processes" in done.stderr
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
-
-
 def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
     script = Script(path="a b.py", arguments=("--x", "ü"), module=True, local_rank_flag="--r")
     command = fresh_interpreter(script)

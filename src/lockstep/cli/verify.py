@@ -120,6 +120,8 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
 
 def _check_reference(reference: Recorded, options: dict[str, Any]) -> None:
     """Whether there is something to compare with."""
+    from lockstep.verify.record import OWN_PROCESSES
+
     script = reference.way.script
     was_set = f"lockstep verify {script.path}"
     if reference.error or not reference.updates:
@@ -129,6 +131,8 @@ def _check_reference(reference: Recorded, options: dict[str, Any]) -> None:
             words = ["-m"] * script.module + [script.path, *script.arguments]
             found = f"on one process the script ended with {reference.error}"
             do = f"make this work: {shlex.join(['lockstep', 'run', *words])}"
+        if OWN_PROCESSES in reference.error:
+            do = OWN_PROCESSES
         double = reference.way.precision == "fp64"
         if double and re.search("dtype|double", reference.error, re.IGNORECASE):
             do = "the script names dtypes itself; try --precision fp32"

@@ -268,6 +268,22 @@ def answers_as_store(connection: socket.socket) -> bool:
         return False
 
 
+def store_elsewhere(address: int, port: int) -> None:
+    """Where `env://` or `tcp://` of this process names port `address`, a store at `port` serves it.
+
+    Torch's own would listen on all interfaces.
+    """
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+    create = rendezvous._create_c10d_store
+
+    def created(host: str, at: int, rank: int, size: int, timeout: Any, *others: Any) -> Any:
+        if at != address:
+            return create(host, at, rank, size, timeout, *others)
+        return rendezvous.TCPStore(host, port, size, is_master=False, timeout=timeout)
+
+    rendezvous._create_c10d_store = created
+
+
 # Process groups and their Flight Recorder
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -293,8 +309,10 @@ def flight_record(*, lines: bool) -> str:
     return f"[{', '.join(record.decode(errors='replace') for record in written)}]"
 
 
-def take_gpu() -> None:
+def take_gpu(index: int | None = None) -> None:
     """In a thread of ours, before the recorders are asked: its GPU is that of this rank.
+
+    It is that of the process group, else the one with this index; None: with the local rank's.
 
     They ask CUDA whether a call has ended. A thread that has chosen no GPU would open the first
     one for that, where every rank of the machine would then hold some hundred MiB more.
@@ -303,7 +321,8 @@ def take_gpu() -> None:
     if cuda is None or c10d is None or not cuda.is_initialized():
         return
     bound = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
-    index = int(os.environ.get("LOCAL_RANK", 0)) if bound is None else bound.index
+    own = int(os.environ.get("LOCAL_RANK", 0)) if index is None else index
+    index = own if bound is None else bound.index
     if index < cuda.device_count():
         cuda.set_device(index)
 

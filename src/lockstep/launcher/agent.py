@@ -34,7 +34,7 @@ from lockstep.launcher.machine import peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
-from lockstep.launcher.process import Attempt, Process, exit_status_of
+from lockstep.launcher.process import Attempt, Process, exit_status_of, started_by
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
 from lockstep.launcher.zygote import Event, Zygote
@@ -182,6 +182,8 @@ class Agent(api.SimpleElasticAgent):
         """The user asks a second time: what still runs is killed at once."""
         self._supervisor: Supervisor | None = None
         self._exchange: SnapshotExchange
+        self._own: list[Process]
+        """What the one rank has started."""
         self.attempts: list[Attempt] = []
         """Of starting the ranks; empty: the run was interrupted before that."""
         self.interrupted: Interruption | None = None
@@ -270,9 +272,20 @@ class Agent(api.SimpleElasticAgent):
             attempt.nodes,
             lambda lines: take_snapshot(processes, lines=lines),
         )
+        self._own = []
         self._supervisor = Supervisor(
             processes, self._plan.hang, attempt.folder, self._announce, self._exchange.of_all_ranks
         )
+
+    def _watch_own(self, attempt: Attempt) -> None:
+        """Looks after the processes that a rank which is alone has started, in its place."""
+        own = started_by(attempt.processes[0])
+        if [process.pid for process in own] != [process.pid for process in self._own]:
+            processes, rules = own or attempt.processes, self._plan.hang
+            self._supervisor = Supervisor(processes, rules, attempt.folder, self._announce)
+            self._own = own
+        for known, now in zip(self._own, own, strict=True):
+            known.code = now.code
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         attempt = self.attempts[-1]
@@ -423,6 +436,8 @@ class Agent(api.SimpleElasticAgent):
             for process in attempt.running:
                 peak = peak_memory(process.pid) if process.pid else None
                 process.peak_bytes = peak or process.peak_bytes
+            if attempt.world_size == 1 and attempt.running:
+                self._watch_own(attempt)
             # A rank that has raised and does not end, while others may wait for it.
             records = [exit_status.read_record(process.folder) for process in attempt.running]
             if any(r and time.time() - r.time > _STUCK_AT_EXIT_S for r in records):

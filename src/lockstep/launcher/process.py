@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
+from lockstep.launcher.worker import RETURNED, UNLIKE
 from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.probe import read_heartbeat
@@ -74,6 +75,21 @@ class Attempt:
     def running(self) -> list[Process]:
         """Those that have not ended."""
         return [process for process in self.processes if process.code is None]
+
+
+def started_by(process: Process) -> list[Process]:
+    """The processes that a rank which is alone has last started by `torch.multiprocessing`.
+
+    Empty: there are none, not all have come, all have returned, or they are no ranks of one group.
+    """
+    for folder in sorted(process.folder.glob("own_*"))[-1:]:
+        places = [folder / f"rank_{i}" for i in range(int(folder.name.rpartition("_")[2]))]
+        beats = [beat for place in places if (beat := read_heartbeat(place))]
+        codes = [0 if (place / RETURNED).exists() else None for place in places]
+        if None in codes and len(beats) == len(places) and not (folder / UNLIKE).exists():
+            made = zip(places, beats, codes, strict=True)
+            return [Process(i, i, p, b.pid, code) for i, (p, b, code) in enumerate(made)]
+    return []
 
 
 _WORDS = {

@@ -33,9 +33,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lockstep import step
 from lockstep.data.loader import Loader
 from lockstep.distributed.seeding import seed_everything
-from lockstep.launcher.worker import run_as_main
+from lockstep.errors import UsageError
+from lockstep.launcher.worker import on_start_processes, run_as_main
 from lockstep.verify.patches import DeterminismPatches
-from lockstep.verify.record import UpdateWriter, Way, read_way
+from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
 from lockstep.verify.recorder import Recorder, random_streams
 
 # Some have new names since torch 2.13, beside the old ones.
@@ -58,6 +59,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
         way: how the script is run.
         folder: what the script saves goes there.
     """
+    on_start_processes(_refuse_own_processes)
     step.add_callback(recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
@@ -74,6 +76,14 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     patches.no_files(folder)
     mode: Any = patches
     mode.__enter__()
+
+
+def _refuse_own_processes(*_: Any, **__: Any) -> None:
+    raise UsageError(
+        "ranks that the script starts itself, by torch.multiprocessing",
+        "lockstep verify records only the processes that it starts",
+        OWN_PROCESSES,
+    )
 
 
 def _watch_losses(recorder: Recorder) -> None:

@@ -94,9 +94,9 @@ after the group was opened keep it in their default arguments. Here they were im
 class Probe:
     """What `install` sets up in this process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._own = folder, own
         self._map: mmap.mmap | None = None
         self._steps, self._last_step = 0, 0.0
         self._ask: int | None = None
@@ -104,7 +104,8 @@ class Probe:
         self._stopping = False
         self._show_stacks()
         self._start_heartbeat()
-        torch_compat.on_default_group(_kept_groups.append)
+        if own is None:  # another process imports torch itself, or is a copy of one that has this
+            torch_compat.on_default_group(_kept_groups.append)
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget)
         atexit.register(self.stop_answering)
@@ -193,7 +194,7 @@ class Probe:
 
     def _write_answer(self, number: str, *, lines: bool) -> None:
         try:
-            torch_compat.take_gpu()
+            torch_compat.take_gpu(self._own)
             stacks, groups = json.dumps(_stacks()), json.dumps(torch_compat.process_groups())
             records = torch_compat.flight_record(lines=lines)
             text = (
@@ -220,10 +221,14 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
     }
 
 
-def install(folder: Path) -> Probe:
+def install(folder: Path, own: int | None = None) -> Probe:
     """Makes this process visible, until it ends, in the files of `folder`; torch has been imported.
+
+    Args:
+        folder: where.
+        own: its index among those that a script has started itself; None: the launcher has.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    return Probe(folder)
+    return Probe(folder, own)

@@ -1,0 +1,234 @@
+"""Programs that start their ranks themselves: as under plain Python, and watched where they can be.
+
+Their forms are those of torch's tutorials, of pytorch/examples' `imagenet/main.py`, and of programs
+that start others by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import launch
+from ranks import HANG_S
+
+TRAINING = """
+import psutil, socket, torch, torch.distributed as dist
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+def train():
+    rank, sockets = dist.get_rank(), psutil.Process().net_connections("inet")
+    if dist.get_world_size() == 1:
+        assert {s.laddr.ip for s in sockets if s.status == "LISTEN"} == {"127.0.0.1"}
+    weight = torch.ones(2)
+    for _ in range(2):
+        gradient = weight * (rank + 1)
+        dist.all_reduce(gradient)
+        weight = weight - 0.1 * gradient
+    with open(f"rank{rank}of{dist.get_world_size()}", "w") as file:
+        file.write(repr(weight.tolist()))
+    dist.destroy_process_group()
+"""
+
+TUTORIAL = """
+import os, torch.distributed as dist, torch.multiprocessing as mp
+from training import free_port, train
+
+def setup(rank, size, port):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(size)
+    dist.init_process_group("gloo")
+
+def work(rank, size, port):
+    setup(rank, size, port)
+    train()
+
+def main():
+    size = int(os.environ.get("WORLD_SIZE", 2))
+    mp.spawn(work, args=(size, free_port()), nprocs=size, join=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+IMAGENET = """
+import argparse, os, torch.distributed as dist, torch.multiprocessing as mp
+from training import free_port, train
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--world-size", default=-1, type=int)
+parser.add_argument("--rank", default=-1, type=int)
+parser.add_argument("--dist-url", default="env://")
+parser.add_argument("--multiprocessing-distributed", action="store_true")
+
+def main():
+    args = parser.parse_args()
+    args.dist_url = args.dist_url.replace("PORT", str(free_port()))
+    if args.dist_url == "env://" and args.world_size == -1:
+        args.world_size = int(os.environ["WORLD_SIZE"])
+    ngpus = 2
+    if args.multiprocessing_distributed:
+        args.world_size = ngpus * args.world_size
+        mp.spawn(main_worker, nprocs=ngpus, args=(ngpus, args))
+    else:
+        main_worker(0, ngpus, args)
+
+def main_worker(gpu, ngpus, args):
+    if args.dist_url == "env://" and args.rank == -1:
+        args.rank = int(os.environ["RANK"])
+    if args.multiprocessing_distributed:
+        args.rank = args.rank * ngpus + gpu
+    dist.init_process_group("gloo", args.dist_url, world_size=args.world_size, rank=args.rank)
+    train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+LAUNCH = """
+import torch.multiprocessing as mp
+
+def launch(function, size, *args):
+    mp.start_processes(function, args=(size, *args), nprocs=size, start_method="fork")
+"""
+
+# The launcher is in a module of its own, as in many libraries, and the port a default.
+LIBRARY = """
+import os, torch.distributed as dist
+from launching import launch
+from training import free_port, train
+
+def work(rank, size, port):
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    train()
+
+if __name__ == "__main__":
+    launch(work, 2, free_port())
+"""
+
+BY_HAND = """
+import os, subprocess, sys, torch.distributed as dist
+from training import free_port, train
+
+if sys.argv[1:] == ["rank"]:
+    dist.init_process_group("gloo")
+    train()
+else:
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "rank"], env={**given, "RANK": str(r), "WORLD_SIZE": "2"}
+        )
+        for r in range(2)
+    ]
+    sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+PROCESSES = """
+import multiprocessing, os, torch.distributed as dist
+from training import free_port, train
+
+def work(rank, size, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    train()
+
+if __name__ == "__main__":
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    ranks = [context.Process(target=work, args=(rank, 2, port)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+URL = ("--dist-url", "tcp://127.0.0.1:PORT", "--world-size", "1", "--rank", "0")
+
+
+def folder_with(folder: Path, source: str) -> Path:
+    folder.mkdir()
+    for name, text in (("train", source), ("training", TRAINING), ("launching", LAUNCH)):
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def results(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("rank*")}
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        (TUTORIAL, ()),
+        (IMAGENET, ("--multiprocessing-distributed", *URL)),
+        (LIBRARY, ()),
+        (BY_HAND, ()),
+        (PROCESSES, ()),
+    ],
+    ids=["tutorial", "imagenet", "library", "by hand", "processes"],
+)
+def test_results_are_those_under_python(
+    tmp_path: Path, source: str, arguments: tuple[str, ...]
+) -> None:
+    plain, ours = (folder_with(tmp_path / name, source) for name in ("plain", "ours"))
+    line = [sys.executable, "train.py", *arguments]
+    done = subprocess.run(line, cwd=plain, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    ran = launch(["run", "train.py", *arguments], ours)
+    assert ran.returncode == 0, ran.stderr
+    assert set(results(plain)) == {"rank0of2", "rank1of2"}
+    assert results(ours) == results(plain)
+
+
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+def test_the_same_program_as_a_rank(tmp_path: Path, warm: str) -> None:
+    """What does not start processes after all finds its place in the environment."""
+    folder = folder_with(tmp_path / "ours", IMAGENET)
+    ran = launch(["run", warm, "train.py"], folder)
+    assert ran.returncode == 0, ran.stderr
+    assert set(results(folder)) == {"rank0of1"}
+
+
+DEADLOCK = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+from training import free_port
+
+def once(rank):
+    torch.ones(1)
+
+def work(rank, port):
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(once, nprocs=1)
+    mp.start_processes(work, args=(free_port(),), nprocs=2, start_method="fork")
+"""
+
+
+def test_a_deadlock_among_them_is_told(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "ours", DEADLOCK)
+    ran = launch(["run", "--log-dir", "logs", "train.py"], folder)
+    assert ran.returncode == 70, ran.stderr
+    assert "deadlock: ranks 0-1 wait in collectives that do not match" in ran.stderr
+    assert re.search(
+        r"rank 0.*all_reduce.*\n.*train.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", ran.stderr
+    )
+    assert re.search(r"train.py:\d+: dist.barrier\(\)", ran.stderr)
