@@ -29,7 +29,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import Topology, detect, port
-from lockstep.errors import LockstepError, SettingError, UsageError, not_among, set_rank
+from lockstep.errors import LockstepError, SettingError, UsageError, nearest, set_rank
 from lockstep.settings import Choice, Settings
 from lockstep.step import Step
 
@@ -351,7 +351,9 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
     if backend not in (*_BACKENDS, CUDA_BACKENDS):
-        raise not_among(f"backend={backend!r}", backend, "the backends", _BACKENDS)
+        advice = nearest(backend.lower(), _BACKENDS, "leave it out to have one chosen")
+        found = f"the backends are {', '.join(_BACKENDS)}"
+        raise SettingError(f"backend={backend!r}", found, advice)
     if backend in ("nccl", CUDA_BACKENDS):
         if cuda and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
