@@ -232,3 +232,21 @@ def test_a_deadlock_among_them_is_told(tmp_path: Path) -> None:
         r"rank 0.*all_reduce.*\n.*train.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", ran.stderr
     )
     assert re.search(r"train.py:\d+: dist.barrier\(\)", ran.stderr)
+
+
+KILLED = """
+import os, signal, torch.multiprocessing as mp
+
+def work(rank):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+mp.start_processes(work, nprocs=1, start_method="fork")
+"""
+
+
+def test_the_line_that_has_started_one_that_is_killed_is_named(tmp_path: Path) -> None:
+    ran = launch(["run", "train.py"], folder_with(tmp_path / "ours", KILLED))
+    assert ran.returncode == 1
+    assert re.search(
+        r"process 0 terminated with signal SIGKILL\n  train.py:7: mp.start", ran.stderr
+    )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
-from lockstep.launcher.worker import RETURNED, UNLIKE
+from lockstep.launcher.own_processes import RETURNED, UNLIKE
 from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.probe import read_heartbeat

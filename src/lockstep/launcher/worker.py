@@ -12,24 +12,21 @@ import contextlib
 import ctypes
 import gc
 import io
-import itertools
 import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial, wraps
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 FOLDER = "LOCKSTEP_RANK_FOLDER"
 """Variable: where this rank's logs and evidence lie."""
@@ -37,9 +34,6 @@ _PACKAGES = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 MACRO = "${local_rank}"
 """Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
-UNLIKE, RETURNED = "unlike", "returned"
-"""Files of processes that a script has started: they are not the ranks of one group; one has come
-to its end."""
 _SCRIPT = "LOCKSTEP_SCRIPT"
 """Variable: what a fresh interpreter is to run, as JSON, without the script's own arguments."""
 
@@ -124,74 +118,14 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     def program(folder: Path) -> None:
+        from lockstep.launcher import own_processes
+
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            _let_own_processes_meet()
-            _watch_own_processes(folder)
+            own_processes.let_meet()
+            own_processes.watch(folder)
         run_as_main(script)
 
     return run_recorded(program, _report)
-
-
-_held: list[socket.socket] = []
-
-
-def _let_own_processes_meet() -> None:
-    """Gives the only rank an address at which processes that it starts itself can meet.
-
-    With torchrun's variables they would all look for the launcher's store, also where the program
-    gives them an address of their own; or they would find its port taken.
-    """
-    from lockstep.distributed.torch_compat import store_elsewhere
-
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))  # who listens there later says so too, as torch's store does
-    _held.append(held)
-    port, launchers = held.getsockname()[1], int(os.environ["MASTER_PORT"])
-    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    store_elsewhere(port, launchers)
-
-
-def _watch_own_processes(folder: Path) -> None:
-    """What the script starts by `torch.multiprocessing` gets folders as ranks have them."""
-    calls = itertools.count()
-
-    def started(
-        start: Any, fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **named: Any
-    ) -> Any:
-        if _PACKAGES not in sys.path:  # which a process that is spawned inherits
-            sys.path.append(_PACKAGES)
-        place = folder / f"own_{next(calls):06}_{nprocs}"
-        return start(partial(_run_watched, place, nprocs, fn), args, nprocs, *others, **named)
-
-    on_start_processes(started)
-
-
-def on_start_processes(instead: Callable[..., Any]) -> None:
-    """From now on `mp.spawn` and `mp.start_processes` call this, with the latter as an argument."""
-    multiprocessing: Any = import_module("torch.multiprocessing")
-    module: Any = import_module("torch.multiprocessing.spawn")
-    made = wraps(module.start_processes)(partial(instead, module.start_processes))
-    module.start_processes = multiprocessing.start_processes = made
-
-
-def _run_watched(
-    folder: Path, size: int, program: Callable[..., object], index: int, *args: Any
-) -> None:
-    """In a process that the script has started."""
-    from lockstep.distributed.torch_compat import on_default_group
-    from lockstep.watchdog import probe
-
-    def check(group: Any) -> None:
-        if (group.rank(), group.size()) != (index, size):
-            (folder / UNLIKE).touch()
-
-    probe.install(folder / f"rank_{index}", own=index)
-    on_default_group(check)
-    program(index, *args)
-    (folder / f"rank_{index}" / RETURNED).touch()
 
 
 def run_recorded(

@@ -34,7 +34,8 @@ from lockstep import step
 from lockstep.data.loader import Loader
 from lockstep.distributed.seeding import seed_everything
 from lockstep.errors import UsageError
-from lockstep.launcher.worker import on_start_processes, run_as_main
+from lockstep.launcher.own_processes import on_start_processes
+from lockstep.launcher.worker import run_as_main
 from lockstep.verify.patches import DeterminismPatches
 from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
 from lockstep.verify.recorder import Recorder, random_streams
