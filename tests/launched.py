@@ -61,7 +61,13 @@ class Launched:
 
     def _read(self, descriptor: int) -> None:
         with open(descriptor, encoding="utf-8", errors="backslashreplace") as file:
-            self._said.append(file.read())
+            for line in file:
+                self._said.append(line)
+
+    @property
+    def said(self) -> str:
+        """What it has printed to its standard error so far."""
+        return "".join(self._said)
 
     def send_signal(self, number: int) -> None:
         """Sends it, and nobody else, a signal."""
@@ -83,7 +89,7 @@ class Launched:
         code = self.wait()
         assert code is not None, f"still running, {HANG_S} s after it closed its output"
         self._reader.join()
-        return subprocess.CompletedProcess("lockstep", code, stdout, self._said[0])
+        return subprocess.CompletedProcess("lockstep", code, stdout, self.said)
 
     def __enter__(self) -> Launched:
         return self

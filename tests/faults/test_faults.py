@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import time
 from pathlib import Path
 
 import psutil
@@ -11,7 +13,7 @@ import pytest
 from faults import FAULTS, Fault
 from launched import Launched
 from memory_group import memory_group
-from ranks import LEAVE_S
+from ranks import HANG_S, LEAVE_S
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -24,6 +26,8 @@ def test_the_verdict_is_right(fault: Fault, tmp_path: Path) -> None:
 
 def check(fault: Fault, folder: Path, group: Path | None) -> None:
     arguments = ["run", "--nproc", str(fault.nproc), *fault.flags, "script.py"]
+    os.mkfifo(folder / "told")
+    pipe = os.open(folder / "told", os.O_RDWR)
     with Launched(arguments, cwd=folder, group=group) as launcher:
         # Each rank's own line, so that all of them are where the fault begins.
         waiting = fault.nproc
@@ -34,10 +38,20 @@ def check(fault: Fault, folder: Path, group: Path | None) -> None:
         processes = psutil.Process(launcher.pid).children(recursive=True)
         if fault.launcher_signal is not None:
             launcher.send_signal(fault.launcher_signal)
+        if fault.waits_for_words:
+            limit = time.monotonic() + HANG_S
+            while not told(fault, launcher.said) and time.monotonic() < limit:
+                time.sleep(0.1)
+            os.write(pipe, b"\n" * fault.nproc)
         done = launcher.finish()
+        os.close(pipe)
         left = psutil.wait_procs(processes, timeout=LEAVE_S)[1]
     assert left == []
-    told = done.stderr
-    assert done.returncode == fault.exit_code, told
-    block = told if done.returncode == 0 else told[told.rindex("\nlockstep: ") :]
-    assert re.search(".*".join(fault.says), block, re.DOTALL), told
+    said = done.stderr
+    assert done.returncode == fault.exit_code, said
+    assert told(fault, said if done.returncode == 0 else said[said.rindex("\nlockstep: ") :]), said
+    assert done.returncode != 0 or "deadlock" not in said
+
+
+def told(fault: Fault, said: str) -> bool:
+    return re.search(".*".join(fault.says), said, re.DOTALL) is not None

@@ -424,13 +424,24 @@ CASES = {
         (1,),
         more={"hang": replace(hang("lost", (1,), "rank 1 has died"), found_at=20.0)},
     ),
-    "stopped": Case(
-        [ours(0, 20.2, 20.1), killed(1, 9, "SIGKILL", 22.0, asked_to_end=20.1)],
+    "stopped until the others gave up": Case(
+        [
+            raised(0, TIMED_OUT, 20.0),
+            killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+            ours(2, 20.7, 20.6),
+        ],
         "stopped",
         (1,),
         code=71,
-        says=("rank 1 is stopped",),
-        more={"hang": replace(hang("stopped", (1,), "rank 1 is stopped"), found_at=20.0)},
+        says=("was stopped by a signal or a debugger", "kill -STOP", "rank 0 (Timed out waiting"),
+    ),
+    "stopped while another rank failed": Case(
+        [
+            raised(0, "loss is NaN", 20.0, "ValueError"),
+            killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+        ],
+        "exception",
+        (0,),
     ),
     "left, seen by the hang detector": Case(
         [exited(1, 0, 5.0), ours(0, 20.2, 20.1)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from dataclasses import replace
 
 import pytest
@@ -109,6 +111,17 @@ def test_uneven_steps_then_a_barrier() -> None:
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "in backward" in verdict.rows[0].does
     assert "same number of batches" in verdict.advice[0]
+
+
+def test_a_rank_that_skipped_a_batch_is_the_odd_one_of_three() -> None:
+    """The others' forward pass broadcasts buffers; one of them has got past that."""
+    broadcast = call("broadcast", 6, 8)
+    verdict = found(
+        state(0, in_ddp_buffers(20), *alike(5), broadcast, groups=THREE),
+        at_barrier(1, groups=THREE),
+        state(2, in_backward(20), *alike(5), broadcast, call("all_reduce", 7, 25), groups=THREE),
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (1,))
 
 
 def test_a_rank_that_ran_out_of_data_is_the_odd_one_of_three() -> None:
@@ -287,7 +300,18 @@ def test_what_has_left_the_ring_is_not_taken_for_a_call_never_made() -> None:
 
 
 BUSY = (Frame("/home/me/saver.py", 30, "save"), Frame("/usr/lib/python3.11/threading.py", 1, "run"))
-IDLE = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), *BUSY)
+
+
+def in_wait(code: str) -> Stack:
+    """A thread that waits for another one, in this line of Python's own `Condition.wait`."""
+    lines, first = inspect.getsourcelines(threading.Condition.wait)
+    number = next(first + n for n, line in enumerate(lines) if line.strip().endswith(code))
+    return (Frame(threading.__file__, number, "wait"), *BUSY)
+
+
+IDLE, TIMED = in_wait("waiter.acquire()"), in_wait("waiter.acquire(True, timeout)")
+POOL = (Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker"), *BUSY[1:])
+DOWNLOAD = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), *BUSY)
 SAVERS = (*PAIR, Group("3", "savers", (0, 1)))
 
 
@@ -296,12 +320,15 @@ SAVERS = (*PAIR, Group("3", "savers", (0, 1)))
     [
         (BUSY, (), "working"),  # no thread of rank 0 has used the group so far
         (BUSY, (call("barrier", 1, group="3", thread=8, state="completed"),), "working"),
-        (BUSY, (call("barrier", 1, group="3", state="completed"),), "deadlock"),
+        (BUSY, (call("barrier", 1, group="3", state="completed"),), "working"),
+        (TIMED, (), "working"),
+        (DOWNLOAD, (), "working"),
         (IDLE, (), "deadlock"),
+        (POOL, (), "deadlock"),
         (in_op("barrier", 30), (), "deadlock"),
     ],
 )
-def test_a_thread_that_works_may_yet_come_to_a_group_of_its_own(
+def test_a_thread_that_goes_on_may_yet_come(
     thread: Stack, earlier: tuple[CollectiveCall, ...], kind: str
 ) -> None:
     """Rank 1 waits for what rank 0's checkpoint thread will do, and the main thread of rank 0
@@ -316,7 +343,39 @@ def test_a_thread_that_works_may_yet_come_to_a_group_of_its_own(
     assert (verdict.kind, verdict.fatal) == (kind, kind == "deadlock")
     if kind == "working":
         assert verdict.ranks == (0,)
+        assert verdict.headline.startswith("rank 0 may yet come in another thread; rank 1 has")
         assert verdict.rows[0].line == BUSY[0]
+
+
+def test_threads_of_all_ranks_may_yet_come() -> None:
+    groups = [Group(name, "", (0, 1)) for name in "12"]
+    one, other = (
+        state(
+            rank,
+            in_op("barrier", 30),
+            call("barrier", 1, group=groups[rank].name),
+            groups=tuple(groups),
+            threads=(IDLE, BUSY),
+            thread_ids=(8, 9),
+        )
+        for rank in (0, 1)
+    )
+    verdict = found(one, other)
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0, 1))
+    assert verdict.headline == "ranks 0-1 may yet come in another thread, for 8 s"
+    verdict = found(one, replace(other, threads=(IDLE, IDLE)))
+    assert verdict.headline.startswith("rank 0 may yet come in another thread; rank 1 has")
+    assert found(*(replace(rank, threads=(IDLE, IDLE)) for rank in (one, other))).fatal
+
+
+def test_no_thread_helps_where_the_calls_do_not_match() -> None:
+    threads = {"threads": (BUSY,), "thread_ids": (8,)}
+    buffers = [call("broadcast", 6, 8), call("broadcast", 7, 1)]
+    verdict = found(
+        state(0, in_ddp_buffers(50), *alike(5), *buffers, completed={"gloo:0": 5}, **threads),
+        at_barrier(1, **threads),
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
 
 
 # --- a rank is gone
@@ -342,7 +401,8 @@ def test_a_rank_has_died(code: int) -> None:
 
 def test_a_rank_is_stopped() -> None:
     verdict = found(at_barrier(0), state(1, None, state="T", answered=False, calls=None))
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("stopped", True, (1,))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("stopped", False, (1,))
+    assert "kill -CONT" in verdict.advice[0]
 
 
 def test_the_ends_of_a_run_are_not_simultaneous() -> None:
@@ -454,7 +514,10 @@ def test_receives_only_may_be_a_transfer_under_way() -> None:
     assert (verdict.kind, verdict.fatal) == ("transport", False)
     assert "every send needs its receive" in verdict.advice[0]
     verdict = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
-    assert (verdict.kind, verdict.fatal) == ("deadlock", False)
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+    assert verdict.headline.startswith(
+        "all ranks wait in barrier and recv, for each other; nothing"
+    )
 
 
 def test_receives_only_where_nothing_can_be_under_way() -> None:
@@ -467,9 +530,10 @@ def test_receives_only_where_nothing_can_be_under_way() -> None:
     meets = (state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
     assert found(*meets, waited_s=12.0).fatal
     thread = {"threads": (at(90),), "thread_ids": (8,)}
-    idle = {"threads": ((Frame("/usr/lib/python3.11/threading.py", 331, "wait"),),)}
-    assert not found(both[0], replace(both[1], **thread), waited_s=12.0).fatal
-    assert found(both[0], replace(both[1], **idle, thread_ids=(8,)), waited_s=12.0).fatal
+    idle = {"threads": (IDLE,), "thread_ids": (8,)}
+    verdict = found(both[0], replace(both[1], **thread), waited_s=12.0)
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
+    assert found(both[0], replace(both[1], **idle), waited_s=12.0).fatal
     assert not found(both[0], replace(both[1], host="b"), waited_s=12.0).fatal
     assert not found(*both, working=(0,), waited_s=12.0).fatal
     assert not found(*both, state(2, at(60)), waited_s=12.0).fatal

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import termios
 import threading
@@ -24,7 +26,7 @@ from ranks import HANG_S, in_clean_process, run_ranks
 
 from lockstep.distributed import torch_compat
 from lockstep.watchdog import probe
-from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat
+from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
 from lockstep.watchdog.snapshot import RankState, with_answer
 from lockstep.watchdog.stacks import parse_stack
 
@@ -155,6 +157,20 @@ def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
 
 
 @in_clean_process
+def test_a_second_signal_reaches_no_thread_but_the_one_that_answers(tmp_path: Path) -> None:
+    held = ctypes.PyDLL(None).poll  # with the interpreter's lock, which the answer would need
+    with installed(tmp_path):
+        sender = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -{SLEEPERS_SIGNAL} {os.getpid()}"])
+        assert held(None, 0, 1000) == 0
+        assert sender.wait(HANG_S) == 0
+        text = until((tmp_path / "stacks.txt").read_text)
+    stack = parse_stack(text, threading.get_ident())
+    assert stack is not None
+    assert stack[0].function.startswith("test_a_second_signal")
+    assert parse_stack(text, threading.get_ident() + 1) is None
+
+
+@in_clean_process
 def test_the_stacks_of_all_threads_come_with_the_answer(tmp_path: Path) -> None:
     ready = threading.Event()
     with installed(tmp_path), group_of_one():
@@ -176,7 +192,7 @@ def test_the_users_own_handlers_are_left_alone(tmp_path: Path) -> None:
     with installed(tmp_path):
         now = {number: signal.getsignal(number) for number in signal.valid_signals()}
     # What is left once faulthandler has taken its own handler away, at the interpreter's end.
-    assert now == {**before, STACK_SIGNAL: signal.SIG_IGN}
+    assert now == {**before, STACK_SIGNAL: signal.SIG_IGN, SLEEPERS_SIGNAL: signal.SIG_IGN}
     assert STACK_SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM)
 
 
@@ -240,17 +256,17 @@ def _tell(folder: Path) -> None:
 
 @in_clean_process
 def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
-    original = probe.flight_record
+    original = torch_compat.flight_record
 
     def fail(*, lines: bool) -> str:
         raise RuntimeError("no record")
 
     with installed(tmp_path), group_of_one():
-        probe.flight_record = fail  # type: ignore[attr-defined]
+        torch_compat.flight_record = fail
         try:
             assert json.loads(ask(tmp_path, "1"))["error"] == "RuntimeError('no record')"
         finally:
-            probe.flight_record = original  # type: ignore[attr-defined]
+            torch_compat.flight_record = original
         assert "records" in json.loads(ask(tmp_path, "2"))
         with open(tmp_path / "ask", "w") as pipe:
             pipe.write("nonsense\n\n")
@@ -285,7 +301,7 @@ def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> No
 
 @in_clean_process
 def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None:
-    original, answering, go = probe.flight_record, threading.Event(), threading.Event()
+    original, answering, go = torch_compat.flight_record, threading.Event(), threading.Event()
 
     def slowly(*, lines: bool) -> str:
         answering.set()
@@ -298,7 +314,7 @@ def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None
         os.close(descriptor)
 
     with installed(tmp_path) as made, group_of_one():
-        probe.flight_record = slowly  # type: ignore[attr-defined]
+        torch_compat.flight_record = slowly
         put(b"1\n")
         assert answering.wait(HANG_S)
         ending = threading.Thread(target=made.stop_answering, daemon=True)

@@ -46,4 +46,5 @@ def test_merged_is_in_the_order_of_the_ranks() -> None:
 def test_a_rank_that_is_not_known_has_not_stopped() -> None:
     assert state(0, state=None).stopped is None
     assert state(0, state="T").stopped is True
-    assert state(0, state="t").stopped is False
+    assert state(0, state="t").stopped is True
+    assert state(0, state="S").stopped is False

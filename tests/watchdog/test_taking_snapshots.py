@@ -22,6 +22,7 @@ from lockstep.watchdog.snapshot import (
     RankState,
     Snapshot,
     from_json,
+    harmless_signal,
     read_process,
 )
 from lockstep.watchdog.stacks import Frame
@@ -151,22 +152,56 @@ def test_nobody_to_look_at() -> None:
     assert take_snapshot([]).ranks == ()
 
 
+def a_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> None:
+    """What the kernel says of a thread, see proc(5)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stat").write_text(f"77 (a) b (c) {state} 1 2 3 4 5 6 7 8 9 10 {times} 0 0 20\n")
+    caught = 1 << (probe.STACK_SIGNAL - 1) | 1 << (probe.SLEEPERS_SIGNAL - 1)
+    (folder / "status").write_text(
+        f"Name:\ta\nSigCgt:\t{caught:016x}\nvoluntary_ctxt_switches:\t{switches}\n"
+    )
+    (folder / "wchan").write_text("hrtimer_nanosleep" if state == "S" else "0")
+
+
 def test_what_the_kernel_says(tmp_path: Path) -> None:
-    numbers = "1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0 9"
-    for folder, times in (("77", numbers), ("77/task/77", numbers.replace("250 50", "100 20"))):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "stat").write_text(f"77 (a) b (c) T {times}\n")
+    a_task(tmp_path / "77", "T", "250 50")
+    a_task(tmp_path / "77" / "task" / "77", "T", "100 20", 9)
     ticks = os.sysconf("SC_CLK_TCK")
+    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, True)
     status = tmp_path / "77" / "status"
-    status.write_text(f"Name:\ta\nSigCgt:\t{1 << (probe.STACK_SIGNAL - 1):016x}\n")
-    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, True)
-    status.write_text("Name:\ta\nSigCgt:\t0000000000000002\n")
-    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, False)
+    for caught in (0, 1 << (probe.STACK_SIGNAL - 1)):
+        status.write_text(f"Name:\ta\nSigCgt:\t{caught:016x}\n")
+        assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, False)
     (tmp_path / "77" / "task" / "77" / "stat").unlink()
-    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, None, False)
+    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, None, None, False)
     assert read_process(78, tmp_path) is None
     (tmp_path / "77" / "stat").write_text("nonsense")
     assert read_process(77, tmp_path) is None
+
+
+def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
+    def signal_for(main: str, *others: str, before: int | None = 7) -> int | None:
+        for number, state in enumerate((main, *others), 77):
+            a_task(tmp_path / "77" / "task" / str(number), state)
+        return harmless_signal(77, before, answers=True, root=tmp_path)
+
+    assert harmless_signal(77, 7, answers=True, root=tmp_path) is None
+    a_task(tmp_path / "77", "S")
+    assert signal_for("R", "S") == probe.STACK_SIGNAL
+    assert signal_for("R", "S", before=6) is None  # it has slept since
+    assert signal_for("R", "S", before=None) is None
+    assert signal_for("S", "S") == probe.SLEEPERS_SIGNAL
+    assert signal_for("S", "D") == probe.SLEEPERS_SIGNAL
+    assert signal_for("S", "R") is None
+    assert signal_for("S", "S", before=6) is None
+    assert signal_for("t", "t") is None
+    assert signal_for("S", "S") == probe.SLEEPERS_SIGNAL
+    assert harmless_signal(77, 7, answers=False, root=tmp_path) is None
+    (tmp_path / "77" / "task" / "77" / "wchan").write_text("futex_do_wait")
+    assert harmless_signal(77, None, answers=False, root=tmp_path) == probe.STACK_SIGNAL
+    assert harmless_signal(77, None, answers=True, root=tmp_path) == probe.SLEEPERS_SIGNAL
+    a_task(tmp_path / "77" / "task" / "78", "R")
+    assert harmless_signal(77, None, answers=True, root=tmp_path) == probe.STACK_SIGNAL
 
 
 def test_own_process() -> None:

@@ -42,7 +42,7 @@ from lockstep.watchdog import exit_status
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, lost_node, render
 from lockstep.watchdog.probe import FLIGHT_RECORDER
-from lockstep.watchdog.snapshot import from_values
+from lockstep.watchdog.snapshot import STOPPED, from_values, read_process
 from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snapshot
 
 _ERROR_FILE_NAME = "elastic_error.json"
@@ -356,6 +356,8 @@ class Agent(api.SimpleElasticAgent):
     def _send(self, attempt: Attempt, number: int) -> None:
         for process in attempt.running:
             process.sent.setdefault(number, time.time())
+            status = read_process(process.pid or 0)
+            process.stopped |= status is not None and status.state in STOPPED
         self.pass_on(number)
 
     # What the user asks for

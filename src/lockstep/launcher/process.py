@@ -50,6 +50,8 @@ class Process:
     """`time.time()` when its end was seen."""
     sent: dict[int, float] = field(default_factory=dict)
     """Signals that the launcher has sent, and when first."""
+    stopped: bool = False
+    """A signal or a debugger had stopped it when the launcher sent them."""
     peak_bytes: int | None = None
     """Its highest resident memory, where that is known."""
 
@@ -182,6 +184,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
         peak_bytes=process.peak_bytes,
         asked_to_end=min(ends, default=None),
+        stopped=process.stopped,
     )
 
 

@@ -77,6 +77,8 @@ class ExitStatus:
     asked_to_end: float | None = None
     """When Lockstep first sent it a signal that ends it; None: never. To tell the two apart, ends
     that can be noticed must be noticed before such a signal is sent."""
+    stopped: bool = False
+    """Then it was stopped, by a signal or a debugger."""
 
     @property
     def failed_at(self) -> float:

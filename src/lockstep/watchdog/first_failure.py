@@ -32,7 +32,7 @@ FailureKind = Literal[
     "oom",  # the kernel's out-of-memory killer
     "left",  # exit code 0 while others still waited
     "deadlock",
-    "stopped",  # SIGSTOP
+    "stopped",  # by SIGSTOP or a debugger, while the others' collectives timed out
     "node_lost",
     "interrupted",  # the launcher was asked to end
 ]
@@ -99,9 +99,10 @@ def first_failure(
     if interrupted is not None:
         roots.append(_of_interruption(interrupted))
     if followers and not any(_may_cause(root, f) for root in roots for f in followers):
-        # Ranks that ended well while others still had use for them.
+        # Ranks that ended well while others still had use for them, or that stood still.
         missed = min(f.failed_at for f in followers)
         roots += [_of_exit(e) for e in own if e.code == 0 and e.time <= missed + LATE_S]
+        roots += [_of_stopped(e, missed) for e in ours if e.stopped]
     unexplained = [f for f in followers if not any(_may_cause(root, f) for root in roots)]
     roots += [_of_exit(f, alone=True) for f in unexplained]
     if not roots:
@@ -185,6 +186,19 @@ def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
     )
 
 
+def _of_stopped(end: ExitStatus, time: float) -> FirstFailure:
+    """A rank that stood still until the others' collectives timed out."""
+    return FirstFailure(
+        kind="stopped",
+        ranks=(end.rank,),
+        host=end.host,
+        time=time,
+        headline="was stopped by a signal or a debugger, and the others waited for it in vain",
+        step=end.step,
+        advice=(_BY_KIND["stopped"],),
+    )
+
+
 def _how(end: ExitStatus) -> str:
     if end.code <= 0:
         return end.how
@@ -234,7 +248,7 @@ def _of_hang(hang: Verdict, own: Sequence[ExitStatus]) -> list[FirstFailure]:
     gone = [e for e in own if e.rank in hang.ranks and e.code == 0]
     if hang.kind in ("left", "lost") and gone:
         return [replace(_of_exit(e), details=rows, advice=hang.advice) for e in gone]
-    kinds: dict[str, FailureKind] = {"deadlock": "deadlock", "stopped": "stopped", "left": "left"}
+    kinds: dict[str, FailureKind] = {"deadlock": "deadlock", "left": "left"}
     kind = kinds.get(hang.kind, "signal")
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
     return [
@@ -432,6 +446,7 @@ _BY_SIGNAL: dict[int, str] = {
     signal.SIGXFSZ: "the limit of a file's size (ulimit -f) was reached",
 }
 _BY_KIND = {
+    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
     "oom": _MEMORY,
     "left": "every rank must take the same number of steps and come to the same collectives: look "
     "for a return, a break or a shorter DataLoader on one rank, and for a collective (world.sum, "

@@ -135,6 +135,8 @@ class Case:
     def awaited(self, what: str, ranks: Collection[int]) -> str:
         """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
         waiting = self.graph.waits_for
+        if not waiting:
+            return f"{name_ranks(ranks)} {verb(what, len(ranks))}, for {self.waited_s:.0f} s"
         have = f"{name_ranks(waiting)} {verb('has', len(waiting))}"
         it = "it" if len(ranks) == 1 else "them"
         return (
@@ -200,13 +202,13 @@ def _gone(case: Case) -> Verdict | None:
     others = case.activities.keys() - waiting.keys() - gone.keys()
     # Taking a group down takes its time, and waits for nobody who has gone.
     leaving = all(a.op == "destroy_process_group" and r in guessed for r, a in waiting.items())
-    fatal = bool(set[int]().union(*known) & gone.keys()) or not (others or leaving)
-    ended = [a.state for a in gone.values() if a.kind is Kind.EXITED]
-    kind: VerdictKind = "stopped"
-    if ended:
-        kind = "left" if all(state.code == 0 for state in ended) else "lost"
-    what = {"stopped": "is stopped by a signal", "left": "has ended without an error"}
-    return case.verdict(kind, gone, case.awaited(what.get(kind, "has died"), gone), fatal=fatal)
+    ended = {rank: a.state for rank, a in gone.items() if a.kind is Kind.EXITED}
+    if not ended:  # it may be continued; if it is not, the others' timeouts end the run
+        return case.verdict("stopped", gone, case.awaited(Kind.STOPPED.value, gone))
+    fatal = bool(set[int]().union(*known) & ended.keys()) or not (others or leaving)
+    kind: VerdictKind = "left" if all(state.code == 0 for state in ended.values()) else "lost"
+    what = "has ended without an error" if kind == "left" else "has died"
+    return case.verdict(kind, ended, case.awaited(what, ended), fatal=fatal)
 
 
 def _deadlock(case: Case) -> Verdict | None:
@@ -214,11 +216,12 @@ def _deadlock(case: Case) -> Verdict | None:
     waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
     mismatch = _with_lines(find_mismatch(case.table, case.graph.deadlocked), waiting)
     pairs = any(a.p2p for a in waiting.values())
-    one_op = mismatch is None and len({a.op for a in waiting.values()}) == 1
-    if not waiting or (one_op and not (pairs and case.still)):
+    differ = mismatch is not None or len({a.op for a in waiting.values()}) > 1
+    # Of a send or receive it is not known what it waits for, and a transfer may be under way.
+    seen = case.still or case.graph.contradicting & waiting.keys() if pairs else differ
+    if not waiting or not seen:
         return None
-    # Of a send or receive it is not known what it waits for; a transfer may be under way, and of a
-    # GPU's work the processor's time says nothing.
+    # Of a GPU's work the processor's time says nothing.
     on_gpu = any(a.call is not None and a.call.backend == "nccl" for a in waiting.values())
     proven = not pairs or (case.still and not on_gpu)
     headline = (
@@ -276,16 +279,13 @@ def _calls(mismatch: Mismatch | None) -> list[CollectiveCall]:
 
 def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Those that did what the others did not: the fewer at the first mismatch."""
+    calls = () if mismatch is None else mismatch.calls
+    sides = grouped((call and signature(call), rank) for rank, call in calls)
+    most = max(sides.values(), key=len, default=[])
+    if sum(len(side) == len(most) for side in sides.values()) == 1:
+        return [rank for side in sides.values() if side is not most for rank in side]
     lone = [rank for rank, activity in waiting.items() if activity.wait.where == IN_BUFFERS]
-    if 0 < len(lone) < len(waiting):
-        return lone
-    if mismatch is None:
-        return waiting
-    sides = grouped((call and signature(call), rank) for rank, call in mismatch.calls)
-    most = max(sides.values(), key=len)
-    if sum(len(side) == len(most) for side in sides.values()) > 1:
-        return [rank for rank, _ in mismatch.calls]
-    return [rank for side in sides.values() if side is not most for rank in side]
+    return lone if 0 < len(lone) < len(waiting) else [rank for rank, _ in calls] or waiting
 
 
 def _patience(case: Case) -> Verdict | None:
@@ -296,11 +296,12 @@ def _patience(case: Case) -> Verdict | None:
         Kind.BLOCKED: "blocked",
         Kind.PERHAPS_WAITING: "blocked",
         Kind.WORKING: "working",
+        Kind.MAY_COME: "working",
         Kind.UNKNOWN: "unknown",
     }
-    for kind, verdict in verdicts.items() if case.waiting else ():
+    for kind, verdict in verdicts.items():
         found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
-        if found:
+        if found and (case.waiting or kind is Kind.MAY_COME):
             return case.verdict(verdict, found, case.awaited(kind.value, found))
     return None
 
@@ -357,7 +358,8 @@ def _does(activity: Activity) -> str:
 
 
 _ADVICE: dict[VerdictKind, str] = {
-    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
+    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`; "
+    "`kill -CONT` lets it go on",
     "left": "every rank must come to every collective: look why it returned early (fewer batches, "
     "a `return`, a condition on the rank)",
     "lost": "look at its own output first: the others wait for it as a consequence",

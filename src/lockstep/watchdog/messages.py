@@ -17,10 +17,10 @@ WIDTH = 100
 
 VerdictKind = Literal[
     "deadlock",  # the ranks wait for each other, and nothing can end that
-    "stopped",  # the others wait for a rank that was stopped (SIGSTOP)
+    "stopped",  # the others wait for a rank that was stopped (SIGSTOP, a debugger)
     "left",  # ... that has ended with exit code 0
     "lost",  # ... that has died
-    "working",  # ... that still works
+    "working",  # ... that still works, or has a thread that may
     "blocked",  # ... that waits for something else: a lock, a file, a person
     "loading",  # ... that waits for data
     "gil",  # ... whose interpreter is blocked

@@ -4,8 +4,8 @@ Everything here works for any script, costs about a microsecond a step, and is r
 `lockstep.watchdog.snapshot` in the launcher. The files in a rank's folder:
 
 * `crash.txt`: the stacks at a fatal signal (faulthandler);
-* `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`; written by a handler in C, which
-  needs no interpreter's lock;
+* `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`, those of all threads after each
+  `SLEEPERS_SIGNAL`; written by handlers in C, which need no interpreter's lock;
 * `heartbeat`: optimizer steps and times (`Heartbeat`), in shared memory;
 * `ask`: a pipe that takes requests `NUMBER [lines]`, one a line;
 * `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
@@ -34,6 +34,10 @@ from lockstep.distributed import torch_compat
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
 no real-time signals it is SIGURG, which a process without our handler ignores."""
+
+SLEEPERS_SIGNAL = STACK_SIGNAL + 1
+"""Asks the thread that answers for the stacks of all: no other thread takes it. For a process whose
+threads all sleep: where they run, their stacks change while they are read."""
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Variables of a rank in which Flight Recorder is to run: the latest 2000 collectives, 1 to 1.3
@@ -138,6 +142,11 @@ class Probe:
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
         stacks = self._open("stacks.txt")
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
+        if sys.platform == "linux":  # elsewhere nobody can tell whether they sleep
+            signal.signal(SLEEPERS_SIGNAL, signal.SIG_IGN)
+            faulthandler.register(SLEEPERS_SIGNAL, stacks, all_threads=True, chain=False)
+            # Threads inherit it: not one whose sleep in C it would cut short.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [SLEEPERS_SIGNAL])
 
     def _open(self, name: str) -> int:
         """A descriptor to append to a file by, until this process ends."""
@@ -182,6 +191,8 @@ class Probe:
         self._thread.start()
 
     def _answer(self, ask: int) -> None:
+        if sys.platform == "linux":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [SLEEPERS_SIGNAL])
         while True:
             requests = os.read(ask, 4096).decode(errors="replace").split("\n")
             if self._stopping:

@@ -16,10 +16,13 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from lockstep.watchdog.probe import STACK_SIGNAL
+from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL
 from lockstep.watchdog.stacks import Frame, Stack
 
 _T = TypeVar("_T")
+
+STOPPED = "Tt"
+"""States of a process that is stopped: by a signal, by a debugger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,8 @@ class RankState:
 
     @property
     def stopped(self) -> bool | None:
-        """Stopped by a signal (SIGSTOP, SIGTSTP)."""
-        return None if self.state is None else self.state == "T"
+        """Stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger."""
+        return None if self.state is None else self.state in STOPPED
 
 
 @dataclass(frozen=True)
@@ -252,8 +255,10 @@ class ProcessStatus(NamedTuple):
     """Of all its threads."""
     main_cpu_s: float | None
     """Of its main thread."""
+    main_switches: int | None
+    """How often its main thread has given up its processor by itself."""
     shows_stacks: bool
-    """It handles `STACK_SIGNAL`; another would be ended by it."""
+    """It handles the signals that ask for stacks; another would be ended by them."""
 
 
 def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
@@ -267,12 +272,48 @@ def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
         status = (folder / "status").read_text()
     except (OSError, ValueError, IndexError):
         return None
-    main = None
+    main, switches = None, None
+    task = folder / "task" / str(pid)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        state, main = _stat(folder / "task" / str(pid) / "stat")
-    caught = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
-    mask = int(caught[0], 16) if caught else 0
-    return ProcessStatus(state, cpu_s, main, bool(mask >> (STACK_SIGNAL - 1) & 1))
+        state, main = _stat(task / "stat")
+        switches = int(_field(task.joinpath("status").read_text(), "voluntary_ctxt_switches"))
+    caught = int(_field(status, "SigCgt") or "0", 16)
+    shows = all(caught >> (number - 1) & 1 for number in (STACK_SIGNAL, SLEEPERS_SIGNAL))
+    return ProcessStatus(state, cpu_s, main, switches, shows)
+
+
+def harmless_signal(
+    pid: int, main_switches: int | None, *, answers: bool, root: Path = Path("/proc")
+) -> int | None:
+    """The signal that brings the stack of a rank which does not answer; None: none for now.
+
+    A thread that handles a signal comes back from `poll`, `sleep` and others with EINTR, see
+    signal(7), which code in C seldom expects. So where all threads sleep, the one that answers is
+    asked; its main thread where that computes, or waits for a lock, which it then goes on to do.
+
+    Args:
+        pid: of the rank.
+        main_switches: some tenths of a second ago; None: not known.
+        answers: it has a thread that answers.
+        root: where the kernel tells of processes.
+    """
+    tasks = root / str(pid) / "task"
+    try:
+        states = {_stat(task / "stat")[0] for task in tasks.iterdir()}
+        waits = tasks.joinpath(str(pid), "wchan").read_text().startswith("futex")
+        status = read_process(pid, root)
+    except (OSError, ValueError, IndexError):
+        return None
+    if status is None or not (waits or status.main_switches == main_switches is not None):
+        return None  # it sleeps now and then
+    if answers and states <= {"S", "D"}:
+        return SLEEPERS_SIGNAL
+    return STACK_SIGNAL if waits or status.state == "R" else None
+
+
+def _field(text: str, name: str) -> str:
+    """A field of `status`; "": there is none."""
+    return next((line.split()[1] for line in text.splitlines() if line.startswith(f"{name}:")), "")
 
 
 def _stat(path: Path) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 from dataclasses import dataclass
@@ -55,13 +56,18 @@ def parse_frames(text: str) -> tuple[Frame, ...]:
     return tuple(Frame(f[1], 0 if f[2] == "???" else int(f[2]), f[3]) for f in found)
 
 
-def parse_stack(text: str) -> Stack | None:
+def parse_stack(text: str, thread: int = 0) -> Stack | None:
     """The last stack in what `faulthandler` writes for one thread; None: there is none.
 
     It has the 100 innermost frames.
+
+    Args:
+        text: what was written.
+        thread: the thread's identifier, to find it where all threads were written.
     """
-    _, heading, last = text.rpartition("Stack (most recent call first):\n")
-    return parse_frames(last) if heading else None
+    heading = rf"(?:Stack|.*hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
+    _, *found = re.split(heading, text)
+    return parse_frames(found[-1].partition("\n\n")[0]) if found else None
 
 
 def own_line(stack: Stack | None) -> Frame | None:
@@ -150,17 +156,18 @@ def waits_in(stack: Stack | None) -> Wait | None:
     return None
 
 
-# Of Python's library, what a thread waits in for another thread of its process, or for a socket.
-_IDLING = (
-    "threading.py", "queue.py", "selectors.py", "concurrent/futures/thread.py",
-    "multiprocessing/connection.py", "multiprocessing/queues.py",
-)  # fmt: skip
+def may_go_on(stack: Stack) -> bool:
+    """Whether a thread may go on though no other thread, and no other rank, does anything.
 
-
-def is_busy(stack: Stack) -> bool:
-    """Whether a thread does something that may come to an end by itself, as far as can be seen."""
+    It does not where it waits for one of them without a limit of time: of Python's library that is
+    seen in `threading`, by the line, and in the workers of `concurrent.futures`.
+    """
     wait = waits_in(stack)
-    return bool(stack) and not _in(stack[0], *_IDLING) and not (wait is not None and wait.sure)
+    if not stack or (wait is not None and wait.sure):
+        return False
+    limitless = linecache.getline(stack[0].file, stack[0].line).rstrip().endswith(".acquire()")
+    in_threading = _in(stack[0], "threading.py") and limitless
+    return not in_threading and not _in(stack[0], "concurrent/futures/thread.py")
 
 
 def is_leaving(stack: Stack | None) -> bool:

@@ -23,11 +23,13 @@ from lockstep.launcher.process import Process
 from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import hang
 from lockstep.watchdog.messages import Verdict, render, render_state
-from lockstep.watchdog.probe import STACK_SIGNAL, read_heartbeat, write_whole
+from lockstep.watchdog.probe import read_heartbeat, write_whole
 from lockstep.watchdog.snapshot import (
+    STOPPED,
     RankState,
     Snapshot,
     from_json,
+    harmless_signal,
     merge,
     read_process,
     shorten,
@@ -60,8 +62,7 @@ def take_snapshot(
     number = next(_requests)
     requests = [_Request(process, number) for process in processes]
     for request in requests:
-        if not request.ask(lines):
-            request.signal()
+        request.ask(lines)
     start = time.monotonic()
     while True:
         for request in requests:
@@ -88,8 +89,9 @@ class _Request:
         if heartbeat is not None and heartbeat.pid != process.pid:
             heartbeat = None  # of the rank's earlier life, or of another
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
-        self._frozen = code is not None or (status is not None and status.state in "TZ")
+        self._frozen = code is not None or (status is not None and status.state in f"{STOPPED}Z")
         self._shows_stacks = status is not None and status.shows_stacks and not self._frozen
+        self._main_switches = None if status is None else status.main_switches
         self._stacks_from: int | None = None
         self._written = -1
         self.state = RankState(
@@ -110,12 +112,12 @@ class _Request:
         """Whether all has come that it was asked for."""
         if self.state.answered is not None:
             return self.state.answered
-        return self._stacks_from is None or self.state.stack is not None
+        return not self._shows_stacks or self.state.stack is not None
 
-    def ask(self, lines: bool) -> bool:
-        """Asks the thread that answers in the rank; False: there is none, or it cannot."""
+    def ask(self, lines: bool) -> None:
+        """Asks the thread that answers in the rank, if there is one."""
         if self._frozen:
-            return False
+            return
         try:
             pipe = os.open(self._process.folder / "ask", os.O_WRONLY | os.O_NONBLOCK)
             try:
@@ -123,17 +125,19 @@ class _Request:
             finally:
                 os.close(pipe)
         except OSError:  # nobody reads; or it is full: nobody has read for long
-            return False
+            return
         self.state = replace(self.state, answered=False)
-        return True
 
     def signal(self) -> None:
-        """For a rank that cannot answer; a signal cuts short what waits in C, such as `sleep`."""
+        """For a rank that cannot answer, where that harms nothing."""
         if self._shows_stacks and self._stacks_from is None:
             with contextlib.suppress(OSError):
                 size = (self._process.folder / "stacks.txt").stat().st_size
-                os.kill(self.state.pid, STACK_SIGNAL)
-                self._stacks_from = size
+                answers = self.state.answered is not None
+                number = harmless_signal(self.state.pid, self._main_switches, answers=answers)
+                if number is not None:
+                    os.kill(self.state.pid, number)
+                    self._stacks_from = size
 
     def collect(self) -> None:
         """Reads what has come so far."""
@@ -143,7 +147,7 @@ class _Request:
                 file.seek(self._stacks_from)
                 text = file.read().decode(errors="replace")
                 if len(text) == self._written:  # the handler writes piece by piece
-                    state = replace(state, stack=parse_stack(text))
+                    state = replace(state, stack=parse_stack(text, self._main_thread))
                 self._written = len(text)
         if state.answered is False:
             head = f'{{"request": {self._number},'

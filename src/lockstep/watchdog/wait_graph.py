@@ -33,12 +33,13 @@ class Kind(Enum):
     """What a rank does, in the words of a verdict."""
 
     EXITED = "has ended"
-    STOPPED = "is stopped by a signal (SIGSTOP)"
+    STOPPED = "is stopped by a signal or a debugger"
     MOVING = "moves on"
     WAITING = "waits for other ranks"
     PERHAPS_WAITING = "is blocked without computing, after it called a collective"
     LOADING = "waits for data"
     WORKING = "works on"
+    MAY_COME = "may yet come in another thread"
     BLOCKED = "is blocked outside any collective, without computing"
     SILENT = "is in C code that holds Python's lock"
     UNKNOWN = "cannot be seen"
@@ -191,7 +192,7 @@ def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
 def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
     """Whether nothing of it computes or copies, nor may go on by itself, as far as can be seen."""
     idle = _is_little(earlier.cpu_s, later.cpu_s, seconds)
-    return idle and not any(map(stacks.is_busy, later.threads or ()))
+    return idle and not any(map(stacks.may_go_on, later.threads or ()))
 
 
 def _is_little(before: float | None, after: float | None, seconds: float) -> bool:
@@ -344,30 +345,28 @@ class WaitGraph:
 def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> dict[int, Activity]:
     """The same, where a rank whose main thread waits may yet do what it is waited for.
 
-    Another of its threads does: one that saves a checkpoint and has a process group of its own for
-    that. The rank then counts as what that thread is: at work.
+    Another of its threads can: one that uploads, saves a checkpoint, or sends. The rank then counts
+    as what that thread is. But where ranks have called what does not match, no thread can help.
     """
-    deadlocked = WaitGraph(activities, table).deadlocked
-    calls = [call for rank in deadlocked for call in _open_calls(activities[rank])]
+    graph = WaitGraph(activities, table)
     found = dict(activities)
-    for rank in deadlocked:
-        missed = {call.key for call in calls if rank in table.absent(call)}
-        stack = _thread_for(activities[rank], missed)
-        if stack is not None:
-            state = replace(activities[rank].state, stack=stack)
-            found[rank] = Activity(state, Kind.WORKING)
+    for rank in graph.deadlocked:
+        state = activities[rank].state
+        stack = next(filter(stacks.may_go_on, state.threads or ()), None)
+        others = (activities[other] for other in graph.deadlocked - {rank})
+        if stack is not None and any(_may_await(a, rank, graph, table) for a in others):
+            found[rank] = Activity(replace(state, stack=stack), Kind.MAY_COME)
     return found
 
 
-def _thread_for(activity: Activity, groups: set[str]) -> stacks.Stack | None:
-    """The stack of a busy thread that may call one of the groups: it has, or no thread has yet."""
-    state = activity.state
-    for ident, stack in zip(state.thread_ids, state.threads or (), strict=True):
-        for group in groups if stacks.is_busy(stack) else ():
-            users = {c.thread for c in state.calls or () if c.key == group and not c.p2p}
-            if not users or ident in users:
-                return stack
-    return None
+def _may_await(activity: Activity, rank: int, graph: WaitGraph, table: CallTable) -> bool:
+    """Whether a rank may wait for what another has not called so far, and can still call."""
+    own = activity.state.rank
+    if own in graph.guessed:
+        return rank in graph.waits_for[own]
+    calls = _open_calls(activity)
+    spoiled = {call.key: call.seq for call in reversed(calls) if table.contradicts(call)}
+    return any(rank in table.absent(c) and c.seq < spoiled.get(c.key, c.seq + 1) for c in calls)
 
 
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
