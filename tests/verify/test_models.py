@@ -82,6 +82,12 @@ def test_samples_are_compared_between_two_outputs_too() -> None:
     assert not compares_samples(one.sum(), [], 5)
 
 
+def test_what_a_model_compares_is_not_the_loss_s_doing() -> None:
+    hidden = torch.randn(6, 4, requires_grad=True) * 1
+    outputs = nn.BatchNorm1d(4)(hidden)
+    assert not compares_samples(outputs.exp().mean(), [hidden, outputs], 6)
+
+
 def test_what_has_no_second_derivative_is_not_known() -> None:
     class Once(torch.autograd.Function):
         @staticmethod
@@ -106,6 +112,19 @@ def test_labels_are_counted_as_a_shifted_loss_counts_them() -> None:
     assert found["values but 1 in tensor 1"] == 2
 
 
+def test_the_terms_of_a_loss_are_known() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    with patches.DeterminismPatches(double=False):
+        one, two = x.mean(), x.square().sum()
+        loss = (one + 0.5 * two - x.sum()) / 2
+        total = sum([one, two])
+        total += one
+        product = one * two
+    assert patches.terms_of(loss) == [1.0, 2.5, -2.0]
+    assert patches.terms_of(total) == [2.0, 10.0, 2.0]
+    assert patches.terms_of(product) == [20.0]
+
+
 def test_what_is_made_of_a_gather_is_known() -> None:
     quiet = patches.DeterminismPatches(double=False)
     quiet.follows_gathers = True
@@ -127,3 +146,17 @@ def test_a_model_that_nothing_averages_is_bare() -> None:
     assert models.bare() == ["Linear/weight", "Linear/bias"]
     models.averaged[id(bare)] = {id(p) for p in bare.parameters()}
     assert models.bare() == []
+
+
+def test_a_parameter_group_knows_where_its_rate_was_set() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    group = optimizer.param_groups[0] = patches.ParameterGroup(optimizer.param_groups[0])
+    assert "patches.ParameterGroup(" in group.line
+    group["lr"] = 0.3  # by hand
+    assert group.line.endswith("# by hand")
+    group["momentum"] = 0.5
+    assert group.line.endswith("# by hand")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    schedule.step()  # by the schedule
+    assert group.line.endswith("# by the schedule")

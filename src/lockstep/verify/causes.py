@@ -59,12 +59,15 @@ def _of_replicas(case: Divergence) -> Cause:
     apart = case.many.replicas_that_differ()
     number = case.many[0].step
     seen = f"before step {number + 1} {_ranks(apart)} held other parameters than rank 0"
-    after = ["the last step itself left all ranks with the same"] if number else []
-    return Cause("LS304", (seen, *after))
+    if not case.update:
+        return Cause("LS304", (seen,))
+    stepped = case.other[case.update - 1].ranks_that_differ("parameters", case.tolerance)
+    after = "has left them so" if stepped else "itself left all ranks with the same"
+    return Cause("LS304", (seen, f"the last step {after}"))
 
 
 def _of_gradients(case: Divergence) -> Cause:
-    """Ranks that differ, a gather, clipping, then the values.
+    """Ranks that differ, a gather, clipping, then the values: by a ratio, by weights, by the rest.
 
     LS207 goes by a loss that was made of what an all-gather brought without its gradient. A loss
     that is scaled up to make good for that, by a wrong number, would look the same.
@@ -88,6 +91,14 @@ def _of_values(
     ratio = constant_ratio(expected, found, case.exact)
     if ratio is not None:
         return _of_ratio(case, ratio)
+    pieces = [
+        f"clipped after backward pass {call.passes} of {len(rank.losses)}: {call.line}"
+        for rank in (*case.many, *case.one)
+        for call in rank.calls
+        if call.name == "clip" and call.acts and call.passes < len(rank.losses)
+    ]
+    if pieces:
+        return Cause("LS404", (pieces[0], *_patterns(case)))
     return _of_weights(case, expected, found) or _of_coupling(case)
 
 
@@ -103,7 +114,8 @@ def _of_clipping(case: Divergence) -> Cause:
     """Gradients that differ after they were clipped.
 
     LS404 goes by gradients that differed between the ranks when they were clipped, were the same
-    on all when they were used, and would have been right (but for a factor) as their mean. LS403:
+    on all when they were used, and would have been right (but for a factor) as their mean; or, in
+    `_of_values`, by clipping before the last backward pass of a step that changed something. LS403:
     they were equal before. Whether clipping is all that was done in between is not seen.
     """
     lines = [call.line for call in _clips(case.many) or _clips(case.one)][:1]
@@ -210,9 +222,8 @@ def _of_weights(
 
     LS205 and LS206 go by weights that are the counts of something in the batches; with few parts
     and small counts another count may fit by chance. Without such a count LS205 goes by means
-    that are added up equally where unequal ones would add up to as much. LS404: parts that should
-    weigh the same do not, and gradients were clipped between them. LS110: some parts should weigh
-    nothing, and nobody knows whether they are of the same samples.
+    that are added up equally where unequal ones would add up to as much, of a loss that does not
+    compare samples. LS110: some parts should weigh nothing, and nobody knows their samples.
     """
     parts = [piece for rank in case.many if rank.counts for piece in rank.local]
     right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
@@ -224,14 +235,6 @@ def _of_weights(
         f"they should weigh {_ratio_text(right)}",
         *_loss_line(case),
     )
-    between = [
-        f"clipped after backward pass {call.passes} of {len(rank.losses)}: {call.line}"
-        for rank in case.many
-        for call in rank.calls
-        if call.name == "clip" and 0 < call.passes < len(rank.losses)
-    ]
-    if between and _all_equal(right, case.exact) and not _all_equal(used, case.exact):
-        return Cause("LS404", (*text, between[0]))
     # A part's own scale says nothing where the ranks weigh it unequally themselves.
     relative = [r / u if u else 0.0 for r, u in zip(right, used, strict=True)]
     for key, counts in _counts(case, len(parts)).items():
@@ -248,6 +251,8 @@ def _of_weights(
             "have"
         )
         return Cause("LS110", (seen,))
+    if compares := _compares(case):
+        return Cause("LS208", (*text, *compares))
     if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
         return Cause("LS205", (*text, nothing))
@@ -302,7 +307,8 @@ def _of_coupling(case: Divergence) -> Cause:
     """Gradients in which samples have to do with each other, or with chance.
 
     LS208 goes by the second derivative of the loss on one process, which is not zero between the
-    outputs of two samples, and by ranks that exchanged nothing for theirs; LS306 by BatchNorm's
+    outputs of two samples, and by ranks that gathered nothing; LS211 by the numbers that were
+    added up to the loss, which may fit by chance where they are few; LS306 by BatchNorm's
     forward passes, LS307 by their number, LS308 by draws, of which nobody knows what they were
     for. Each is true where it is said, but something else may be wrong besides.
     """
@@ -310,17 +316,14 @@ def _of_coupling(case: Divergence) -> Cause:
     layers = _local_statistics(case)
     if layers:
         return Cause("LS306", (layers, *patterns))
+    if terms := _of_terms(case):
+        return Cause("LS211", (*terms, *_loss_line(case), *patterns))
     draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
     drawn = [f"random numbers were drawn between a batch and its step: {draws[0]}"] if draws else []
-    alone = not any(call.name.startswith("all_gather") for call in _calls(case.many))
-    compares = []
-    if any(rank.compares for rank in case.one):
-        compares = ["the loss compares samples: the gradient of one follows the output of another"]
-    if compares and alone and case.size > 1:
-        own = "each rank computed it from its own samples"
-        return Cause("LS208", (*compares, *_loss_line(case), own, *patterns, *drawn))
+    if compares := _compares(case):
+        return Cause("LS208", (*compares, *_loss_line(case), *patterns, *drawn))
     if drawn:
-        return Cause("LS308", (*drawn, *compares, *patterns))
+        return Cause("LS308", (*drawn, *patterns))
     moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
     if moved and case.one.backward_passes != case.many.backward_passes:
         return Cause("LS307", (_passes(case), *patterns))
@@ -332,7 +335,37 @@ def _of_coupling(case: Divergence) -> Cause:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
         total = sum(map(Counter.total, one))
         words.append(f"no DataLoader made the batches: {same} of {total} inputs are the same")
-    return Cause("LS210", (*words, *compares, *_loss_line(case), *patterns))
+    return Cause("LS210", (*words, *_loss_line(case), *patterns))
+
+
+def _of_terms(case: Divergence) -> list[str]:
+    """Terms of the loss that some ranks lack, or that do not all scale alike, in words."""
+    one = case.one[0].terms
+    ranks = [rank.terms for rank in case.many if rank.counts]
+    if case.size == 1 or any(len(terms) != 1 for terms in (one, *ranks)):
+        return []
+    counts = [len(terms[0]) for terms in ranks]
+    if {*counts} != {len(one[0])}:
+        of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        return [f"the loss is a sum of {len(one[0])} terms on one process, of {of_ranks}"]
+    means, sums = [], []
+    for number, term in enumerate(one[0]):
+        total = sum(terms[0][number] for terms in ranks)
+        means += [number + 1] * near(total / len(ranks), term, case.exact)
+        sums += [number + 1] * near(total, term, case.exact)
+    if not means or not sums or means == sums:
+        return []
+    text = f"of the loss's terms, one process has the sum over the ranks of number {shown(sums)}"
+    return [f"{text}, and the mean of number {shown(means)}"]
+
+
+def _compares(case: Divergence) -> list[str]:
+    """Evidence for a loss over each rank's own samples that should be one over all, in words."""
+    gathers = any(call.name.startswith("all_gather") for call in _calls(case.many))
+    if gathers or case.size == 1 or not any(rank.compares for rank in case.one):
+        return []
+    seen = "the loss compares samples: the gradient of one follows the output of another"
+    return [seen, "no rank gathered those of the others"]
 
 
 def _patterns(case: Divergence) -> tuple[str, ...]:
@@ -370,25 +403,34 @@ def _of_rates(case: Divergence) -> Cause:
         seen = f"{texts[0]} on one process, {texts[1]} on rank 0, {', '.join(apart)}"
     ratio = many[0] / one[0] if one and many and one[0] else math.nan
     until = case.update + 1
-    calls = [
-        [call for update in updates[:until] for call in update[0].calls if call.name == "schedule"]
-        for updates in (case.reference, case.other)
+    turns = _scheduled(case.reference[:until]), _scheduled(case.other[:until])
+    lines = [
+        line
+        for rank in case.many
+        for expected, rate, line in zip(one, rank.rates, rank.rate_lines, strict=False)
+        if rate != expected
     ]
-    turns = tuple(map(len, calls))
-    line = next((each[-1].line for each in reversed(calls) if each), "")
+    where = [f"it was set last by {line}" for line in lines[:1] if line]
     if turns[0] != turns[1]:
         text = f"the scheduler had stepped {turns[0]} times, on {case.size} processes {turns[1]}"
-        return Cause("LS401", (seen, text, *filter(None, [line])), ratio=ratio)
+        return Cause("LS401", (seen, text, *where), ratio=ratio)
     if case.many[0].step == 0:
-        size, made = case.size, case.many.first("optimizer_line")
+        size = case.size
         kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
         word = next((w for c, w in kinds.items() if near(ratio, c)), f"{ratio:.6g} times")
-        where = [f"the optimizer is that of {made}"] if made else []
         return Cause("LS402", (seen, f"{word} as high", *where), ratio=ratio)
-    how = "no scheduler has stepped: the script sets them itself"
-    if line:
-        how = f"the scheduler had stepped {turns[0]} times on both: {line}"
-    return Cause("LS402", (seen, "they were equal in the steps before", how), ratio=ratio)
+    how = (
+        f"the scheduler had stepped {turns[0]} times on both"
+        if turns[0]
+        else "no scheduler stepped"
+    )
+    return Cause(
+        "LS402", (seen, f"they were equal in the steps before; {how}", *where), ratio=ratio
+    )
+
+
+def _scheduled(updates: Sequence[Update]) -> int:
+    return sum(call.name == "schedule" for update in updates for call in update[0].calls)
 
 
 def _of_parameters(case: Divergence) -> Cause:

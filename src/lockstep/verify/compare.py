@@ -60,6 +60,8 @@ class ScriptCall:
     """Its input is the gradient of a parameter."""
     passes: int = 0
     """How many backward passes of the update came before it."""
+    acts: bool = False
+    """It has clipped something."""
 
 
 @dataclass(kw_only=True)
@@ -74,6 +76,8 @@ class RankUpdate:
     """The one of the lowest precision that the loss and gradients have been in so far."""
     rates: Sequence[float] = ()
     """The learning rate of each parameter group."""
+    rate_lines: Sequence[str] = ()
+    """Where each of them was set last; empty where that is not known."""
     taken: list[Taken] = field(default_factory=list)
     """What was handed out since the update before."""
     losses: list[float] = field(default_factory=list)
@@ -84,10 +88,10 @@ class RankUpdate:
     drew: bool = False
     """Random numbers were drawn between the last batch and the step."""
     draw_line: str = ""
+    terms: list[list[float]] = field(default_factory=list)
+    """What each of the losses was added up from, as far as that was seen."""
     loss_line: str = ""
     """Of the last backward pass."""
-    optimizer_line: str = ""
-    """Where the optimizer was made."""
     gathered: str = ""
     """The line of an all-gather whose result the loss was made of, without its gradient."""
     compares: bool = False
@@ -336,7 +340,8 @@ def _differences(
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
     # What each rank clips alone is judged by what is made of it.
-    if not many.ranks_that_differ("unclipped", tolerance):
+    clips = any(call.name == "clip" for rank in (*one, *many) for call in rank.calls)
+    if clips and not many.ranks_that_differ("unclipped", tolerance):
         yield from _of_tensors("unclipped", one, many, tolerance)
     yield from _of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):

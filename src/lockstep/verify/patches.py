@@ -100,11 +100,14 @@ class DeterminismPatches(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
+        terms = _terms_made(name, *args) if len(args) == 2 else []
         leaves = pytree.tree_leaves((args, kwargs)) if self.follows_gathers else []
         line = next(filter(None, map(gathered_at, leaves)), "")
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
         result = func(*args, **kwargs)
+        if terms and isinstance(result, Tensor) and not result.dim():
+            result.__dict__["_terms"] = terms
         mark(result, line)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
@@ -279,6 +282,40 @@ class DeterminismPatches(TorchFunctionMode):
         if training and rate:
             self.off["dropout functions"] += 1
         return kwargs["input"] if "input" in kwargs else args[0]
+
+
+def terms_of(loss: torch.Tensor) -> list[float]:
+    """What a loss was added up from, as far as that was seen."""
+    return loss.__dict__.get("_terms") or [float(loss.detach())]
+
+
+def _terms_made(name: str, one: Any, other: Any) -> list[float]:
+    """The terms of a sum, or of a multiple, of numbers with a gradient; empty: it is neither."""
+    if name not in {"add", "add_", "sub", "mul", "div"}:
+        return []
+    parts = [
+        terms_of(v) if isinstance(v, torch.Tensor) and v.requires_grad and not v.dim() else []
+        for v in (one, other)
+    ]
+    if name in {"mul", "div"}:
+        single = not isinstance(other, torch.Tensor) or other.numel() == 1
+        factor = float(other) if parts[0] and not parts[1] and single else 0.0
+        return [term / factor if name == "div" else term * factor for term in parts[0] if factor]
+    return parts[0] + [-term if name == "sub" else term for term in parts[1]]
+
+
+class ParameterGroup(dict[str, Any]):
+    """One of an optimizer's, which knows the script's line that has set its learning rate."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group)
+        self.line = user_line() or ""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """As a dict does."""
+        super().__setitem__(key, value)
+        if key == "lr":
+            self.line = user_line() or ""
 
 
 def mark(values: Any, line: str) -> None:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -36,7 +36,7 @@ from lockstep.distributed.seeding import seed_everything
 from lockstep.errors import UsageError
 from lockstep.launcher.own_processes import on_start_processes
 from lockstep.launcher.worker import run_as_main
-from lockstep.verify.patches import DeterminismPatches
+from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
 from lockstep.verify.recorder import Recorder, random_streams
 
@@ -129,13 +129,30 @@ def _watch_functions(recorder: Recorder) -> None:
     for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
         # The tensor that goes in comes first, but for the gathers, which put what comes out there.
         _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)))
-    _tell(LRScheduler, "step", lambda *_, **__: recorder.called("schedule", None))
+    for schedule in (LRScheduler, ReduceLROnPlateau):  # the second has a step of its own
+        _tell(schedule, "step", lambda *_, **__: recorder.called("schedule", None))
     utils: Any = torch.nn.utils
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        _tell(utils, name, lambda *_, **__: recorder.clips())
+        setattr(utils, name, _clipping(getattr(utils, name), recorder))
         setattr(utils.clip_grad, name, getattr(utils, name))
-    _tell(Optimizer, "__init__", lambda optimizer, *_, **__: recorder.built(optimizer))
+    add: Any = Optimizer.add_param_group
+
+    def added(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        add(self, *args, **kwargs)
+        self.param_groups[-1] = ParameterGroup(self.param_groups[-1])
+
+    Optimizer.add_param_group = added  # type: ignore[method-assign]
     _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
+
+
+def _clipping(clip: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        recorder.clips()
+        norm = clip(*args, **kwargs)
+        recorder.clipped()
+        return norm
+
+    return told
 
 
 def _tell(owner: Any, name: str, tell: Callable[..., None]) -> None:

@@ -31,7 +31,7 @@ from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
-from lockstep.verify.patches import DeterminismPatches, digest, gathered_at, mark
+from lockstep.verify.patches import DeterminismPatches, digest, gathered_at, mark, terms_of
 from lockstep.verify.record import UpdateWriter
 
 _IGNORED = -100
@@ -108,6 +108,8 @@ def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
 
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
+_MOST_VALUES = 10_000_000
+"""Of the outputs of a loss whose second derivative is taken."""
 _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
 
@@ -153,7 +155,6 @@ class Recorder(Callback):
         self._outputs: list[Tensor] = []
         """Of models, since the last backward pass."""
         self._unclipped: dict[str, Array] = {}
-        self._lines: dict[Optimizer, str] = {}
         self.told: set[Any] = set()
         """Samplers that were told an epoch."""
         self._taken: dict[Optimizer, int] = {}
@@ -236,12 +237,9 @@ class Recorder(Callback):
         empty = any(not taken.weights["samples"] for taken in seen)
         # The mean over no samples is NaN; there is nothing that it could be the loss of.
         update.losses.append(0.0 if empty and math.isnan(value) else value)
+        update.terms.append(terms_of(loss))
         update.local.append({})
         self._outputs, self._unclipped = [], {}
-
-    def built(self, optimizer: Optimizer) -> None:
-        """The script makes an optimizer."""
-        self._lines[optimizer] = user_line() or ""
 
     def clips(self) -> None:
         """The script is about to clip gradients."""
@@ -249,6 +247,15 @@ class Recorder(Callback):
         if not self._unclipped:
             named = self.models.parameters()
             self._unclipped = _arrays((n, p.grad) for n, p in named if p.grad is not None)
+
+    def clipped(self) -> None:
+        """The script has clipped gradients."""
+        now = ((name, p.grad) for name, p in self.models.parameters() if p.grad is not None)
+        before = self._unclipped
+        self._update.calls[-1].acts = any(
+            name in before and not np.array_equal(array, before[name])
+            for name, array in _arrays(now).items()
+        )
 
     def called(self, name: str, tensor: Any, into: Any = None) -> None:
         """The script called a function that matters for gradients.
@@ -333,9 +340,10 @@ class Recorder(Callback):
             n: self._unclipped.get(n, gradient) for n, gradient in gradients.items()
         }
         update.held = {name: digest(p) for name, p in named if not is_sharded(p)}
-        update.rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        update.rates = [float(group["lr"]) for group in groups]
+        update.rate_lines = [getattr(group, "line", "") for group in groups]
         update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
-        update.optimizer_line = self._lines.get(optimizer, "")
         self._ahead = self._fetched_ahead()
         update.taken = [taken for taken in update.taken if id(taken) not in self._ahead]
         if not update.taken:  # these may be made from the batch, so they are not compared with it
@@ -421,8 +429,10 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     seen, nor is what torch cannot derive twice.
     """
     # Two views of each sample may be computed in one go; longer rows may be parts of a sample.
-    outputs = [t for t in outputs if samples > 1 and t.dim() and len(t) in (samples, 2 * samples)]
-    if not outputs or not loss.requires_grad:
+    rows = samples, 2 * samples
+    outputs = [t for t in _last(outputs) if samples > 1 and t.dim() and len(t) in rows]
+    small = sum(t.numel() for t in outputs) <= _MOST_VALUES
+    if not outputs or not small or not loss.requires_grad:
         return False
     try:
         firsts = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
@@ -448,6 +458,19 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     except RuntimeError:  # as torch says of a function without a second derivative
         pass
     return False
+
+
+def _last(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs of which none of the others is made: between those models may compare samples."""
+    known = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
+    behind: set[Any] = set()
+    nodes = [node for _, made in known for node, _ in made.next_functions]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in behind:
+            behind.add(node)
+            nodes += [earlier for earlier, _ in node.next_functions]
+    return [output for output, made in known if made not in behind]
 
 
 def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> None:
