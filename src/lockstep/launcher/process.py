@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
-from lockstep.launcher.own_processes import RETURNED, UNLIKE
 from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
-from lockstep.watchdog.probe import read_heartbeat
+from lockstep.watchdog.probe import RETURNED, UNLIKE, read_heartbeat
 from lockstep.watchdog.snapshot import read_process
 from lockstep.watchdog.stacks import own_line, parse_frames
 

@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import types
@@ -118,14 +119,36 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     def program(folder: Path) -> None:
-        from lockstep.launcher import own_processes
+        from lockstep.watchdog import probe
 
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            own_processes.let_meet()
-            own_processes.watch(folder)
+            _let_own_processes_meet()
+            probe.install_in_own_processes(folder)
         run_as_main(script)
 
     return run_recorded(program, _report)
+
+
+_held: list[socket.socket] = []
+
+
+def _let_own_processes_meet() -> None:
+    """Gives the only rank an address at which processes that it starts itself can meet.
+
+    With torchrun's variables they would all look for the launcher's store, also where the program
+    gives them an address of their own; or they would find its port taken.
+    """
+    from lockstep.distributed.torch_compat import store_elsewhere
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))  # who listens there later says so too, as torch's store does
+    _held.append(held)
+    port, launchers = held.getsockname()[1], int(os.environ["MASTER_PORT"])
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    store_elsewhere(port, launchers)
 
 
 def run_recorded(

@@ -34,11 +34,11 @@ from lockstep import step
 from lockstep.data.loader import Loader
 from lockstep.distributed.seeding import seed_everything
 from lockstep.errors import UsageError
-from lockstep.launcher.own_processes import on_start_processes
 from lockstep.launcher.worker import run_as_main
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
 from lockstep.verify.recorder import Recorder, random_streams
+from lockstep.watchdog.probe import on_start_processes
 
 # Some have new names since torch 2.13, beside the old ones.
 _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object")

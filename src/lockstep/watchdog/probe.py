@@ -26,8 +26,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.distributed import torch_compat
 
@@ -42,6 +45,12 @@ threads all sleep: where they run, their stacks change while they are read."""
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Variables of a rank in which Flight Recorder is to run: the latest 2000 collectives, 1 to 1.3
 microseconds each, about 1 KB each. Read by torch at the first process group."""
+
+UNLIKE, RETURNED = "unlike", "returned"
+"""Files of processes that a script has started: they are not the ranks of one group; one has come
+to its end."""
+_PACKAGES = str(Path(__file__).parents[2])
+"""The folder that holds this package."""
 
 _MAGIC = b"lkheart1"
 _HEARTBEAT = struct.Struct("=8sqQQdd")
@@ -243,3 +252,41 @@ def install(folder: Path, own: int | None = None) -> Probe:
         OSError: the folder cannot be written.
     """
     return Probe(folder, own)
+
+
+def install_in_own_processes(folder: Path) -> None:
+    """What the script starts by `torch.multiprocessing` gets folders as ranks have them."""
+    calls = itertools.count()
+
+    def started(
+        start: Any, fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **named: Any
+    ) -> Any:
+        if _PACKAGES not in sys.path:  # which a process that is spawned inherits
+            sys.path.append(_PACKAGES)
+        place = folder / f"own_{next(calls):06}_{nprocs}"
+        return start(partial(_run_watched, place, nprocs, fn), args, nprocs, *others, **named)
+
+    on_start_processes(started)
+
+
+def on_start_processes(instead: Callable[..., Any]) -> None:
+    """From now on `mp.spawn` and `mp.start_processes` call this, with the latter as an argument."""
+    multiprocessing: Any = import_module("torch.multiprocessing")
+    module: Any = import_module("torch.multiprocessing.spawn")
+    made = wraps(module.start_processes)(partial(instead, module.start_processes))
+    module.start_processes = multiprocessing.start_processes = made
+
+
+def _run_watched(
+    folder: Path, size: int, program: Callable[..., object], index: int, *args: Any
+) -> None:
+    """In a process that the script has started."""
+
+    def check(group: Any) -> None:
+        if (group.rank(), group.size()) != (index, size):
+            (folder / UNLIKE).touch()
+
+    install(folder / f"rank_{index}", own=index)
+    torch_compat.on_default_group(check)
+    program(index, *args)
+    (folder / f"rank_{index}" / RETURNED).touch()
