@@ -7,6 +7,7 @@ import resource
 import signal
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,20 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path: Path) -> None:
     assert "Lockstep 9.0" in caught.value.do
 
 
+def test_a_manifest_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, 1.0)
+    file = path / "manifest.json"
+    sound = file.read_bytes()
+    accepted = []
+    for bit in range(8 * len(sound)):
+        content = bytearray(sound)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        with suppress(CheckpointError):
+            accepted.append((bit, layout.read_manifest(path)))
+    assert accepted == []
+
+
 class Killed(BaseException):
     """Stands for the end of the process: nothing cleans up after it."""
 
@@ -198,7 +213,7 @@ def test_there_is_no_other_way_to_the_disk() -> None:
         n for n, v in vars(storage).items() if getattr(v, "__module__", "") == storage.__name__
     }
     use_the_others = {"in_place", "new_file", "remove_tree", "sync_folder"}
-    only_read = {"damaged_files", "in_words", "of_file", "seal_is_broken", "sealed"}
+    only_read = {"check_seal", "damaged_files", "in_words", "of_file", "sealed"}
     assert defined - set(CALLS) == use_the_others | only_read
 
 

@@ -265,7 +265,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     try:
         check_state(manifest)
-    except ValueError as error:
+        storage.check_seal(manifest_text(path))
+    except (OSError, ValueError) as error:
         raise _damaged(path, f"its manifest is damaged: {error}") from None
     return manifest
 

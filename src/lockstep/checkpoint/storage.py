@@ -144,10 +144,15 @@ def sealed(manifest: Mapping[str, Any]) -> bytes:
     return f'{text}{_OWN}{in_words(zlib.crc32(text.encode()))}"}}'.encode()
 
 
-def seal_is_broken(text: bytes) -> bool:
-    """Whether a manifest's text is not what it was."""
+def check_seal(text: bytes) -> None:
+    """Looks whether a manifest's text is what it was.
+
+    Raises:
+        ValueError: it is not.
+    """
     before, _, after = text.rpartition(_OWN.encode())
-    return after.strip() != f'{in_words(zlib.crc32(before))}"}}'.encode()
+    if after.strip() != f'{in_words(zlib.crc32(before))}"}}'.encode():
+        raise ValueError("its checksum differs")
 
 
 def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
