@@ -38,6 +38,19 @@ LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SITE = "/opt/venv/lib/python3.12/site-packages"
 
 
+def in_installed_program(line: int) -> Stack:
+    """A barrier in a library that `python -m installed.package.module` calls."""
+    program = f"{SITE}/accelerate/test_utils/scripts/test_loop.py"
+    return (
+        Frame(C10D, 3252, "barrier"),
+        Frame(f"{SITE}/accelerate/state.py", 412, "wait_for_everyone"),
+        Frame(program, line, "main"),
+        Frame(program, 300, "<module>"),
+        Frame("<frozen runpy>", 88, "_run_code"),
+        Frame(worker.__file__, 170, "run_as_main"),
+    )
+
+
 @pytest.mark.parametrize(
     ("stack", "line"),
     [
@@ -51,6 +64,8 @@ SITE = "/opt/venv/lib/python3.12/site-packages"
         # A module of an installed package is run: its line, not torch's.
         ((Frame(C10D, 1, "barrier"), Frame(f"{SITE}/titan/train.py", 10, "main")), 10),
         ((Frame(C10D, 11, "barrier"), Frame("<frozen runpy>", 1, "f")), 11),
+        (in_installed_program(12), 12),
+        ((*in_installed_program(13)[:2], own(14), *in_installed_program(13)[2:]), 14),
     ],
 )
 def test_own_line(stack: Stack, line: int) -> None:

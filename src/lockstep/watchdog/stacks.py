@@ -71,13 +71,17 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
 
 
 def own_line(stack: Stack | None) -> Frame | None:
-    """The innermost line that is the user's own; else the innermost outside torch; else any."""
+    """The innermost line that is the user's own; else the innermost outside torch; else any.
+
+    The program's own file is the user's wherever it lies, as that of `-m installed.package.module`.
+    """
     below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
     stack = (stack or ())[: next(below, None)]
     outside = [f for f in stack if not f.file.startswith((*_OWN_FOLDERS, *_NOT_CODE))]
+    script = next((f.file for f in reversed(outside) if f.function == "<module>"), None)
     for others in (_LIBRARY, ("/torch/",)):
         for frame in outside:
-            if not any(part in frame.file for part in others):
+            if frame.file == script or not any(part in frame.file for part in others):
                 return frame
     return stack[0] if stack else None
 
