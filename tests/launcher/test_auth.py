@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from lockstep.launcher.peers import LEFT, LOST, Node, Peers
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
-MAGIC = 16
+MAGIC = b"lockstep auth 1\n"
 
 
 class Echo:
@@ -150,39 +151,50 @@ def test_a_wrong_token_does_not_pass_and_is_said_once(
     assert door.echo.connections == 0
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(65)])
-def test_a_stranger_does_not_pass(door: Proxy, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"", "protocol"),
+        (b"GET / HTTP/1.1\r\n\r\n", "protocol"),
+        (random.Random(0).randbytes(1000), "protocol"),
+        (MAGIC + bytes(64), "protocol"),
+        (MAGIC + bytes(65), "token differs"),
+    ],
+    ids=["nothing", "http", "noise", "short", "no proof"],
+)
+def test_a_stranger_does_not_pass(door: Proxy, sent: bytes, why: str) -> None:
     with door.connect() as link:
         link.sendall(sent)
         link.shutdown(socket.SHUT_WR)
         answer = receive(link, 1000)
-    assert answer[:MAGIC] == b"lockstep auth 1\n"
-    assert len(answer) == MAGIC + 32 + (33 if len(sent) == 65 else 0)
-    assert not any(answer[MAGIC + 32 :])
+    assert answer[: len(MAGIC)] == MAGIC
+    assert len(answer) == len(MAGIC) + 32 + (33 if why == "token differs" else 0)
+    assert not any(answer[len(MAGIC) + 32 :])
     until(lambda: len(door.said) == 1)
+    assert why in door.said[0]
     assert door.echo.connections == 0
 
 
 def test_who_says_nothing_is_sent_away(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.05)
     with door.connect() as link:
-        assert len(receive(link, 1000)) == MAGIC + 32
+        assert len(receive(link, 1000)) == len(MAGIC) + 32
     until(lambda: len(door.said) == 1)
 
 
 def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "_MAX_UNAUTHENTICATED", 1)
     with door.connect() as first:
-        assert len(receive(first, MAGIC + 32)) == MAGIC + 32
+        assert len(receive(first, len(MAGIC) + 32)) == len(MAGIC) + 32
         with door.connect() as second:
             assert receive(second, 1) == b""
 
 
 def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
     def respond(link: socket.socket, nonce: bytes) -> bytes:
-        theirs = receive(link, MAGIC + 32)[MAGIC:]
+        theirs = receive(link, len(MAGIC) + 32)[len(MAGIC) :]
         proof = hmac.digest(TOKEN.key, b"client" + theirs + nonce + auth.STORE, "sha256")
-        return nonce + auth.STORE + proof
+        return MAGIC + nonce + auth.STORE + proof
 
     nonce = bytes(32)
     with door.connect() as link:
@@ -190,13 +202,13 @@ def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
         link.sendall(message)
         assert receive(link, 33)[:1] == b"\1"
     with door.connect() as link:
-        receive(link, MAGIC + 32)
+        receive(link, len(MAGIC) + 32)
         link.sendall(message)
         assert receive(link, 33) == bytes(33)
     with door.connect() as link:  # nor does the proxy's own proof
-        theirs = receive(link, MAGIC + 32)[MAGIC:]
+        theirs = receive(link, len(MAGIC) + 32)[len(MAGIC) :]
         proof = hmac.digest(TOKEN.key, b"server" + theirs + nonce + auth.STORE, "sha256")
-        link.sendall(nonce + auth.STORE + proof)
+        link.sendall(MAGIC + nonce + auth.STORE + proof)
         assert receive(link, 33) == bytes(33)
 
 
@@ -206,8 +218,8 @@ def test_a_proxy_without_the_token_is_not_believed(thread: auth.NetworkThread) -
         def pretend() -> None:
             link, _ = server.accept()
             with link:
-                link.sendall(b"lockstep auth 1\n" + bytes(32))
-                receive(link, 65)
+                link.sendall(MAGIC + bytes(32))
+                receive(link, len(MAGIC) + 65)
                 link.sendall(b"\1" + bytes(32))
 
         pretender = threading.Thread(target=pretend)

@@ -13,7 +13,7 @@ two nonces under the run's token; RFC 2104, and the mutual scheme of ISO/IEC 979
 never crosses the network and cannot be replayed:
 
     proxy     MAGIC, nonce s (32 bytes)
-    client    nonce c (32), purpose (1), HMAC(token, "client" s c purpose)
+    client    MAGIC, nonce c (32), purpose (1), HMAC(token, "client" s c purpose)
     proxy     1 and HMAC(token, "server" s c purpose), or 0 and zeros
 
 What follows is neither encrypted nor signed: whoever can alter packets on the way between two
@@ -169,7 +169,7 @@ class AuthProxy(_Carrier):
         self._unauthenticated += 1
         try:
             purpose = await asyncio.wait_for(_challenge(reader, writer, self._token), _HANDSHAKE_S)
-        except (OSError, EOFError):
+        except (OSError, EOFError, ConnectionFailed):
             self._turn_away(address, "it does not speak Lockstep's protocol")
             return
         finally:
@@ -192,9 +192,14 @@ class AuthProxy(_Carrier):
 
 
 async def _challenge(reader: StreamReader, writer: StreamWriter, token: Token) -> bytes:
-    """The proxy's side; returns the purpose, empty when the client does not have the token."""
+    """The proxy's side; returns the purpose, empty when the client does not have the token.
+
+    Raises:
+        ConnectionFailed: the client is no launcher or rank.
+    """
     ours = secrets.token_bytes(_NONCE)
     writer.write(_MAGIC + ours)
+    await _check_magic(reader)
     theirs = await reader.readexactly(_NONCE)
     purpose = await reader.readexactly(1)
     proof = await reader.readexactly(_PROOF)
@@ -204,6 +209,11 @@ async def _challenge(reader: StreamReader, writer: StreamWriter, token: Token) -
         return b""
     writer.write(b"\1" + _mac(token, b"server", ours, theirs, purpose))
     return purpose
+
+
+async def _check_magic(reader: StreamReader) -> None:
+    if await reader.readexactly(len(_MAGIC)) != _MAGIC:
+        raise ConnectionFailed(NOT_A_LAUNCHER)
 
 
 def _mac(token: Token, side: bytes, ours: bytes, theirs: bytes, purpose: bytes) -> bytes:
@@ -219,10 +229,10 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
     reader, writer = await _connect(address, port)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
-            if await reader.readexactly(len(_MAGIC)) != _MAGIC:
-                raise ConnectionFailed(NOT_A_LAUNCHER)
+            await _check_magic(reader)
             theirs, ours = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
-            writer.write(ours + purpose + _mac(token, b"client", theirs, ours, purpose))
+            proof = _mac(token, b"client", theirs, ours, purpose)
+            writer.write(_MAGIC + ours + purpose + proof)
             answer = await reader.readexactly(1 + _PROOF)
         # A proxy that let us in without having the token would be somebody else's.
         expected = b"\1" + _mac(token, b"server", theirs, ours, purpose)
