@@ -28,6 +28,15 @@ def work() -> NoReturn:
         pid = os.fork()
         if pid:
             os.write(1, b"%d " % pid)
+    if how in ("session", "leave") and os.fork() == 0:
+        os.setsid()
+        if os.fork():  # the other one has no parent from here on
+            os._exit(0)
+        os.write(1, b"%d " % os.getpid())
+        how = "wait"
+    if how == "leave":
+        os.wait()
+        os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stubborn" else signal.SIG_DFL)
     os.write(1, b"ready ")
     while True:
@@ -235,9 +244,9 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from test_zygote import work, fresh, started, read, Zygote
 make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work, 1)
-with started("wait", "stubborn", make=make) as (zygote, pids, reader):
-    read(reader, 2)
-    print(zygote.pid, *pids, flush=True)
+with started("wait", "stubborn", "session", make=make) as (zygote, pids, reader):
+    words = read(reader, 5)
+    print(zygote.pid, *pids, *filter(str.isdigit, words), flush=True)
     sys.stdin.read()
 """
 
@@ -254,10 +263,20 @@ def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
     assert launcher.stdout is not None
     with launcher.stdin, launcher.stdout:
         pids = [int(word) for word in launcher.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(pids) == 5
         launcher.kill()
         launcher.wait()
         assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_rank_that_has_ended_leaves_in_a_session_of_its_own_goes_on() -> None:
+    with started("leave") as (zygote, _, reader):
+        pid = next(int(word) for word in read(reader, 2) if word.isdigit())
+        assert ends(zygote, 1) == {0: 0}
+    left = psutil.Process(pid)
+    assert left.ppid() != zygote.pid
+    left.kill()
+    assert gone(pid)
 
 
 FRESH = """

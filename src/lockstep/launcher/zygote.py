@@ -7,7 +7,10 @@ as one. As the ranks' parent it alone signals them, so a number that the system 
 process meanwhile is never hit.
 
 When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
-rank. When the zygote goes, the kernel kills the ranks (PR_SET_PDEATHSIG, see prctl(2)).
+rank, and all that has come of them: what is left without its parent becomes the zygote's child
+(PR_SET_CHILD_SUBREAPER, see prctl(2)), also where it has a session of its own. What ranks that have
+ended by themselves leave there is left alone. When the zygote goes, the kernel kills the ranks
+(PR_SET_PDEATHSIG).
 
 Forking a process that has imported torch takes 10 ms or more, one rank after the other; so the
 ranks of the first start are made before they are asked for, while the launcher still imports what
@@ -167,8 +170,8 @@ class FreshZygote(Zygote):
         self._process.wait()
 
 
-_PR_SET_PDEATHSIG = 1
-_GRACE_S = 2.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GRACE_S, _KILLED_WITHIN_S = 2.0, 2.0
 """Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
 _MESSAGE_BYTES = 1 << 17
 HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -224,6 +227,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
         os.setpgid(0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         watched: list[Any] = [self.control, self.wake]
         while True:
             readable = select.select(watched, [], [], 0 if self.ahead else None)[0]
@@ -359,6 +363,7 @@ class Server:
                     _signal_group(pid, signal.SIGCONT)
 
     def _end_all(self) -> None:
+        interrupted = bool(self.running)
         self._signal(signal.SIGTERM, set(self.running.values()))
         limit = time.monotonic() + _GRACE_S
         while self.running and time.monotonic() < limit:
@@ -370,6 +375,8 @@ class Server:
         for pid in (*self.running, *self.spares):
             with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
                 os.waitpid(pid, 0)
+        if interrupted:
+            _kill_descendants()
 
     def _report(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
@@ -401,9 +408,26 @@ def give_terminal(terminal: int, group: int) -> None:
     signal.signal(signal.SIGTTOU, before)
 
 
-def _die_with_parent(parent: int) -> None:
+def _kill_descendants() -> None:
+    """Kills what the ranks have left; a process that starts others meanwhile does not escape."""
+    import psutil
+
+    own, limit = psutil.Process(), time.monotonic() + _KILLED_WITHIN_S
+    while (left := own.children(recursive=True)) and time.monotonic() < limit:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        # Its own children alone: the others become that, or are gone, when their parents are.
+        psutil.wait_procs(own.children(), timeout=max(0.0, limit - time.monotonic()))
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_parent(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel knew
         os._exit(1)
 
