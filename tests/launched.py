@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ class Launched:
         typed: its standard input.
         group: the folder of the control group that it is in.
         ignored: signals that it inherits as ignored, as under nohup.
+        files: how many it may have open (`ulimit -n`).
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Launched:
         typed: str = "",
         group: Path | None = None,
         ignored: tuple[int, ...] = (),
+        files: int | None = None,
     ) -> None:
         standard_input, output, errors = os.pipe(), os.pipe(), os.pipe()
         theirs = [Connection(end) for end in (standard_input[0], output[1], errors[1])]
-        setting = (dict(env or os.environ), theirs, group, ignored)
+        setting = (dict(env or os.environ), theirs, group, ignored, files)
         self._process = context.Process(target=_main, args=(list(arguments), cwd, *setting))
         self._process.start()
         for connection in theirs:
@@ -115,6 +118,7 @@ def _main(
     streams: list[Connection],
     group: Path | None,
     ignored: tuple[int, ...],
+    files: int | None,
 ) -> None:
     if group:
         (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -128,6 +132,8 @@ def _main(
     tempfile.tempdir = None
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     sys.argv = ["lockstep", *arguments]
     from lockstep.cli.main import main
 

@@ -42,13 +42,13 @@ class Machine:
         return [int(pid) for pid in done.stdout.split()]
 
     @contextlib.contextmanager
-    def unplugged(self) -> Iterator[None]:
-        """Within it the cable is pulled."""
-        _ip("-n", str(self.name), "link", "set", "lan", "down")
+    def unplugged(self, interface: str = "lan") -> Iterator[None]:
+        """Within it the cable is pulled, or another interface is down."""
+        _ip("-n", str(self.name), "link", "set", interface, "down")
         try:
             yield
         finally:
-            _ip("-n", str(self.name), "link", "set", "lan", "up")
+            _ip("-n", str(self.name), "link", "set", interface, "up")
 
 
 THIS_MACHINE = Machine(None, "127.0.0.1")

@@ -115,6 +115,16 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         assert psutil.wait_procs([*zygote, *processes], timeout=LEAVE_S)[1] == []
 
 
+@pytest.mark.parametrize("files", [10, 12, 14, 16, 18])
+def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
+    (tmp_path / "script.py").write_text(PLAIN)
+    done = launch(["run", "--nproc", "2", "script.py"], tmp_path, files=files)
+    assert done.returncode == 2, done.stderr
+    assert "Too many open files" in done.stderr
+    assert "raise the limits" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, "--nproc=2", ignored=(signal.SIGHUP,)) as (launcher, processes):
         for pid in [launcher.pid, *(process.pid for process in processes)]:

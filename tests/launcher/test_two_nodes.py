@@ -128,6 +128,22 @@ def test_strangers_and_second_comers_are_turned_away_and_the_run_goes_on(
         assert sum("has already come" in line for line in said) == 2
 
 
+def test_a_machine_without_loopback_is_told_at_once(
+    machines: tuple[Machine, Machine], pair: list[Launcher]
+) -> None:
+    server, visitor = pair
+    with machines[0].unplugged("lo"), machines[1].unplugged("lo"):
+        for fields in ({}, node(machines, 0)):
+            with pytest.raises(Refusal, match=r"(?s)SettingError.*the loopback interface is down"):
+                server.do("open", TOKEN, **fields)
+    server.do("open", TOKEN, **node(machines, 0))
+    with (
+        machines[1].unplugged("lo"),
+        pytest.raises(Refusal, match=r"(?s)SettingError.*the loopback interface is down"),
+    ):
+        visitor.do("open", TOKEN, **node(machines, 1))
+
+
 def test_a_wrong_token_is_logged_with_its_address(
     machines: tuple[Machine, Machine], pair: list[Launcher]
 ) -> None:

@@ -32,6 +32,8 @@ Addresses = Mapping[str, Sequence[str]]
 LOOPBACK = "127.0.0.1"
 _ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 """Of the block set aside for documentation (RFC 5737): on the way to it lies the default route."""
+_LOOPBACK_S = 3.0
+"""What takes no time where it works."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 
@@ -190,8 +192,21 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
     Raises:
         OSError: it cannot be bound (EADDRINUSE: the port is taken).
+        SettingError: it is loopback's, and there is none.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if is_loopback_address(address):
+        try:
+            with socket.create_server((address, 0), family=family) as probe:
+                socket.create_connection(probe.getsockname()[:2], timeout=_LOOPBACK_S).close()
+        except OSError as error:
+            if error.errno not in (None, errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+                raise
+            raise SettingError(
+                f"processes of this machine meet at {address}",
+                "it cannot be reached: the loopback interface is down, or lacks this address",
+                "set it up (`ip link set lo up`, as root), or take a container that has one",
+            ) from None
     return socket.create_server((address, port), family=family, backlog=128)
 
 

@@ -64,6 +64,8 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 _SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _NAME = 60
 """Characters of a script's name that stand in its folder's."""
+_PIPES, _PIPES_PER_RANK = 6, 3
+"""As many as use the descriptors that a run on one machine needs."""
 _ROOM_BYTES = 1 << 18
 """What a run's first files may need."""
 
@@ -614,8 +616,15 @@ def make_folder(asked: str | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def _scarcity_explained(nproc: int) -> Iterator[None]:
-    """Within it the want of processes, threads, files or memory is told as what it is."""
+    """Within it the want of processes, threads, files or memory is told as what it is.
+
+    Of files here and now: later a library of C++ may come to the limit, and abort.
+    """
     try:
+        with contextlib.ExitStack() as room:
+            for _ in range(_PIPES + _PIPES_PER_RANK * nproc):
+                for end in os.pipe():
+                    room.callback(os.close, end)
         yield
     except (OSError, RuntimeError) as error:
         # Python and torch raise the second where they get no thread.
