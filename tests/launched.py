@@ -8,6 +8,7 @@ What is told from how the command itself was started (its name, its terminal) is
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -22,6 +23,9 @@ from typing import Any
 
 from ranks import HANG_S, context
 
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
+"""See unshare(2) and mount(2)."""
+
 
 class Launched:
     """`lockstep ARGUMENTS` in a folder; what it prints is read from `stdout`, as text.
@@ -34,6 +38,7 @@ class Launched:
         group: the folder of the control group that it is in.
         ignored: signals that it inherits as ignored, as under nohup.
         files: how many it may have open (`ulimit -n`).
+        shared_memory: the size of a /dev/shm of its own, such as `4k`; this takes root.
     """
 
     def __init__(
@@ -46,10 +51,11 @@ class Launched:
         group: Path | None = None,
         ignored: tuple[int, ...] = (),
         files: int | None = None,
+        shared_memory: str | None = None,
     ) -> None:
         standard_input, output, errors = os.pipe(), os.pipe(), os.pipe()
         theirs = [Connection(end) for end in (standard_input[0], output[1], errors[1])]
-        setting = (dict(env or os.environ), theirs, group, ignored, files)
+        setting = (dict(env or os.environ), theirs, group, ignored, files, shared_memory)
         self._process = context.Process(target=_main, args=(list(arguments), cwd, *setting))
         self._process.start()
         for connection in theirs:
@@ -119,7 +125,10 @@ def _main(
     group: Path | None,
     ignored: tuple[int, ...],
     files: int | None,
+    shared_memory: str | None,
 ) -> None:
+    if shared_memory is not None:
+        _mount_shared_memory(shared_memory)
     if group:
         (group / "cgroup.procs").write_text(str(os.getpid()))
     for number, stream in enumerate(streams):
@@ -138,3 +147,11 @@ def _main(
     from lockstep.cli.main import main
 
     main(arguments, prog_name="lockstep")
+
+
+def _mount_shared_memory(size: str) -> None:
+    """For this process and its children alone."""
+    libc, options = ctypes.CDLL(None), f"size={size}".encode()
+    assert libc.unshare(_CLONE_NEWNS) == 0
+    assert libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+    assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options) == 0

@@ -30,6 +30,16 @@ def train(steps):
         optimizer.zero_grad()
 """
 )
+_WORKERS = (
+    _GLOO
+    + """
+from torch.utils.data import DataLoader, TensorDataset
+
+print("FAULT", flush=True)
+for (batch,) in DataLoader(TensorDataset(torch.zeros(1024, 1024)), batch_size=256, num_workers=2):
+    dist.all_reduce(batch.sum())
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,25 @@ class Fault:
     """It goes on when Lockstep has said the words: each rank may then read a byte from `told`."""
     memory_bytes: int | None = None
     """Limit of the control group in which the run is started."""
+    shared_memory: str | None = None
+    """Size of the /dev/shm that it has."""
 
 
 FAULTS = [
+    Fault(
+        "no room in /dev/shm for a worker's semaphores",
+        _WORKERS,
+        exit_code=1,
+        says=(r"script.py:\d+: for \(batch,\)", "what to do: /dev/shm, shared memory, is full"),
+        shared_memory="4k",
+    ),
+    Fault(
+        "no room in /dev/shm for a worker's batches",
+        _WORKERS,
+        exit_code=1,
+        says=(r"script.py:\d+: for \(batch,\)", "what to do: /dev/shm, shared memory, is full"),
+        shared_memory="512k",
+    ),
     Fault(
         "exception on one rank",
         _GLOO

@@ -108,8 +108,10 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
         assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
-def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    with started(tmp_path, WAITS, "--nproc=2") as (launcher, processes):
+@pytest.mark.parametrize("own_session", [False, True])
+def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path, own_session: bool) -> None:
+    text = WAITS.replace('300)"])', f'300)"], start_new_session={own_session})')
+    with started(tmp_path, text, "--nproc=2") as (launcher, processes):
         zygote = psutil.Process(launcher.pid).children()
         launcher.kill()
         assert psutil.wait_procs([*zygote, *processes], timeout=LEAVE_S)[1] == []

@@ -555,6 +555,12 @@ CASES = {
         (0,),
         says=("smaller --micro-batch-size",),
     ),
+    "a full disk is not shared memory": Case(
+        [raised(0, "[Errno 28] No space left on device: 'x.pt'", 1.0, "OSError")],
+        "exception",
+        (0,),
+        silent=("/dev/shm", "what to do"),
+    ),
     "a CUDA error, which comes late": Case(
         [
             raised(

@@ -251,7 +251,7 @@ def _line(error: BaseException) -> str | None:
     remote = parse_frames(_message(error))[::-1]
     handled = _handled(error)
     before = () if handled is None else _stack(handled.__traceback__)
-    frame = own_line(remote) or own_line((*before, *_stack(error.__traceback__)))
+    frame = own_line((*remote, *before, *_stack(error.__traceback__)))
     return (
         None if frame is None or frame.file.startswith("<") else source_line(frame.file, frame.line)
     )

@@ -399,9 +399,10 @@ _BY_TEXT = {
         "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
         "activation checkpointing"
     ),
-    r"killed by signal: Bus error|Bus error|out of shared memory|No space left.*/dev/shm": (
-        _SHARED_MEMORY
+    r"file </torch_\S+>: No space left|(?s:No space left.*_multiprocessing\.SemLock\()": (
+        f"/dev/shm, shared memory, is full: {_SHARED_MEMORY}"
     ),
+    r"Bus error|out of shared memory|No space left.*/dev/shm": _SHARED_MEMORY,
     r"Expected to have finished reduction in the prior iteration": (
         "parameters got no gradient in this step: leave them out of the model, use their "
         "output, or pass find_unused_parameters=True to DDP"
@@ -464,7 +465,9 @@ def _advice(kind: FailureKind, end: ExitStatus, alone: bool) -> tuple[str, ...]:
     """What to do about a rank's failure; empty where the failure says it itself."""
     error = end.error
     texts = [f"{error.type}: {error.message}", *error.chain] if error else end.last_lines
-    joined = "\n".join(texts)
+    # The system names no file where there is no room for a semaphore.
+    semaphores = re.findall(r"_multiprocessing\.SemLock\(", error.traceback) if error else []
+    joined = "\n".join([*texts, *semaphores])
     if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", joined):
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
     if kind in _BY_KIND:
