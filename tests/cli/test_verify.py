@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from ranks import HANG_S
 
-from lockstep.cli.verify import _check_reference
+from lockstep.cli.verify import _check_reference, _Runs
 from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
 from lockstep.verify.record import Recorded, Way
@@ -89,6 +91,14 @@ def test_ways_of_computing_the_same(tmp_path: Path) -> None:
         "EQUAL",
     ]
     assert verdict["findings"][0]["code"] == "LS307"
+    said = [line.split(":")[0] for line in ended.stderr.splitlines() if line.startswith("run ")]
+    assert list(dict.fromkeys(said)) == [
+        "run 1 of 5, 1 process",
+        "run 2 of 5, 2 processes",
+        "run 3 of 5, 2 processes, 2 micro-batches",
+        "run 4 of 5, 2 processes, shares 1",
+        "run 5 of 5, strategy fsdp",
+    ]
     assert sorted(p.name for p in tmp_path.iterdir() if "lockstep-verify" in p.name) == []
     assert not (tmp_path / "run").exists()
 
@@ -97,13 +107,51 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nprint('no data')\nsys.exit(5)\n")
     ended = verify(tmp_path, "fails.py")
     assert ended.returncode == 2
-    lines = ended.stderr.splitlines()
+    first, *lines = ended.stderr.splitlines()
+    assert first == (
+        "run 1 of 2, 1 process: step 0 of 3, how long it takes is known after the first step"
+    )
     assert lines[:2] == [
         "lockstep: lockstep verify fails.py",
         "  found: on one process the script ended with sys.exit(5)",
     ]
     assert lines[3] == "         | no data"
     assert lines[-1] == "  do:    make this work: lockstep run fails.py"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_while_it_works_it_says_how_far_it_is(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+
+    def run(folder: Path, way: Way, tell: Callable[[int], None]) -> str:
+        nonlocal now
+        for seconds, steps in [(0, 0), (8, 0), (2, 1), (1, 1), (9, 2), (31, 2), (9, 3)]:
+            now += seconds
+            tell(steps)
+        return ""
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr("lockstep.verify.record.by_command", run)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    runs = _Runs(2)
+    for name in ("1 process", "2 processes"):
+        runs.start(Path(), Way(name=name, nproc=1, script=Script(path="train.py")))
+    printed = capsys.readouterr().err
+    said = re.findall(r"run .*?(?=\x1b|\n)", printed)
+    assert (len(said), printed.count("\n")) == ((14, 0) if terminal else (6, 6))
+    assert said[0] == (
+        "run 1 of 2, 1 process: step 0 of 3, how long it takes is known after the first step"
+    )
+    of_first = "run 1 of 2, 1 process: step 1 of 3, 0:10 left of about 0:20"
+    assert said[2 if terminal else 1] == of_first
+    assert said[-1 if terminal else -3] == (
+        "run 2 of 2, 2 processes: step 3 of 3, 0:00 left of about 2:00"
+        if terminal
+        else "run 2 of 2, 2 processes: step 0 of 3, 1:00 left of about 2:00"
+    )
+    assert printed.endswith("\r\x1b[K") == terminal
 
 
 def test_wrong_uses(tmp_path: Path) -> None:

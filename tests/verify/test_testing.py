@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from problems import mean_loss, mlp, tensors
 from ranks import HANG_S, in_clean_process
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
@@ -50,6 +50,28 @@ def train_for_torchrun(reduction: str = "mean") -> None:
     dist.destroy_process_group()
 
 
+class Watched(TensorDataset):
+    """Says which sample is read that is not to be compared."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        assert index < 24, "read in vain"
+        return super().__getitem__(index)
+
+
+def train_on_watched(by_lockstep: bool) -> None:
+    """Three batches of 8 samples are compared."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(Watched(*tensors().tensors), batch_size=8)
+    with lockstep.init() as world:
+        if by_lockstep:
+            model, optimizer, loader = world.prepare(model, optimizer, loader)
+        for batch in loader:
+            world.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def by_copies(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as one that cannot be imported: copies of this process run it, at once."""
     return lambda *args: function(*args)
@@ -65,6 +87,12 @@ def test_a_function_that_trains_alike_in_every_way() -> None:
     assert_same(by_copies(train), accumulate=3, shares="1:3", precision="fp32")
     assert_same(by_copies(train), strategy="fsdp")
     assert_same(by_copies(train), nproc=1, accumulate=2)
+
+
+@in_clean_process
+def test_what_is_not_compared_is_not_read() -> None:
+    assert_same(by_copies(train_on_watched), (True,))
+    assert_same(by_copies(train_on_watched), (False,), nproc=1)
 
 
 @in_clean_process

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from lockstep.verify.record import Recorded, Way
 
 
+_EVERY_S = 30.0
+"""Seconds between two lines on how far it is, where there is no terminal."""
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 """Exit code of each verdict; the worst comes last."""
 
@@ -61,17 +66,18 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    from lockstep.verify.record import by_command, record
+    from lockstep.verify.record import record
     from lockstep.verify.verdict import judge
 
     alone, *others = _ways(script, args, options)
+    start = _Runs(1 + len(others)).start
     verdicts = []
     prefix = "lockstep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        reference = record(alone, Path(folder) / "reference", by_command)
+        reference = record(alone, Path(folder) / "reference", start)
         _check_reference(reference, options)
         for number, way in enumerate(others):
-            verdict = judge(reference, record(way, Path(folder) / str(number), by_command))
+            verdict = judge(reference, record(way, Path(folder) / str(number), start))
             verdicts.append(verdict)
             show(verdict.lines(), as_json)
             off = verdict.other.notes
@@ -80,6 +86,57 @@ def command(
     worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
     write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
     ctx.exit(_CODES[worst.word])
+
+
+class _Runs:
+    """Starts the runs, and says on standard error which one it is, its step and the time left.
+
+    On a terminal that is one line, which goes when the run has ended; elsewhere a line when a run
+    starts, after its first step, and every half minute.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._number = count, 0
+        self._terminal = sys.stderr.isatty()
+        self._start = time.monotonic()
+        self._whole: float | None = None
+        """Seconds that a run takes, by what was seen last; None: nothing yet."""
+
+    def start(self, folder: Path, way: Way) -> str:
+        """Starts a run; returns what it printed when it has ended."""
+        from lockstep.verify.record import by_command
+
+        self._number += 1
+        self._begun, self._steps = time.monotonic(), -1
+        try:
+            return by_command(folder, way, partial(self._tell, way))
+        finally:
+            self._whole = time.monotonic() - self._begun
+            if self._terminal:
+                click.echo("\r\x1b[K", nl=False, err=True)
+
+    def _tell(self, way: Way, steps: int) -> None:
+        from lockstep.report.progress import clock
+
+        now = time.monotonic()
+        seconds, steps = now - self._begun, min(steps, way.steps)
+        if steps > self._steps:
+            if steps < 2 or self._steps < 1:
+                self._first, self._due = seconds, now
+            if steps:
+                each = (seconds - self._first) / max(1, steps - 1)
+                self._whole = seconds + each * (way.steps - steps)
+            self._steps = steps
+        if not self._terminal and now < self._due:
+            return
+        self._due = now + _EVERY_S
+        left = "how long it takes is known after the first step"
+        if self._whole is not None:
+            rest = max(0.0, self._whole - seconds) + (self._count - self._number) * self._whole
+            left = f"{clock(rest)} left of about {clock(now - self._start + rest)}"
+        line = f"run {self._number} of {self._count}, {way.name}: step {steps} of {way.steps}"
+        line = f"{line}, {left}"
+        click.echo(f"\r{line}\x1b[K" if self._terminal else line, nl=not self._terminal, err=True)
 
 
 def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:

@@ -208,10 +208,21 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
             queue = waiting[id(self.batch_sampler)] = deque()
         if torch.is_grad_enabled():
             recorder.begins_pass(self)
-        return told(self, plain(self), queue)
+        return told(self, _wanted(recorder, plain(self)), queue)
 
     DataLoader.__iter__ = of_torch  # type: ignore[method-assign, assignment]
-    Loader.__iter__ = lambda self: map(patches.converted, pieces(self))  # type: ignore[method-assign]
+    Loader.__iter__ = lambda self: map(patches.converted, _wanted(recorder, pieces(self)))  # type: ignore[method-assign]
+
+
+def _wanted(recorder: Recorder, running: Iterator[Any]) -> Iterator[Any]:
+    """Nothing is read to train on that is not compared: it may take longer than all else."""
+    while True:
+        if torch.is_grad_enabled():
+            recorder.end_if_enough()
+        try:
+            yield next(running)
+        except StopIteration:
+            return
 
 
 class _Enlarged(int):

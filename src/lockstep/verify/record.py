@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ OWN_PROCESSES = (
     "environment, or with lockstep.init"
 )
 """What to do with a script that starts its ranks itself."""
-_WAY, _ENDED = "way.pickle", "ended.json"
+_WAY, _ENDED, _STEP = "way.pickle", "ended.json", "step"
+_LOOK_S = 0.2
+"""Seconds between two looks at how far a run is."""
 _TAIL = 15
 """Last lines of what a run printed."""
 
@@ -64,6 +67,7 @@ class UpdateWriter:
         with unfinished.open("wb") as file:
             pickle.dump(update, file)
         unfinished.rename(self.folder / f"{self._count}.pickle")
+        (self.folder / f"{_STEP}{update.step}").touch()
         self._count += 1
 
     def end(
@@ -208,18 +212,25 @@ def _left(
     )
 
 
-def by_command(folder: Path, way: Way) -> str:
-    """Starts the processes with `lockstep run`."""
+def by_command(folder: Path, way: Way, tell: Callable[[int], None] = lambda steps: None) -> str:
+    """Starts the processes with `lockstep run`; while they run `tell` is given their steps."""
     command = [sys.executable, "-m", "lockstep.cli.main", "run", "--nproc", str(way.nproc)]
     command += ["-m", "lockstep.verify.rank", str(folder)]
-    ended = subprocess.run(
+    with subprocess.Popen(
         command,
         env=way.environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        check=False,
         text=True,
         errors="replace",
-    )
-    return ended.stdout.partition("\n")[2]  # the launcher begins with how it starts
+    ) as running:
+        try:
+            while True:
+                tell(len(list(folder.glob(f"rank0/{_STEP}*"))))
+                with suppress(subprocess.TimeoutExpired):
+                    printed, _ = running.communicate(timeout=_LOOK_S)
+                    return printed.partition("\n")[2]  # the launcher begins with how it starts
+        except BaseException:
+            running.kill()
+            raise

@@ -323,7 +323,7 @@ class Recorder(Callback):
             return
         self._taken.setdefault(optimizer, 0)
         if next(iter(self._taken)) is optimizer:
-            self._end_if_enough()
+            self.end_if_enough()
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         named = list(self.models.parameters())
         if self._streams is not None:
@@ -370,6 +370,11 @@ class Recorder(Callback):
             self._streams = random_streams()
         self._weighted = False
 
+    def end_if_enough(self) -> None:
+        """Ends the script where its steps have been recorded."""
+        if next(iter(self._taken.values()), 0) >= self._steps:
+            raise Finished(0)
+
     def _uses(self, storages: set[int]) -> None:
         for key, unused in list(self._unused.items()):
             if storages & unused.storages:
@@ -392,12 +397,7 @@ class Recorder(Callback):
         self.models.add(module)
         self._hook_parameters()
 
-    def _end_if_enough(self) -> None:
-        if next(iter(self._taken.values()), 0) >= self._steps:
-            raise Finished(0)
-
     def _take(self, loader: Any, taken: Taken) -> None:
-        self._end_if_enough()
         self._weighted = False
         self._passes.setdefault(loader, 0)
         taken.loader = list(self._passes).index(loader)
