@@ -527,6 +527,15 @@ def test_inputs_that_all_ranks_share_are_said_where_the_numbers_are_equal() -> N
     assert codes([[update(WHOLE, same)]], [[update(WHOLE, same), update(WHOLE, same)]]) == []
 
 
+def test_a_gradient_that_a_gather_loses_on_one_process_too_is_said() -> None:
+    line = "train.py:7: dist.all_gather(x)"
+    one, many = update(WHOLE, taken(0, 1, 2, 3), gathered=line), two(WHOLE, gathered=line)
+    assert codes([[one]], [many]) == ["LS207"]
+    assert verdict([[one]], [many]).word == "EQUAL"
+    # Who puts the own part back, with its gradient, has lost none on one process.
+    assert codes([[ALONE]], [many]) == []
+
+
 def test_an_order_that_repeats_is_said_where_the_numbers_are_equal() -> None:
     order = (4, 1, 7, 0, 3, 2)
     for again, expected in ((order, ["LS103"]), ((1, 4, 7, 0, 3, 2), [])):

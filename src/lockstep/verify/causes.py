@@ -190,8 +190,8 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
     if near(ratio, 1):
         return Cause("LS210", ("they are those of one process but for rounding, as in float32",))
     seen = f"all gradients are {_times(ratio, size)} those of one process"
-    gathers = [call.line for call in _calls(case.many) if call.name.startswith("all_gather")]
-    more = [f"an all-gather was called, whose backward must add up: {at}" for at in gathers[:1]]
+    calls = [c for c in _calls(case.many) if c.name.startswith("all_gather") and not c.of_graph]
+    more = [f"if the loss is made of it, its backward must add up: {c.line}" for c in calls[:1]]
     known = [("LS201", size, more), ("LS202", 1 / size, more)]
     if one != many and one and many:
         passes = [_passes(case)]

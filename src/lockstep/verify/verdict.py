@@ -198,7 +198,11 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
         return Verdict(reference, other, (Finding(Cause(other.code, (seen,))),))
     cases = divergences(reference.updates, other.updates, tolerance)
     found = [Finding(cause_of(case), case) for case in cases]
-    for more in of_run(other.updates, tolerance):
+    lost = next(filter(None, (update.first("gathered") for update in reference.updates)), "")
+    others = of_run(other.updates, tolerance)
+    if lost:  # even on one process, so that there is nothing to compare it with
+        others.append(Finding(Cause("LS207", ("on one process too the loss is made of it", lost))))
+    for more in others:
         told = more.cause.code in {each.cause.code for each in found}
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
