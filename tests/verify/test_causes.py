@@ -215,6 +215,14 @@ def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
     assert found(two(0.5 * WHOLE, calls=(gather,)))[1].code == "LS202"
 
 
+def test_a_parameter_that_no_rank_updates() -> None:
+    """An optimizer that divides the parameters over the ranks and forgets one."""
+    scale = {"gradients": {"w": WHOLE, "scale": ONE}, "parameters": {"w": 1 - 0.1 * WHOLE}}
+    cause = found(two(WHOLE), update(WHOLE, taken(0, 1, 2, 3), **scale))[1]
+    assert (cause.code, cause.names) == ("LS210", ("scale",))
+    assert cause.seen[0] == "no optimizer of 2 processes updates scale"
+
+
 @pytest.mark.parametrize(
     ("values", "code"),
     [

@@ -72,7 +72,7 @@ def test_a_rank_that_ended_before_the_others_is_the_finding(tmp_path: Path) -> N
     run = recorded(tmp_path / "more", (0, None), (1, closed), steps=(3, 2))
     assert run.code == "LS405"
     assert run.error.startswith(
-        "rank 0 ended without an error after optimizer step 3, while rank 1"
+        "a rank that was gone: rank 0 ended without an error after optimizer step 3, rank 1"
     )
     # What goes wrong first, or after all steps, is another matter.
     for number, (first, steps) in enumerate([(closed, (2, 1)), (None, (3, 3))]):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.errors import name_ranks
+from lockstep.errors import name_ranks, some
 from lockstep.verify.compare import (
     Array,
     Divergence,
@@ -80,6 +80,10 @@ def _of_gradients(case: Divergence) -> Cause:
         seen = "the loss is made of what an all-gather brought, which carries no gradient"
         return Cause("LS207", (seen, gathered, *_patterns(case)))
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
+    unused = tuple(expected.keys() - found.keys())
+    if case.what == "gradients" and unused:
+        seen = f"no optimizer of {case.size} processes updates {some(sorted(unused))}"
+        return Cause("LS210", (seen, "on one process one does"), unused)
     if case.what == "gradients" and (_clips(case.one) or _clips(case.many)):
         return _of_clipping(case)
     return _of_inputs(case) or _of_values(case, expected, found)
