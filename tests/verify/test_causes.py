@@ -168,6 +168,12 @@ def test_clipping_is_no_cause_where_gradients_were_averaged_before() -> None:
     assert found(clipped(WHOLE, WHOLE, WHOLE), one)[1].code == "LS205"
 
 
+def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
+    cause = found(two(2 * WHOLE, frozen=["net/body.weight"]))[1]
+    assert (cause.code, cause.names) == ("LS210", ("net/body.weight",))
+    assert cause.seen == ("requires_grad is not that of one process on ranks 0-1: body.weight",)
+
+
 def test_clipping_hides_nothing() -> None:
     divergence, cause = found(clipped(0.1 * WHOLE, 0.5 * WHOLE, 0.5 * WHOLE), ALONE_CLIPPED)
     assert (divergence.what, cause.code) == ("unclipped", "LS202")

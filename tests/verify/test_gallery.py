@@ -71,6 +71,7 @@ PLANTED = [
     Planted("vision_module", "the loss comes from model.module", "LS302"),
     Planted("finetune_adapter", "an adapter is added after the wrap", "LS303"),
     Planted("finetune_unfreeze", "a layer is unfrozen after the wrap", "LS303", step=3),
+    Planted("finetune_frozen", "a layer is frozen by the batch size of a process", "LS210"),
     Planted("gan_clamp", "weights are clamped on rank 0 only", "LS304"),
     Planted("metric_start", "other initial parameters on every process", "LS305"),
     Planted("vision_batchnorm", "BatchNorm per process under DDP", "LS306"),

@@ -61,6 +61,43 @@ def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     assert [update[0].step for update in verdict.reference.updates] == [0, 1]
 
 
+CLOSURE = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+model = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in x.split(12):
+    mine = batch[rank::size]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(mine), mine.sum(1, keepdim=True))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        return loss
+
+    optimizer.step(closure)
+"""
+
+
+def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CLOSURE)
+    found = warm.verify(script).findings[0]
+    assert (found.cause.code, found.case and found.case.update) == ("LS201", 0), found
+    script.write_text(CLOSURE.replace(".grad)", ".grad.div_(size))"))
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
+    assert [len(update.merged("gradients")) for update in verdict.other.updates] == [2, 2, 2]
+
+
 class Rounded(torch.autograd.Function):
     """Something of a library's that computes in float32, where nobody sees it."""
 

@@ -72,6 +72,13 @@ def _of_gradients(case: Divergence) -> Cause:
     LS207 goes by a loss that was made of what an all-gather brought without its gradient. A loss
     that is scaled up to make good for that, by a wrong number, would look the same.
     """
+    alone = set(case.one[0].frozen)
+    frozen = {n: alone ^ set(rank.frozen) for n, rank in enumerate(case.many)}
+    if names := tuple(sorted(set().union(*frozen.values()))):
+        ranks = name_ranks(n for n, of_rank in frozen.items() if of_rank)
+        plain = [name.partition("/")[2] for name in names]
+        seen = f"requires_grad is not that of one process on {ranks}: {shown(plain)}"
+        return Cause("LS210", (seen,), names)
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
         return _not_averaged(case, tuple(apart))

@@ -106,6 +106,8 @@ class RankUpdate:
     """Parameters to train that DDP does not know."""
     statistics: list[str] = field(default_factory=list)
     """BatchNorm layers that took statistics of what this rank alone has."""
+    frozen: Sequence[str] = ()
+    """Parameters that are not to be trained."""
     initial: Mapping[str, Array] = field(default_factory=dict)
     """Parameters before the first update; empty at later ones."""
     held: Mapping[str, str] = field(default_factory=dict)

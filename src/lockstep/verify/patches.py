@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, pytree
 from lockstep.errors import user_line
 from lockstep.optim.precision import in_double
@@ -74,6 +75,8 @@ class DeterminismPatches(TorchFunctionMode):
         """The user's line of the first draw of a random number; empty: there was none."""
         self.follows_gathers = False
         """Some all-gather has taken in a tensor with a gradient; see `mark`."""
+        self.follows_batches = False
+        """Some batch has been handed out with which no model has been called."""
         self._own = torch.get_default_dtype()
         """What the script computes in where it says nothing else."""
         self._set_default = torch.set_default_dtype
@@ -101,14 +104,16 @@ class DeterminismPatches(TorchFunctionMode):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
         terms = _terms_made(name, *args) if len(args) == 2 else []
-        leaves = pytree.tree_leaves((args, kwargs)) if self.follows_gathers else []
+        follows = self.follows_gathers or self.follows_batches
+        leaves = pytree.tree_leaves((args, kwargs)) if follows else []
         line = next(filter(None, map(gathered_at, leaves)), "")
+        batch = max(map(batch_of, leaves), default=0)
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if terms and isinstance(result, Tensor) and not result.dim():
             result.__dict__["_terms"] = terms
-        mark(result, line)
+        mark(result, line, batch)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
@@ -318,16 +323,21 @@ class ParameterGroup(dict[str, Any]):
             self.line = user_line() or ""
 
 
-def mark(values: Any, line: str) -> None:
-    """Tensors come from an all-gather that carries no gradient, in a line; empty: they do not."""
-    for leaf in pytree.tree_leaves(values) if line else ():
-        if isinstance(leaf, Tensor):
-            leaf.__dict__["_gathered_at"] = line
+def mark(values: Any, line: str = "", batch: int = 0) -> None:
+    """Tensors come from an all-gather that carries no gradient, in a line, or from a batch."""
+    for tensor in tensors(values) if line or batch else ():
+        tensor.__dict__ |= {"_gathered_at": line} if line else {}
+        tensor.__dict__ |= {"_batch": batch} if batch else {}
 
 
 def gathered_at(value: Any) -> str:
     """The line of the all-gather without a gradient that a tensor was made of; empty: of none."""
     return str(value.__dict__.get("_gathered_at", "")) if isinstance(value, Tensor) else ""
+
+
+def batch_of(value: Any) -> int:
+    """The number of the last batch that a tensor was made of; 0: it is not known."""
+    return int(value.__dict__.get("_batch", 0)) if isinstance(value, Tensor) else 0
 
 
 _MOVE = {"rename", "replace", "link", "copyfile", "copy", "copy2"}

@@ -26,12 +26,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.checkpoint.modules import plain_names, unwrap
+from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
-from lockstep.verify.patches import DeterminismPatches, digest, gathered_at, mark, terms_of
+from lockstep.verify.patches import (
+    DeterminismPatches,
+    batch_of,
+    digest,
+    gathered_at,
+    mark,
+    terms_of,
+)
 from lockstep.verify.record import UpdateWriter
 
 _IGNORED = -100
@@ -46,11 +54,11 @@ def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
         count: of samples; None: the rows of the first tensor.
         **known: what else is known of it.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    tensors = [t.detach().cpu() for t in leaves if t.layout == torch.strided and t.dim()]
+    plain = [t for t in tensors(batch) if t.layout == torch.strided and t.dim()]
+    held = [t.detach().cpu() for t in plain]
     if count is None:
-        count = len(tensors[0]) if tensors else 0
-    rows = [t for t in tensors if len(t) == count]
+        count = len(held[0]) if held else 0
+    rows = [t for t in held if len(t) == count]
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
     contents = _digests(rows, count)
     return Taken(contents=contents, shape=shape, weights=_weights(rows, count), **known)
@@ -119,9 +127,6 @@ class _Unused:
     """A batch of torch's loaders that no model has been called with."""
 
     taken: Taken
-    batch: Any
-    """Kept, so that nothing else gets its storages."""
-    storages: set[int]
     early: bool
     """It was fetched while the one before had not been used either."""
 
@@ -160,7 +165,9 @@ class Recorder(Callback):
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
         self._unused: dict[int, _Unused] = {}
-        """Of what was taken since the last update, by id."""
+        """Of what was taken since the last update, by number."""
+        self._number = 0
+        """Of the last batch of torch's loaders."""
         self._ahead: dict[int, _Unused] = {}
         """Of these, what belongs to a later update."""
         self._recognised: set[int] = set()
@@ -170,6 +177,8 @@ class Recorder(Callback):
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
         self._stepping: list[Optimizer] = []
+        self._looked = False
+        """At what the present step begins with."""
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
 
@@ -214,8 +223,11 @@ class Recorder(Callback):
         known["order_fixed"] = shuffles and sampler not in self.told
         taken = look_at(batch, **known)
         self._take(loader, taken)
-        waiting = any(other.taken.loader == taken.loader for other in self._unused.values())
-        self._unused[id(taken)] = _Unused(taken, batch, _storages(batch), waiting)
+        self._number += 1
+        mark(batch, batch=self._number)
+        early = any(other.taken.loader == taken.loader for other in self._unused.values())
+        self._unused[self._number] = _Unused(taken, early)
+        self._patches.follows_batches = True
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -289,7 +301,7 @@ class Recorder(Callback):
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
         if self._unused:
-            self._uses(_storages(inputs))
+            self._uses(max(map(batch_of, pytree.tree_leaves(inputs)), default=0))
         update, training = self._update, module.training and torch.is_grad_enabled()
         if isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward:
             if training and (name := self.models.name_of(module)) not in update.statistics:
@@ -316,14 +328,40 @@ class Recorder(Callback):
             tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
             self._outputs = [*self._outputs, *tensors][-_MOST_PIECES:]
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step, perhaps by another one, as that of ZeRO."""
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step, perhaps by another one, as that of ZeRO.
+
+        Returns:
+            What it is called with: of a closure, which computes the gradients, the first call is
+            looked at.
+        """
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
-            return
+            return None
         self._taken.setdefault(optimizer, 0)
         if next(iter(self._taken)) is optimizer:
             self.end_if_enough()
+        self._looked = False
+
+        def told(closure: Any) -> Any:
+            def called() -> Any:
+                loss = closure()
+                self._look_before(optimizer)
+                return loss
+
+            return called if callable(closure) else closure
+
+        itself, *given = args
+        if not any(map(callable, (*given, *kwargs.values()))):
+            self._look_before(optimizer)
+            return None
+        return (itself, *map(told, given)), {key: told(value) for key, value in kwargs.items()}
+
+    def _look_before(self, optimizer: Optimizer) -> None:
+        """The gradients are there."""
+        if self._looked:
+            return
+        self._looked = True
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         named = list(self.models.parameters())
         if self._streams is not None:
@@ -339,13 +377,15 @@ class Recorder(Callback):
         update.unclipped = {
             n: self._unclipped.get(n, gradient) for n, gradient in gradients.items()
         }
+        update.frozen = [name for name, parameter in named if not parameter.requires_grad]
         update.held = {name: digest(p) for name, p in named if not is_sharded(p)}
         groups = [group for group in optimizer.param_groups if "lr" in group]
         update.rates = [float(group["lr"]) for group in groups]
         update.rate_lines = [getattr(group, "line", "") for group in groups]
         update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
         self._ahead = self._fetched_ahead()
-        update.taken = [taken for taken in update.taken if id(taken) not in self._ahead]
+        ahead = {id(unused.taken) for unused in self._ahead.values()}
+        update.taken = [taken for taken in update.taken if id(taken) not in ahead]
         if not update.taken:  # these may be made from the batch, so they are not compared with it
             update.taken = self._rows
 
@@ -366,6 +406,7 @@ class Recorder(Callback):
         ahead = [unused.taken for unused in self._ahead.values()]
         self._update, self._rows = RankUpdate(counts=update.counts, taken=ahead), []
         self._outputs, self._unclipped, self._unused = [], {}, self._ahead
+        self._patches.follows_batches = bool(self._ahead)
         if self._streams is not None:
             self._streams = random_streams()
         self._weighted = False
@@ -375,11 +416,15 @@ class Recorder(Callback):
         if next(iter(self._taken.values()), 0) >= self._steps:
             raise Finished(0)
 
-    def _uses(self, storages: set[int]) -> None:
-        for key, unused in list(self._unused.items()):
-            if storages & unused.storages:
-                self._recognised.add(unused.taken.loader)
-                del self._unused[key]
+    def _uses(self, number: int) -> None:
+        """A model is called with what was made of a batch."""
+        if number in self._unused:
+            loader = self._unused[number].taken.loader
+            self._recognised.add(loader)
+            for each, unused in list(self._unused.items()):
+                if each <= number and unused.taken.loader == loader:
+                    del self._unused[each]
+            self._patches.follows_batches = bool(self._unused)
 
     def _fetched_ahead(self) -> dict[int, _Unused]:
         """Batches of this update that no model has seen, fetched when the one before had not been.
@@ -387,8 +432,8 @@ class Recorder(Callback):
         Of a loader no batch of which was recognised in what a model is called with, none.
         """
         return {
-            key: unused
-            for key, unused in self._unused.items()
+            number: unused
+            for number, unused in self._unused.items()
             if unused.early and unused.taken.loader in self._recognised
         }
 
@@ -490,11 +535,6 @@ def _storage(tensor: Tensor) -> int:
     with suppress(RuntimeError):  # what stands for other tensors has none
         return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
     return 0
-
-
-def _storages(nest: Any) -> set[int]:
-    leaves = pytree.tree_leaves(nest)
-    return {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
 
 
 def _holds_tensors(module: nn.Module) -> bool:

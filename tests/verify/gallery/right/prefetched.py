@@ -19,6 +19,7 @@ class Ahead:
         running = iter(self.loader)
         present = next(running)
         while present is not None:
+            present = [tensor.to("cpu:0") for tensor in present]  # a copy
             following = next(running, None)
             yield following is None, *present
             present = following
