@@ -53,7 +53,7 @@ _MARGIN = 0.05
 """Of a GPU's memory, kept free while sizes are tried: what is free is in pieces, later as well."""
 _STATE = 2
 """Numbers that an optimizer keeps for each parameter from its first step on, as Adam does."""
-_NO_COLLECTIVES = "the forward pass is tried, at other sizes on each rank, to find what is 'auto'"
+_NO_COLLECTIVES = "the forward pass is tried at several sizes on each rank, to find what is 'auto'"
 _DIVISIONS = 3
 """Times are taken again with the shares that the times before have led to, at most so often."""
 
