@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RankFailedError, UsageError
+from lockstep.errors import RankFailedError, UsageError, counted
 from lockstep.launcher.spawn import launch
 from lockstep.launcher.worker import Script
 from lockstep.verify.rank import main
@@ -56,7 +56,7 @@ def assert_same(
     name, program = getattr(fn, "__qualname__", repr(fn)), partial(fn, *args)
     given = {"accumulate": accumulate, "shares": shares, "strategy": strategy}
     asked = {option: value for option, value in given.items() if value is not None}
-    words = [f"{nproc} process{'' if nproc == 1 else 'es'}", *(f"{k} {asked[k]}" for k in asked)]
+    words = [counted(nproc, "process"), *(f"{k} {asked[k]}" for k in asked)]
     way = Way(
         name=", ".join(words),
         nproc=nproc,

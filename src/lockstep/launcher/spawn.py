@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.errors import RankFailedError, UsageError, name_ranks
+from lockstep.errors import RankFailedError, UsageError, counted, name_ranks
 from lockstep.launcher import worker
 from lockstep.launcher.machine import read_machine
 from lockstep.launcher.plan import LaunchPlan, LaunchSpec, choose_nproc, plan
@@ -112,7 +112,7 @@ def launch(
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
-    was_set = f"launch({name}) on {size} process{'' if size == 1 else 'es'}"
+    was_set = f"launch({name}) on {counted(size, 'process')}"
     call = _callable_elsewhere(functools.partial(fn, *args), was_set)
     short = name.rpartition(".")[2]
     script = worker.Script(path=short if short.isidentifier() else "launch")
