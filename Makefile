@@ -1,13 +1,13 @@
 # Two commands: `make train` runs the main job, `make test` runs lint, types and all tests.
 # Both create .venv on first use; later calls install nothing. `make check` is the fast half of
 # `make test`: no test of it starts a process. TORCH=2.11.0 takes another torch than constraints.txt,
-# in an environment of its own.
+# in an environment of its own. `make real` runs programs of other libraries, in .venv-real.
 PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
+.PHONY: train test check real lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -17,6 +17,9 @@ test: lint types
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit
+
+real: .venv-real/.installed
+	.venv-real/bin/python -m pytest -n 2 tests/real
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -67,6 +70,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	touch $@
+
+.venv-real/.installed: pyproject.toml constraints.txt
+	test -x .venv-real/bin/python || $(PYTHON) -m venv .venv-real
+	.venv-real/bin/python -m pip install --quiet -c constraints.txt -e '.[real]'
 	touch $@
 
 clean:

@@ -67,12 +67,14 @@ def _temporary_files() -> set[str]:
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 
-_MARKERS = ("launcher", "netns", "ranks", "gpu", "unit")
+_MARKERS = ("launcher", "netns", "ranks", "gpu", "real", "unit")
 """In the order in which they run: the files that take longest must not be the last ones."""
 
 
 def _marker(path: Path) -> str:
     """What the tests of a file need. Only `unit` starts no process, which `_watch_forks` checks."""
+    if path.parent.name == "real":
+        return "real"
     text = path.read_text(encoding="utf-8")
     if re.search(r"^from (namespaces|commands) import", text, re.MULTILINE):
         return "netns"
