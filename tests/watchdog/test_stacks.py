@@ -108,6 +108,12 @@ def test_no_stack_has_no_line() -> None:
              Frame(C10D, 6056, "_new_group_with_tag"), Frame(C10D, 5863, "new_group"), own(3)),
             Wait("new_group"),
         ),
+        (  # since torch 2.14
+            (Frame(C10D, 669, "_create_gloo_process_group"),
+             Frame(C10D, 2874, "_new_process_group_helper"),
+             Frame(C10D, 2553, "init_process_group"), LOGGER, own(3)),
+            Wait("init_process_group"),
+        ),
         # Its own frames between do not hide what a backward pass waits for.
         (
             (Frame(C10D, 3252, "all_reduce"), LOGGER, Frame(str(errors.__file__), 1, "f"),

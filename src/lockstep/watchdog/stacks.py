@@ -99,10 +99,10 @@ _WAITING_FILES = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/nn/functional.py",
 )
-_INNER = {
-    "_new_process_group_helper", "_store_based_barrier", "_new_group_with_tag",
-    "_create_c10d_store", "_env_rendezvous_handler", "_tcp_rendezvous_handler",
-}  # fmt: skip
+_INNER = re.compile(
+    r"_new_process_group_helper|_create_\w+_process_group|_store_based_barrier|"
+    r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler"
+)
 # Elsewhere, functions in which nothing but waiting takes time.
 _WAITING = {
     _WIRE: set(_ON_WIRE),
@@ -138,7 +138,7 @@ _MEANINGS: tuple[tuple[str, set[str] | None, str], ...] = (
 def waits_in(stack: Stack | None) -> Wait | None:
     """Where a stack's innermost frame is one in which ranks wait for each other; None: elsewhere.
 
-    From torch 2.11's and 2.13's Python files. Waiting in a C function that the user calls (such as
+    From torch 2.11's, 2.13's and 2.14's Python files. Waiting in a C function that the user calls (such as
     `work.wait()` or `store.get()`) leaves no frame, so it is not seen here.
     """
     if not stack:
@@ -197,7 +197,7 @@ def _where(stack: Stack) -> str:
 
 def _is_waiting(frame: Frame) -> bool:
     if _in(frame, *_WAITING_FILES):
-        return not frame.function.startswith("_") or frame.function in _INNER
+        return not frame.function.startswith("_") or bool(_INNER.fullmatch(frame.function))
     return any(_in(frame, path) and frame.function in found for path, found in _WAITING.items())
 
 
