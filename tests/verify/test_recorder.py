@@ -55,6 +55,38 @@ def test_what_was_only_fetched_ahead_is_not_trained() -> None:
     assert samples(warm.verify(RIGHT / "prefetched.py", steps=6)) == [12] * 6
 
 
+PEEKED = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=12 // dist.get_world_size(), sampler=sampler)
+model = DistributedDataParallel(torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    print("batches of", len(next(iter(loader))[0]))
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def test_what_was_only_looked_at_is_not_trained(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PEEKED)
+    assert samples(warm.verify(script, steps=12)) == [12] * 12
+
+
 def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     verdict = warm.verify(RIGHT / "zero.py", steps=2)
     assert samples(verdict) == [12, 12]

@@ -101,11 +101,6 @@ def _in_words(error: BaseException) -> str:
     return text if made.line is None else f"{text}\n  at:    {made.line}"
 
 
-def _read_end(folder: Path) -> dict[str, Any]:
-    end: dict[str, Any] = json.loads((folder / _ENDED).read_text(encoding="utf-8"))
-    return end
-
-
 def _read_rank(folder: Path) -> Iterator[RankUpdate]:
     number = 0
     while (path := folder / f"{number}.pickle").exists():
@@ -178,7 +173,8 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     (folder / _WAY).write_bytes(pickle.dumps(way))
     output = start(folder, way)
     ranks = [folder / f"rank{rank}" for rank in range(way.nproc)]
-    ends = {n: _read_end(rank) for n, rank in enumerate(ranks) if (rank / _ENDED).exists()}
+    ended = {n: rank / _ENDED for n, rank in enumerate(ranks)}
+    ends = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in ended.items() if p.exists()}
     updates = [list(_read_rank(rank)) for rank in ranks]
     # What failed later has often failed because of it, and a connection breaks because of another.
     failed = [n for n, end in ends.items() if end["error"]]

@@ -419,11 +419,13 @@ class Recorder(Callback):
     def _uses(self, number: int) -> None:
         """A model is called with what was made of a batch."""
         if number in self._unused:
-            loader = self._unused[number].taken.loader
-            self._recognised.add(loader)
-            for each, unused in list(self._unused.items()):
-                if each <= number and unused.taken.loader == loader:
+            used = self._unused[number].taken
+            self._recognised.add(used.loader)
+            for each, other in list(self._unused.items()):
+                if each <= number and other.taken.loader == used.loader:
                     del self._unused[each]
+                    if other.taken.epoch < used.epoch:  # the script only looked at it
+                        self._update.taken = [t for t in self._update.taken if t is not other.taken]
             self._patches.follows_batches = bool(self._unused)
 
     def _fetched_ahead(self) -> dict[int, _Unused]:
