@@ -138,8 +138,8 @@ _MEANINGS: tuple[tuple[str, set[str] | None, str], ...] = (
 def waits_in(stack: Stack | None) -> Wait | None:
     """Where a stack's innermost frame is one in which ranks wait for each other; None: elsewhere.
 
-    From torch 2.11's, 2.13's and 2.14's Python files. Waiting in a C function that the user calls (such as
-    `work.wait()` or `store.get()`) leaves no frame, so it is not seen here.
+    From the Python files of torch 2.11, 2.13 and 2.14. Waiting in a C function that the user calls
+    (such as `work.wait()` or `store.get()`) leaves no frame, so it is not seen here.
     """
     if not stack:
         return None
