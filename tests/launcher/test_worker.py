@@ -110,6 +110,26 @@ def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -
         assert ours.stdout == plain.stdout
 
 
+def test_a_module_that_is_not_there_is_said_as_that(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text("import nowhere")
+    for name, said in {
+        "nosuch": "ImportError: No module named nosuch",
+        "package": "ImportError: No module named package.__main__",
+        "nosuch.program": "ImportError: Error while finding module specification for 'nosuch.prog",
+        "package.program": "ModuleNotFoundError: No module named 'nowhere'\n  program.py:1: import",
+    }.items():
+        done = launch(["run", "--nproc", "1", "-m", name], tmp_path)
+        assert done.returncode == 1
+        _, _, failure = done.stderr.partition("FIRST FAILURE: rank 0 on host ")
+        assert failure.partition("\n")[2].startswith(f"  {said}"), done.stderr
+        assert "runpy._Error" not in done.stderr
+        assert "its last lines" not in failure
+        assert f"/{name}-" in failure  # the folder of the logs
+
+
 def test_an_import_that_passes_over_everything_does_not_pass_over_ctrl_c() -> None:
     after = False
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -555,6 +555,12 @@ CASES = {
         (0,),
         says=("smaller --micro-batch-size",),
     ),
+    "a library that counts its processes": Case(
+        [raised(0, "You set `devices=2`, but 2 does not match the world size (1).", 1.0)],
+        "exception",
+        (0,),
+        says=("lockstep run --nproc N",),
+    ),
     "a full disk is not shared memory": Case(
         [raised(0, "[Errno 28] No space left on device: 'x.pt'", 1.0, "OSError")],
         "exception",

@@ -44,6 +44,13 @@ def found(*later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.
     return verdict
 
 
+def test_a_call_is_a_move_also_where_no_step_is_made() -> None:
+    late = state(1, in_op("barrier", 40), *alike(5), call("barrier", 6, time_s=TIME - 2.0))
+    ranks = state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5)), late
+    assert [round(row.for_s or 0) for row in found(*ranks).rows] == [94, 2]
+    assert "nothing has moved for 2 s" in found(*ranks).headline
+
+
 def at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
     return state(rank, in_op("barrier", 40), *alike(seq - 1), call("barrier", seq), **fields)
 

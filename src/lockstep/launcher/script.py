@@ -95,7 +95,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             if made.command.numa is not None:
                 for rank in range(made.nproc):  # what stands against it is heard before any starts
                     made.command.for_rank(rank)
-            folder = make_folder(flags.log_dir, Path(script.path).stem)
+            folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
             announce(f"{made.nproc} x {script.path}: " + "; ".join(made.notes))
             agent = launch_agent(made, flags, zygote, folder)
         finally:

@@ -265,12 +265,16 @@ def run_as_main(script: Script) -> None:
     main.__dict__["__builtins__"] = builtins
     folder = script.folder
     _set_path(folder)
-    if script.module:
-        runpy._run_module_as_main(script.path)  # type: ignore[attr-defined]
-    elif folder == os.path.abspath(script.path):
-        if sys.flags.safe_path:
+    if script.module or folder == os.path.abspath(script.path):
+        if sys.flags.safe_path and not script.module:
             sys.path.insert(0, folder)
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        try:
+            name = script.path if script.module else "__main__"
+            runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
+        except SystemExit as end:
+            if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
+                raise ImportError(str(end.__context__)) from None
+            raise
     else:
         path = os.path.abspath(script.path)
         main.__dict__.update(__file__=path, __cached__=None, __package__=None)

@@ -323,10 +323,8 @@ def render(first: FirstFailure) -> str:
         lines.append("at the same time (their order is not known):")
         lines += [f"  {_cut(text)}" for text in first.also]
     lines += [f"what to do: {text}" for text in first.advice]
-    followed = list(first.consequences)
-    if first.ended_by_us:
-        followed.append(f"ended by lockstep: {name_ranks(first.ended_by_us)}")
-    if followed:
+    ended = [f"ended by lockstep: {name_ranks(first.ended_by_us)}"] * bool(first.ended_by_us)
+    if followed := [*first.consequences, *ended]:
         lines.append("consequences: " + ", ".join(followed))
     if first.folder:
         lines.append(f"traceback and logs: {first.folder}")
@@ -428,6 +426,7 @@ _BY_TEXT = {
         "the ranks came to this collective with tensors of other sizes or types, or to another "
         "collective: pad them, or exchange the sizes first"
     ),
+    r"devices=\d+.* not match the world size": "start as many processes: lockstep run --nproc N",
     r"unrecognized arguments: --local[-_]rank": (
         "let the script read os.environ['LOCAL_RANK'] instead"
     ),

@@ -84,6 +84,11 @@ class Case:
     vain."""
 
     @property
+    def since_call(self) -> float:
+        """Seconds since the last of the waiting ranks called: that was a move too."""
+        return min(self.ages.values(), default=self.waited_s)
+
+    @property
     def waiting(self) -> dict[int, Activity]:
         """The ranks that wait for others."""
         return {rank: self.activities[rank] for rank in self.graph.waits_for}
@@ -226,7 +231,7 @@ def _deadlock(case: Case) -> Verdict | None:
     proven = not pairs or (case.still and not on_gpu)
     headline = (
         f"deadlock: {name_ranks(waiting)} {verb('waits', len(waiting))} in "
-        f"{_how(waiting, mismatch)}, and nothing has moved for {case.waited_s:.0f} s"
+        f"{_how(waiting, mismatch)}, and nothing has moved for {case.since_call:.0f} s"
     )
     return case.verdict(
         "deadlock",
@@ -313,7 +318,7 @@ def _transport(case: Case) -> Verdict | None:
         return None
     pairs = any(a.p2p for a in waiting.values())
     match = "for each other" if pairs else "which match on all"
-    moved = f"nothing has moved for {case.waited_s:.0f} s"
+    moved = f"nothing has moved for {case.since_call:.0f} s"
     advice = _for_pairs(waiting) if pairs else None
     if not pairs and any("init_process_group" in a.op for a in waiting.values()):
         advice = ("look whether all ranks were given the same address, port and number of ranks",)

@@ -113,11 +113,8 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
         lines.append(f"    {name_ranks(ranks)}: {what}")
         if line is not None:
             lines.append(_source(line, 6))
-    if mismatch.lines_differ_since is not None:
-        lines.append(
-            f"    (already from call {mismatch.lines_differ_since} on they called from different "
-            "lines)"
-        )
+    if (number := mismatch.lines_differ_since) is not None:
+        lines.append(f"    (already from call {number} on they called from different lines)")
     return lines
 
 
@@ -149,15 +146,12 @@ def render_state(state: RankState) -> str:
     lines += _stack_lines("main thread", state.stack)
     for stack in state.threads or ():
         lines += _stack_lines("another thread", stack)
-    if state.calls is None:
-        lines.append("  collectives: not obtained")
-    else:
-        lines.append("  collectives, the latest last:")
-        lines += [
-            f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
-            f"{call.state} {time.strftime('%H:%M:%S', time.localtime(call.time_s))}"
-            for call in state.calls[-20:]
-        ]
+    lines.append(f"  collectives{': not obtained' if state.calls is None else ', latest last:'}")
+    lines += [
+        f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
+        f"{call.state} {time.strftime('%H:%M:%S', time.localtime(call.time_s))}"
+        for call in (state.calls or ())[-20:]
+    ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,52 @@
+"""A classifier trained by a loop on Lightning's Fabric, with one defect where it is asked for."""
+
+import argparse
+import os
+
+import lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--defect", default="")
+    parser.add_argument("--devices", type=int, default=int(os.environ.get("WORLD_SIZE", 1)))
+    options = parser.parse_args()
+    fabric = lightning.Fabric(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
+    )
+    fabric.launch()
+    fabric.seed_everything(1)
+    x = torch.randn(96, 8)
+    y = ((x[:, 0] > 0) * 2 + (x[:, 1] > 0)).long()
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if options.defect != "model":
+        model, optimizer = fabric.setup(model, optimizer)
+    if options.defect != "loader":
+        loader = fabric.setup_dataloaders(loader)
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            if options.defect == "local":
+                with fabric.no_backward_sync(model):
+                    fabric.backward(loss)
+            elif options.defect == "model":
+                loss.backward()
+            else:
+                fabric.backward(loss)
+            optimizer.step()
+            mean = fabric.all_reduce(loss.detach())
+            if fabric.is_global_zero:
+                print("epoch", epoch, "loss", mean.item())
+    if fabric.is_global_zero:
+        print("weights", sum(p.double().sum().item() for p in model.parameters()))
+
+
+if __name__ == "__main__":
+    main()
