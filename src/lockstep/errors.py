@@ -3,6 +3,7 @@
     LockstepError                   exit code
     ├── SettingError                2   an argument, flag or variable that cannot be honoured
     ├── UsageError                  2   an object used in a way that would give wrong numbers
+    │   └── NotOnStageError         2   a part of the model that a stage of a pipeline has not
     ├── DataError                   2   a dataset, sampler or batch that cannot be cut into shares
     │   └── LengthUnknownError      2   the length of a stream that does not say its own
     ├── CheckpointError             1   a file that cannot be read, written or matched
@@ -107,6 +108,10 @@ class UsageError(LockstepError, RuntimeError):
     """An object used in a way that would give wrong numbers or a hang."""
 
     exit_code = 2
+
+
+class NotOnStageError(UsageError, AttributeError):
+    """A part of the model that a stage of a pipeline has not; for `hasattr()` it is missing."""
 
 
 class DataError(LockstepError, ValueError):

@@ -354,6 +354,67 @@ def test_wrong_uses_are_refused_on_every_rank():
             assert text_ in found[name], (name, found[name])
 
 
+class Settled(Language):
+    """With what models of libraries have beside their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": WIDTH}
+        self.scale = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(words)["logits"] * self.scale}
+
+    def generate(self, words: Tensor) -> Tensor:
+        return self(words)["logits"].argmax(-1)
+
+
+def reach() -> dict[str, Any]:
+    """What the user's module has, asked of the wrapper."""
+    said: dict[str, Any] = {}
+    with lockstep.init("pipeline") as world:
+        model = world.prepare(Settled())
+        words = text(2)[:][0]
+        for name in ("generate", "head", "position", "absent"):
+            try:
+                said[name] = getattr(model, name)
+            except AttributeError as error:
+                said[name] = type(error).__name__, str(error)
+            assert not hasattr(model, name)
+        with torch.no_grad():
+            try:
+                model.module.generate(words)
+            except LockstepError as error:
+                said["around"] = error.do
+            before = model(words)["logits"]
+            model.scale = 2.0
+            said["doubled"] = torch.equal(model(words)["logits"], 2 * before)
+        said["config"], said["device"] = model.config, str(model.device)
+    return said
+
+
+def test_what_a_stage_has_not_is_refused_with_advice_and_settings_are_those_of_the_model():
+    for rank, said in enumerate(run_ranks(reach, 2)):
+        for name, kind in (("generate", "a method"), ("head", "a Linear"), ("position", "a Param")):
+            error, message = said[name]
+            assert error == "NotOnStageError"
+            assert (
+                f"{name} of a Settled under strategy='pipeline'\n  found: it is {kind}" in message
+            )
+            assert "this rank has 1 stage of 2\n" in message
+            for advice in ("save_weights(model, path) on all ranks", "from_pretrained", "'ddp'"):
+                assert advice in message
+            assert f"at:    rank {rank}, test_pipeline.py:" in message
+        assert said["absent"] == ("AttributeError", "'Settled' object has no attribute 'absent'")
+        assert "save_weights" in said["around"]
+        assert said["doubled"], "what is set on the wrapper is set in the model"
+        assert (said["config"], said["device"]) == ({"width": WIDTH}, "cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

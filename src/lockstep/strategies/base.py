@@ -234,6 +234,21 @@ class Single(Strategy):
         return Wrapped(module=module, choices=place(module, run.device))
 
 
+class Around(nn.Module):
+    """A wrapper of the user's `module`: attributes of that one are set there, as on one process."""
+
+    _complete = False
+    """Its own attributes are there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what is not the wrapper's own in the user's module, if it has it."""
+        own = name in self.__dict__ or not self._complete or hasattr(type(self), name)
+        if not own and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
 PLAIN = frozenset(vars(nn.Module()))
 """Attributes that every module has; what is in them is known, or of no matter."""
 

@@ -153,7 +153,7 @@ class _AroundWrapper:
             )
 
 
-class ExactDDP(DistributedDataParallel):
+class ExactDDP(base.Around, DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
     def __init__(self, module: nn.Module, run: Run, options: DDP, **torch_options: Any) -> None:
@@ -167,6 +167,7 @@ class ExactDDP(DistributedDataParallel):
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
+        self._complete = True
 
     @never_compiled  # compiled code would keep the process group after the run
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -214,15 +215,6 @@ class ExactDDP(DistributedDataParallel):
             if name == "module":  # not there yet
                 raise
             return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the user's module, not of this one, are set there."""
-        if name not in self.__dict__ and "_around" in self.__dict__:
-            module = self.module
-            if hasattr(module, name) and not hasattr(type(self), name):
-                setattr(module, name, value)
-                return
-        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the user's module alone: nobody averages the gradients of copies."""

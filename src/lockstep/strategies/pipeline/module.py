@@ -12,6 +12,7 @@ A global batch under way on a rank of a pipeline: what its training loop has bro
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,19 +29,19 @@ from torch.optim import Optimizer
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import RanksDifferError, UsageError
+from lockstep.errors import NotOnStageError, RanksDifferError, UsageError, counted
 from lockstep.optim.precision import Precision
 from lockstep.step import Pass, check_due
-from lockstep.strategies.base import Replicas
+from lockstep.strategies.base import Around, Replicas
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
-from lockstep.strategies.pipeline.stage import StagedModel, map_shapes, signature
+from lockstep.strategies.pipeline.stage import WHOLE_ELSEWHERE, StagedModel, map_shapes, signature
 from lockstep.strategies.pipeline.wire import Expected, Wire, marked, with_mark, without_mark
 from lockstep.strategies.replication import MovingBuffers, average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
-class PipelinedModule(nn.Module):
+class PipelinedModule(Around):
     """What the user calls in the place of the model.
 
     Args:
@@ -77,6 +78,34 @@ class PipelinedModule(nn.Module):
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
         run.step.clear_gradients.append(self._leave_off)
+        self._complete = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are, and inputs belong."""
+        return self.run.device
+
+    def __getattr__(self, name: str) -> Any:
+        """What the user's module has that is neither code nor a tensor: its settings, say.
+
+        Raises:
+            NotOnStageError: what it has is made of all stages, or may be on another rank.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            value = getattr(self.module, name)
+        if not (callable(value) or isinstance(value, Tensor)):
+            return value
+        kind = "a method" if inspect.isroutine(value) else f"a {type(value).__name__}"
+        raise NotOnStageError(
+            f"{name} of a {type(self.module).__name__} under strategy='pipeline'",
+            f"it is {kind} of the whole model, and this rank has "
+            f"{counted(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
+            f"{WHOLE_ELSEWHERE}; parts that are on this rank are in .module",
+        )
 
     @property
     def waits_for_loss(self) -> bool:

@@ -42,6 +42,11 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline.split import Arguments, Split
 
+WHOLE_ELSEWHERE = (
+    "call lockstep.save_weights(model, path) on all ranks and load the file into a whole model (in "
+    "transformers by from_pretrained), or use strategy='ddp'"
+)
+"""Advice where somebody needs the whole model, to generate text with, say."""
 _REMEMBERED = 256
 """Kinds of input of which it is known what they give; then all are forgotten."""
 
@@ -217,7 +222,7 @@ class _Piece:
             raise UsageError(
                 f"a call of the submodule {self.name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
-                "call the object that world.prepare returned",
+                f"call the object that world.prepare returned; for other methods {WHOLE_ELSEWHERE}",
                 code="LS302",
             )
         args, kwargs = self.arrive(None, args, kwargs)
