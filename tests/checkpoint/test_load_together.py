@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from safetensors.torch import load_file
 from saved import full_state_dict
 from torch import Tensor, nn
 
@@ -69,6 +70,61 @@ def test_every_form_into_every_strategy(tmp_path: Path) -> None:
                 assert torch.equal(value, expected[name]), (strategy, form, name)
             together |= values
         assert together.keys() == expected.keys()
+
+
+class Tied(nn.Module):
+    """Words in and out by one matrix, a buffer, and a block that is repeated."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2)))
+        self.blocks.requires_grad_(False)  # shards of a unit that are trained have one dtype
+        self.register_buffer("count", torch.tensor(seed))
+
+
+def save_all(folder: Path) -> list[str]:
+    """Every rank calls it, with the model of rank 0's weights; and what cannot be written."""
+    said = []
+    for name, strategy in STRATEGIES.items():
+        with lockstep.init(strategy) as world:
+            model = world.prepare(net(1 + world.rank))
+            save_weights(model, folder / f"{name}.safetensors")
+            save_weights(model, folder / name / "small.safetensors", dtype=torch.bfloat16)
+            if strategy == "ddp":
+                if world.is_main:  # nothing of it is a matter of the others
+                    save_weights(model, folder / "alone.safetensors")
+                continue
+            try:
+                save_weights(model, folder)
+            except CheckpointError as error:
+                said.append(error.found)
+            if strategy == "fsdp":
+                tied = world.prepare(Tied(1 + world.rank))
+                save_weights(tied, folder / "tied.safetensors")
+    return said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_strategy_saves_the_whole_model(tmp_path: Path, size: int) -> None:
+    for rank, said in enumerate(run_ranks(save_all, size, tmp_path)):
+        assert len(said) == 3, "all but ddp"
+        assert all(text.startswith("rank 0: ") is bool(rank) for text in said)
+    expected = net(1).state_dict()
+    for name in (*STRATEGIES, "alone"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        if name != "alone":
+            small = load_file(tmp_path / name / "small.safetensors")
+            assert all(torch.equal(small[n], v.bfloat16()) for n, v in expected.items())
+    tied = load_file(tmp_path / "tied.safetensors")
+    for name, value in Tied(1).state_dict().items():
+        assert tied[name].dtype == value.dtype
+        assert torch.equal(tied[name], value), name
 
 
 def load_what_is_missing(folder: Path) -> list[tuple[str, str, bool]]:

@@ -34,7 +34,7 @@ from lockstep.checkpoint.sharding import (
     is_meta,
     view_of,
 )
-from lockstep.distributed.collectives import run_on_all_ranks
+from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, SettingError, grouped
@@ -67,11 +67,16 @@ def save_weights(
 
     The names are those of the bare model, whatever it is wrapped in. Tied weights are written
     under each of their names, so that any reader finds them. The file is there in full or not at
-    all; missing folders are made. It takes part in no collective: call it on one rank
-    (`if world.is_main:`).
+    all; missing folders are made. Of a prepared model rank 0 alone writes, so all ranks may call it
+    under every strategy.
+
+    Communication: none for a model that each rank has whole; ranks but 0 do not wait for the file.
+    One that is spread over the ranks
+    (`fsdp`, `hsdp`, `pipeline`) all ranks save together: rank 0 gathers it on the CPU, a tensor at
+    a time.
 
     Args:
-        model: bare or wrapped; its values on any device, and not sharded.
+        model: bare, wrapped or prepared.
         path: of the file. What is there already is replaced once the new is complete.
         dtype: of what is written, for tensors with fractions and at least 16 bits, such as
             `torch.bfloat16`; None: as they are.
@@ -90,8 +95,43 @@ def save_weights(
             "it holds no fractions",
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
-    tensors: dict[str, LazyTensor] = {}
-    for name, value in plain_state_dict(model).items():
+    size = None if shard_size is None else shard_bytes(shard_size)
+    run, state = run_of(model), plain_state_dict(model)
+    spread = run is not None and any(is_sharded(v) or is_meta(v) for v in state.values())
+    if run is not None and spread:
+        _gather(state, run.collectives)
+
+    def write() -> None:
+        if run is None or run.topology.is_main:
+            write_weights(path, _storable(state, path), size, dtype)
+
+    if run is None or not spread:
+        write()
+    else:
+        run_on_all_ranks(run.collectives, f"saving weights to {path}", write)
+
+
+def _gather(state: dict[str, Any], collectives: Collectives) -> None:
+    """Makes the state of a model that is spread over the ranks whole on rank 0; of the others none.
+
+    A tensor comes from its shards, or from the first rank that does not have it on the meta device.
+    """
+    mine = [name for name, value in state.items() if not is_meta(value)]
+    held = [set(names) for names in collectives.exchange(mine)]
+    for name, value in state.items():
+        if is_sharded(value):  # also one that is kept on the CPU beside GPUs
+            value = value.to(collectives.device).full_tensor()
+        source = next((rank for rank, names in enumerate(held) if name in names), 0)
+        if source:
+            value = collectives.broadcast(value, source)
+        if not collectives.topology.is_main:
+            value = None
+        state[name] = value.cpu() if isinstance(value, Tensor) else value
+
+
+def _storable(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
+    """Its tensors; raises CheckpointError where it holds what the file cannot."""
+    for name, value in state.items():
         held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
         if held:
             raise CheckpointError(
@@ -99,9 +139,7 @@ def save_weights(
                 f"{name} {held}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
-        tensors[name] = HeldTensor(value)
-    size = None if shard_size is None else shard_bytes(shard_size)
-    write_weights(path, tensors, size, dtype)
+    return {name: HeldTensor(value) for name, value in state.items()}
 
 
 def load_weights(
