@@ -76,7 +76,7 @@ def _marker(path: Path) -> str:
     if path.parent.name == "real":
         return "real"
     text = path.read_text(encoding="utf-8")
-    if re.search(r"^from (namespaces|commands) import", text, re.MULTILINE):
+    if re.search(r"^from namespaces import", text, re.MULTILINE):
         return "netns"
     if re.search(r"^import subprocess|^from (warm|launched|lockstep.launcher)", text, re.MULTILINE):
         return "launcher"

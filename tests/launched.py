@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,9 @@ class Launched:
         cwd: the folder.
         env: its variables; ours if left out.
         typed: its standard input.
-        group: the folder of the control group that it is in.
-        ignored: signals that it inherits as ignored, as under nohup.
-        files: how many it may have open (`ulimit -n`).
-        shared_memory: the size of a /dev/shm of its own, such as `4k`; this takes root.
+        first: what is called in its process before anything else, such as `in_control_group`.
+        merged: what it prints to its standard output is in `said` as well, and not in `stdout`.
+        fresh: executes Python, as a user does.
     """
 
     def __init__(
@@ -48,14 +48,13 @@ class Launched:
         cwd: Path,
         env: dict[str, str] | None = None,
         typed: str = "",
-        group: Path | None = None,
-        ignored: tuple[int, ...] = (),
-        files: int | None = None,
-        shared_memory: str | None = None,
+        first: Sequence[Callable[[], object]] = (),
+        merged: bool = False,
+        fresh: bool = False,
     ) -> None:
         standard_input, output, errors = os.pipe(), os.pipe(), os.pipe()
         theirs = [Connection(end) for end in (standard_input[0], output[1], errors[1])]
-        setting = (dict(env or os.environ), theirs, group, ignored, files, shared_memory)
+        setting = (dict(env or os.environ), theirs, first, merged, fresh)
         self._process = context.Process(target=_main, args=(list(arguments), cwd, *setting))
         self._process.start()
         for connection in theirs:
@@ -78,6 +77,18 @@ class Launched:
         """What it has printed to its standard error so far."""
         return "".join(self._said)
 
+    @property
+    def last_block(self) -> str:
+        """From the launcher's last word on."""
+        return self.said[self.said.rindex("\nlockstep: ") :]
+
+    def until(self, text: str) -> None:
+        """Waits until it has said a text."""
+        limit = time.monotonic() + HANG_S
+        while text not in self.said and self._reader.is_alive() and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert text in self.said, self.said
+
     def send_signal(self, number: int) -> None:
         """Sends it, and nobody else, a signal."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -88,8 +99,13 @@ class Launched:
         self._process.kill()
 
     def wait(self, timeout: float = HANG_S) -> int | None:
-        """Its exit code, or minus the number of the signal that ended it; None: it still runs."""
+        """Its exit code, or minus the number of the signal that ended it; None: it still runs.
+
+        All that it has said is there then.
+        """
         self._process.join(timeout)
+        if self._process.exitcode is not None:
+            self._reader.join(timeout)
         return self._process.exitcode
 
     def finish(self) -> subprocess.CompletedProcess[str]:
@@ -97,7 +113,6 @@ class Launched:
         stdout = self.stdout.read()
         code = self.wait()
         assert code is not None, f"still running, {HANG_S} s after it closed its output"
-        self._reader.join()
         return subprocess.CompletedProcess("lockstep", code, stdout, self.said)
 
     def __enter__(self) -> Launched:
@@ -122,35 +137,50 @@ def _main(
     cwd: Path,
     environ: dict[str, str],
     streams: list[Connection],
-    group: Path | None,
-    ignored: tuple[int, ...],
-    files: int | None,
-    shared_memory: str | None,
+    first: Sequence[Callable[[], object]],
+    merged: bool,
+    fresh: bool,
 ) -> None:
-    if shared_memory is not None:
-        _mount_shared_memory(shared_memory)
-    if group:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+    for prepare in first:
+        prepare()
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
+    if merged:
+        os.dup2(2, 1)
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put /dev/null in its place
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-    if files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if fresh:
+        os.execv(sys.executable, [sys.executable, "-m", "lockstep.cli.main", *arguments])
     sys.argv = ["lockstep", *arguments]
     from lockstep.cli.main import main
 
     main(arguments, prog_name="lockstep")
 
 
-def _mount_shared_memory(size: str) -> None:
-    """For this process and its children alone."""
+# What to call first, by functools.partial
+
+
+def in_control_group(folder: Path) -> None:
+    """It and its children are in the control group of a folder."""
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def ignoring(number: int) -> None:
+    """It inherits a signal as ignored, as under nohup."""
+    signal.signal(number, signal.SIG_IGN)
+
+
+def with_files(count: int) -> None:
+    """It may have so many files open (`ulimit -n`)."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+
+
+def with_shared_memory(size: str) -> None:
+    """It and its children have a /dev/shm of their own, such as `4k`; this takes root."""
     libc, options = ctypes.CDLL(None), f"size={size}".encode()
     assert libc.unshare(_CLONE_NEWNS) == 0
     assert libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0

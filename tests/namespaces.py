@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S, context
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,14 @@ def _obey(pipe: Connection, namespace: str | None) -> None:
             pipe.send(answer)
 
 
-def enter(namespace: str | None) -> None:
-    """Moves this process to a machine."""
+def enter(namespace: str | None, host: str | None = None) -> None:
+    """Moves this process to a machine, there under a host name of its own."""
     if namespace:
         with open(f"/run/netns/{namespace}") as file:
             assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+    if namespace and host:
+        assert ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0
+        socket.sethostname(host)
 
 
 class Refusal(AssertionError):

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import commands
-from namespaces import THIS_MACHINE, until
+from launched import Launched
+from namespaces import until
 
 from lockstep.checkpoint import layout
 
@@ -47,24 +47,27 @@ def steps(folder: Path) -> list[int]:
     return [layout.step_of(path) for path in layout.list_checkpoints(folder / "run")]
 
 
+def run_of(folder: Path, *arguments: str) -> Launched:
+    return Launched(["run", "--nproc", "2", "train.py", *arguments], cwd=folder, merged=True)
+
+
 def pid_of(rank: int, said: str) -> int:
     return int(said.partition(f"rank {rank} is process ")[2].split()[0])
 
 
 def test_all_ranks_save_in_one_step_and_the_run_goes_on_or_ends(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with commands() as command:
-        run = command(THIS_MACHINE, "first", tmp_path, "--nproc", "2", "train.py", "workers")
+    with run_of(tmp_path, "workers") as run:
         run.until("rank 0 epoch 0")
         run.until("rank 1 epoch 0")
-        run.send(signal.SIGUSR1)  # to the launcher, which passes it on
+        run.send_signal(signal.SIGUSR1)  # to the launcher, which passes it on
         run.until("rank 1 saved")
         [first] = steps(tmp_path)
         os.kill(pid_of(1, run.said), signal.SIGUSR1)  # to one rank that is not the first
         until(lambda: run.said.count("saved step") == 4)
         assert steps(tmp_path)[0] == first
         assert steps(tmp_path)[-1] > first
-        run.send(signal.SIGTERM)
+        run.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
         last = steps(tmp_path)[-1]
         assert f"stopped by SIGTERM; run/step-{last:09d} is complete" in run.said
@@ -72,7 +75,7 @@ def test_all_ranks_save_in_one_step_and_the_run_goes_on_or_ends(tmp_path: Path) 
         assert "Traceback" not in run.said
         assert not (tmp_path / "run" / ".lock").exists()
 
-        run = command(THIS_MACHINE, "second", tmp_path, "--nproc", "2", "train.py")
+    with run_of(tmp_path) as run:
         run.until("rank 1 epoch")
         os.kill(pid_of(1, run.said), signal.SIGTERM)  # to one rank; nothing to the launcher
         assert run.wait() == 128 + signal.SIGTERM
@@ -108,13 +111,12 @@ with lockstep.init("fsdp", device="cpu", seed=0) as world:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, rank: int) -> None:
     (tmp_path / "train.py").write_text(DIES)
-    with commands() as command:
-        run = command(THIS_MACHINE, "first", tmp_path, "--nproc", "2", "train.py", str(rank))
+    with run_of(tmp_path, str(rank)) as run:
         assert run.wait() != 0
         assert "SIGKILL" in run.said
         steps = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run")]
         assert steps == [1, 2], "the third is not there, not even in part"
-        run = command(THIS_MACHINE, "second", tmp_path, "--nproc", "2", "train.py", str(rank))
+    with run_of(tmp_path, str(rank)) as run:
         assert run.wait() == 0
         assert "resumed 2" in run.said
         assert not list((tmp_path / "run").glob(".*"))

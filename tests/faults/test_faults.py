@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 
 import psutil
 import pytest
 from faults import FAULTS, Fault
-from launched import Launched
+from launched import Launched, in_control_group, with_shared_memory
 from memory_group import memory_group
 from ranks import HANG_S, LEAVE_S
 
@@ -33,7 +34,9 @@ def check(fault: Fault, folder: Path, group: Path | None) -> None:
         pytest.skip("a /dev/shm of our own takes root")
     os.mkfifo(folder / "told")
     pipe = os.open(folder / "told", os.O_RDWR)
-    with Launched(arguments, cwd=folder, group=group, shared_memory=size) as launcher:
+    first = [partial(in_control_group, group)] if group else []
+    first += [partial(with_shared_memory, size)] if size else []
+    with Launched(arguments, cwd=folder, first=first) as launcher:
         # Each rank's own line, so that all of them are where the fault begins.
         waiting = fault.nproc
         while waiting:

@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from launched import Launched, launch
+from launched import Launched, ignoring, launch, with_files
 from ranks import LEAVE_S
 
 # Knows nothing of Lockstep.
@@ -120,7 +121,9 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path, own_session
 @pytest.mark.parametrize("files", [10, 12, 14, 16, 18])
 def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
     (tmp_path / "script.py").write_text(PLAIN)
-    done = launch(["run", "--nproc", "2", "script.py"], tmp_path, files=files)
+    done = launch(
+        ["run", "--nproc", "2", "script.py"], tmp_path, first=[partial(with_files, files)]
+    )
     assert done.returncode == 2, done.stderr
     assert "Too many open files" in done.stderr
     assert "raise the limits" in done.stderr
@@ -128,7 +131,8 @@ def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
 
 
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
-    with started(tmp_path, WAITS, "--nproc=2", ignored=(signal.SIGHUP,)) as (launcher, processes):
+    first = partial(ignoring, signal.SIGHUP)
+    with started(tmp_path, WAITS, "--nproc=2", first=[first]) as (launcher, processes):
         for pid in [launcher.pid, *(process.pid for process in processes)]:
             os.kill(pid, signal.SIGHUP)
         assert launcher.wait(1.0) is None
@@ -139,12 +143,12 @@ def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def started(
-    folder: Path, text: str, *flags: str, ignored: tuple[int, ...] = ()
+    folder: Path, text: str, *flags: str, first: Sequence[Callable[[], object]] = ()
 ) -> Iterator[tuple[Launched, list[psutil.Process]]]:
     """A run of two ranks which each have a child; the launcher and those four processes."""
     (folder / "script.py").write_text(text)
     arguments = ["run", *flags, "script.py"]
-    with Launched(arguments, cwd=folder, env=environment(), ignored=ignored) as launcher:
+    with Launched(arguments, cwd=folder, env=environment(), first=first) as launcher:
         lines = [launcher.stdout.readline().split("] ")[1] for _ in range(2)]
         processes = [psutil.Process(int(pid)) for line in lines for pid in line.split()]
         assert len(processes) == 4

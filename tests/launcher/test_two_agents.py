@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import Command, commands
-from namespaces import THIS_MACHINE, Machine, two_machines
+from launched import Launched
+from namespaces import THIS_MACHINE, Machine, enter, listening_in, two_machines, until
+from ranks import LEAVE_S
 
 PORT = 29888  # the namespaces have all ports to themselves
-Make = Callable[..., Command]
+Make = Callable[..., Launched]
 
 TRAINS = """
 import json, os, sys, time
@@ -122,8 +126,37 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    with commands() as made:
-        yield made
+    """Makes runs on machines, each with a host name; at the end nothing may run there."""
+    used = set()
+    with contextlib.ExitStack() as runs:
+
+        def make_one(
+            machine: Machine,
+            host: str,
+            folder: Path,
+            *arguments: str,
+            token: str = "a token of the tests",
+            fresh: bool = False,
+        ) -> Launched:
+            used.add(machine)
+            run = Launched(
+                ["run", *arguments],
+                cwd=folder,
+                env={**os.environ, "LOCKSTEP_TOKEN": token},
+                first=[partial(enter, machine.name, host)],
+                merged=True,
+                fresh=fresh,
+            )
+            return runs.enter_context(run)
+
+        yield make_one
+    for machine in used - {THIS_MACHINE}:
+        until(lambda machine=machine: not machine.processes(), LEAVE_S)
+
+
+def listening(run: Launched) -> set[tuple[str, int]]:
+    """Addresses and ports at which anything on its machine listens."""
+    return listening_in(Path(f"/proc/{run.pid}/net"))
 
 
 def static(machines: tuple[Machine, Machine], rank: int) -> list[str]:
@@ -143,7 +176,7 @@ def start(
     text: str,
     *flags: str,
     argument: str = "",
-) -> tuple[Command, Command]:
+) -> tuple[Launched, Launched]:
     """The same on both, as hosts `alpha`, which serves, and `beta`."""
     (folder / "script.py").write_text(text)
     script = ["script.py", *([argument] if argument else [])]
@@ -176,7 +209,7 @@ def test_a_script_that_knows_only_torch_and_comers_that_are_turned_away(
         command.until("TRAINED")
 
     # Nothing listens on all interfaces: one auth proxy, and Gloo between the ranks.
-    seen = [command.listening() for command in both]
+    seen = [listening(command) for command in both]
     assert (machines[0].address, PORT) in seen[0]
     for machine, places in zip(machines, seen, strict=True):
         assert {address for address, _ in places} == {"127.0.0.1", machine.address}
@@ -260,8 +293,8 @@ def test_on_one_machine_everything_listens_on_loopback(
     command = make(machines[0], "alpha", tmp_path, "--nproc=2", "script.py")
     command.until("[rank 0] FAULT")
     command.until("[rank 1] FAULT")
-    assert {address for address, _ in command.listening()} == {"127.0.0.1"}
-    command.send(signal.SIGINT)
+    assert {address for address, _ in listening(command)} == {"127.0.0.1"}
+    command.send_signal(signal.SIGINT)
     assert command.wait() == 130
 
 
@@ -353,7 +386,7 @@ def test_a_launcher_that_is_killed_ends_the_run(
     both = start(make, machines, tmp_path, LOOP)
     for command in both:
         command.until("FAULT")
-    both[1].send(signal.SIGKILL)
+    both[1].send_signal(signal.SIGKILL)
     assert both[0].wait() == 71
     says = r"FIRST FAILURE: rank 1 on host beta\n  .*node 1 on host beta has left \(its connection"
     assert re.search(says, both[0].last_block)
@@ -366,7 +399,7 @@ def test_what_failed_first_is_said_last_where_no_restart_is_possible(
     both = start(make, machines, tmp_path, LOOP, "--max-restarts=1")
     for command in both:
         command.until("FAULT")
-    both[0].send(signal.SIGKILL)  # it serves
+    both[0].send_signal(signal.SIGKILL)  # it serves
     assert both[1].wait() == 71
     assert "the ranks cannot be started again: --nnodes 2" in both[1].said
     says = r"FIRST FAILURE: rank 0 on host alpha\n  .*node 0 on host alpha has left"
@@ -379,7 +412,7 @@ def test_ctrl_c_on_one_machine_ends_the_run_on_both(
     both = start(make, machines, tmp_path, LOOP)
     for command in both:
         command.until("FAULT")
-    both[1].send(signal.SIGINT)
+    both[1].send_signal(signal.SIGINT)
     assert [command.wait() for command in both] == [130, 130]
     said = "INTERRUPTED: lockstep was sent SIGINT (Ctrl-C)"
     assert f"{said} on host beta\n" in both[0].last_block
