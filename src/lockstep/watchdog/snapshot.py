@@ -282,33 +282,47 @@ def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
     return ProcessStatus(state, cpu_s, main, switches, shows)
 
 
+def awake_threads(pid: int, root: Path = Path("/proc")) -> set[str]:
+    """The threads of a process that do not sleep now."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        tasks = (root / str(pid) / "task").iterdir()
+        return {task.name for task in tasks if _stat(task / "stat")[0] not in "SD"}
+    return {str(pid)}
+
+
 def harmless_signal(
-    pid: int, main_switches: int | None, *, answers: bool, root: Path = Path("/proc")
+    pid: int,
+    main_switches: int | None,
+    *,
+    answers: bool,
+    awake: bool | None,
+    root: Path = Path("/proc"),
 ) -> int | None:
     """The signal that brings the stack of a rank which does not answer; None: none for now.
 
     A thread that handles a signal comes back from `poll`, `sleep` and others with EINTR, see
     signal(7), which code in C seldom expects. So where all threads sleep, the one that answers is
-    asked; its main thread where that computes, or waits for a lock, which it then goes on to do.
+    asked; its main thread where that computes, or waits for a lock while another thread computes.
+    Most go on to wait for it, but not code in C that waits for a semaphore.
 
     Args:
         pid: of the rank.
         main_switches: some tenths of a second ago; None: not known.
         answers: it has a thread that answers.
+        awake: whether any of its threads computes; None: not known so far.
         root: where the kernel tells of processes.
     """
     tasks = root / str(pid) / "task"
     try:
-        states = {_stat(task / "stat")[0] for task in tasks.iterdir()}
         waits = tasks.joinpath(str(pid), "wchan").read_text().startswith("futex")
         status = read_process(pid, root)
     except (OSError, ValueError, IndexError):
         return None
     if status is None or not (waits or status.main_switches == main_switches is not None):
         return None  # it sleeps now and then
-    if answers and states <= {"S", "D"}:
+    if answers and awake is False:
         return SLEEPERS_SIGNAL
-    return STACK_SIGNAL if waits or status.state == "R" else None
+    return STACK_SIGNAL if status.state == "R" or (waits and (awake or not answers)) else None
 
 
 def _field(text: str, name: str) -> str:
