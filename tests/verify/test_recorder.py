@@ -87,6 +87,36 @@ def test_what_was_only_looked_at_is_not_trained(tmp_path: Path) -> None:
     assert samples(warm.verify(script, steps=12)) == [12] * 12
 
 
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(4)
+with torch.device("meta"):
+    model = torch.nn.Linear(6, 2, bias=False)
+fully_shard(model)
+model.to_empty(device="cpu")
+torch.nn.init.normal_(model.weight)
+torch.nn.init.ones_(model.weight)
+torch.manual_seed(5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.randn(3, 12, 6):
+    mine = batch[dist.get_rank() :: dist.get_world_size()]
+    optimizer.zero_grad()
+    model(mine).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_sharded_parameter_is_drawn_at_random(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED)
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
+
+
 def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     verdict = warm.verify(RIGHT / "zero.py", steps=2)
     assert samples(verdict) == [12, 12]

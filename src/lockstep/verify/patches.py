@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.data.pytree import tensors
-from lockstep.distributed.torch_compat import DropoutNd, pytree
+from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
 from lockstep.errors import user_line
 from lockstep.optim.precision import in_double
 
@@ -390,7 +390,7 @@ def _wide(value: Any) -> Any:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of all values of a dense tensor, bit for bit."""
+    """Of all values of a dense tensor, bit for bit; of a sharded one this rank's."""
     # A copy: storage that numpy looks at cannot be freed, as FSDP does with what it has gathered.
-    plain = tensor.detach().cpu().clone().contiguous().reshape(-1).view(torch.uint8)
+    plain = own_part(tensor).cpu().clone().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
