@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--defect", default="")
+    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--devices", type=int, default=int(os.environ.get("WORLD_SIZE", 1)))
     options = parser.parse_args()
     fabric = lightning.Fabric(
@@ -22,7 +23,7 @@ def main():
     fabric.seed_everything(1)
     x = torch.randn(96, 8)
     y = ((x[:, 0] > 0) * 2 + (x[:, 1] > 0)).long()
-    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=options.shuffle)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if options.defect != "model":
@@ -30,7 +31,9 @@ def main():
     if options.defect != "loader":
         loader = fabric.setup_dataloaders(loader)
     for epoch in range(2):
-        for x, y in loader:
+        for index, (x, y) in enumerate(loader):
+            if options.defect == "skip" and fabric.global_rank == 1 and index == 2:
+                continue
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), y)
             if options.defect == "local":

@@ -40,6 +40,7 @@ class Classifier(lightning.LightningModule):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--defect", default="")
+    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--devices", type=int, default=int(os.environ.get("WORLD_SIZE", 1)))
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--epochs", type=int, default=2)
@@ -48,7 +49,7 @@ def main():
     lightning.seed_everything(1)
     x = torch.randn(options.samples, 8)
     y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
-    loader = DataLoader(TensorDataset(x, y.long()), batch_size=8, shuffle=True)
+    loader = DataLoader(TensorDataset(x, y.long()), batch_size=8, shuffle=options.shuffle)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=options.devices,
