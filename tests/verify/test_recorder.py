@@ -87,6 +87,34 @@ def test_what_was_only_looked_at_is_not_trained(tmp_path: Path) -> None:
     assert samples(warm.verify(script, steps=12)) == [12] * 12
 
 
+SPLIT = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+x = torch.arange(96.0).view(-1, 1)
+data, _ = random_split(TensorDataset(x, x.cos()), [60, 36])
+loader = DataLoader(data, batch_size=6, sampler=DistributedSampler(data), num_workers=1)
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_split_that_each_rank_draws_is_no_draw_of_workers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPLIT)
+    [finding, *_] = warm.verify(script, batch_times=2).findings
+    assert finding.cause.code == "LS104"
+
+
 SHARDED = """
 import torch
 import torch.distributed as dist

@@ -536,9 +536,9 @@ def _of_contents(case: Divergence) -> Cause:
     """Other content under the same index.
 
     LS105 goes by content that one process has under other indices; LS106 and LS107 by draws while
-    it was read, and by workers, whose draws nobody sees; LS104 by a rank 0 that has all as it is
-    on one process and by the absence of draws. A private generator that is seeded by the rank
-    looks like LS104 where rank 0 reads what one process reads first.
+    it was read, and by workers, whose draws nobody sees; LS104, before workers, by a rank 0 that
+    has all as it is on one process and by the absence of draws. A private generator that is seeded
+    by the rank looks like LS104 where rank 0 reads what one process reads first.
     """
     samples = contents_that_differ(case.one, case.many)
     text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
@@ -556,10 +556,12 @@ def _of_contents(case: Divergence) -> Cause:
     if 2 * moved >= len(other):
         where = f"{moved} of them stand under another index on one process"
         return Cause("LS105", (text, where))
+    drawn = next((batch.drawn for batch in batches if batch.stream), None)
+    if drawn is None and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
+        return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     if any(batch.workers for batch in batches):
         seen = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (text, seen))
-    drawn = next((batch.drawn for batch in batches if batch.stream), None)
     if drawn is not None:
         streams = [rank.taken[0].stream for rank in case.many if rank.taken]
         where = f": {drawn}" if drawn else ""
@@ -567,8 +569,6 @@ def _of_contents(case: Divergence) -> Cause:
             same = f"all ranks drew the same random numbers to read theirs{where}"
             return Cause("LS106", (text, same))
         return Cause("LS107", (text, f"random numbers were drawn to read them{where}"))
-    if case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
-        return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     left = (
         "what is left is a generator of numpy's or Python's that is the dataset's own, the clock, "
     )
