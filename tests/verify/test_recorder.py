@@ -188,6 +188,54 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     assert [len(update.merged("gradients")) for update in verdict.other.updates] == [2, 2, 2]
 
 
+RECOMPUTED = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+
+class Normed(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x).to(torch.float32)
+        return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Normed(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x: block(x).float(), x, use_reentrant=False)
+        return x
+
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+model = DistributedDataParallel(Blocks())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in x.split(12):
+    optimizer.zero_grad()
+    mine = batch[rank::size]
+    F.mse_loss(model(mine), mine).backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_backward_pass_computes_again_is_computed_in_the_same_precision(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RECOMPUTED)
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
+
+
 class Rounded(torch.autograd.Function):
     """Something of a library's that computes in float32, where nobody sees it."""
 

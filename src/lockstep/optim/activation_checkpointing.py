@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import is_sharded
@@ -215,8 +215,8 @@ class _Recomputed:
         run = partial(self.__wrapped__, **kwargs)
         if torch.compiler.is_compiling() and next(_changing_buffers(self.module), None) is None:
             # Both runs become one graph, which has no place for contexts.
-            return checkpoint(run, *args, use_reentrant=False)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+            return checkpoint.checkpoint(run, *args, use_reentrant=False)
+        return checkpoint.checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _AsBefore(self.module)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -82,6 +83,8 @@ class DeterminismPatches(TorchFunctionMode):
         self._set_default = torch.set_default_dtype
         self._numbers = hashlib.blake2b(digest_size=8)
         self._quieted: set[int] = set()
+        self._in_backward = False
+        """A mode that handles a call does not see what runs in it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -110,6 +113,9 @@ class DeterminismPatches(TorchFunctionMode):
         batch = max(map(batch_of, leaves), default=0)
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
+        if name in {"backward", "grad"}:
+            with self._backward():
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if terms and isinstance(result, Tensor) and not result.dim():
             result.__dict__["_terms"] = terms
@@ -173,6 +179,7 @@ class DeterminismPatches(TorchFunctionMode):
 
         torch.set_default_dtype = own_default
         self._no_autocast()
+        self._see_what_is_recomputed()
 
     def quiet(self, module: nn.Module) -> None:
         """Takes the dropout and the other dtypes out of a module, once."""
@@ -212,6 +219,31 @@ class DeterminismPatches(TorchFunctionMode):
     def draws(self) -> str:
         """A digest of the numbers that were drawn; empty: none were."""
         return self._numbers.hexdigest() if self.draw_line else ""
+
+    @contextmanager
+    def _backward(self, inside: bool = True) -> Iterator[None]:
+        before, self._in_backward = self._in_backward, inside
+        try:
+            yield
+        finally:
+            self._in_backward = before
+
+    def _see_what_is_recomputed(self) -> None:
+        """Checkpointed activations are computed again in the dtypes that they had."""
+        module: Any = torch.utils.checkpoint
+        plain = module.checkpoint
+
+        @wraps(plain)
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            def seen(*inputs: Any, **named: Any) -> Any:
+                if not self._in_backward:
+                    return function(*inputs, **named)
+                with self._backward(False), self:
+                    return function(*inputs, **named)
+
+            return plain(seen, *args, **kwargs)
+
+        module.checkpoint = checkpoint
 
     def _no_autocast(self) -> None:
         """`torch.autocast` does nothing from here on."""
