@@ -13,8 +13,9 @@ two runs on a shared machine cannot.
     python benchmarks/bench_supervision.py --false-alarms [--minutes 5]
 
 A run with slow first batches, evaluations of rank 0 alone, long checkpoints behind a barrier, and
-pauses, all of them honest. Everything that is said is printed; any verdict that stops the run or
-calls a deadlock is a failure.
+pauses; then the programs of `tests/faults/honest`, written by someone who did not know the rules.
+All of them are honest. Everything that is said is printed; any verdict that stops the run or calls
+a deadlock is a failure.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -178,20 +180,26 @@ os._exit(0)
 
 
 def false_alarms(minutes: float) -> int:
-    """Runs the honest script; the number of wrong verdicts."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Runs the honest programs, two at a time; the number of wrong verdicts."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         script = Path(folder) / "honest.py"
         script.write_text(HONEST.replace("{{", "{").replace("}}", "}"))
-        line = [*LAUNCHERS["lockstep run"], "--nproc", "2", str(script), str(minutes)]
-        began = time.monotonic()
-        done = subprocess.run(line, env=environment(folder), capture_output=True, text=True)
-        print(done.stdout + done.stderr)
-        wrong = done.returncode != 0
-        wrong += sum(word in done.stderr for word in ("deadlock", "FIRST FAILURE", "is stopped"))
-        print(
-            f"{time.monotonic() - began:.0f} s, exit code {done.returncode}: {wrong} false alarms"
-        )
-        return int(wrong)
+        programs = sorted((HERE.parents[1] / "tests" / "faults" / "honest").glob("*.py"))
+        lines = [[str(script), str(minutes)], *([str(program)] for program in programs)]
+        return sum(pool.map(lambda line: alarms_of(line, folder), lines))
+
+
+def alarms_of(line: list[str], folder: str) -> int:
+    """Prints what is said of an honest program; the number of wrong verdicts."""
+    line = [*LAUNCHERS["lockstep run"], "--nproc", "2", *line]
+    began = time.monotonic()
+    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True)
+    wrong = int(done.returncode != 0)
+    wrong += sum(word in done.stderr for word in ("deadlock", "FIRST FAILURE"))
+    took_s = time.monotonic() - began
+    end = f"{took_s:.0f} s, exit code {done.returncode}: {wrong} false alarms\n"
+    print(f"{done.stdout}{done.stderr}{end}", flush=True)
+    return wrong
 
 
 def main() -> None:

@@ -386,7 +386,8 @@ dist.barrier() if rank else time.sleep(300)
 
 _HONEST_GLOO = (
     """
-import asyncio, ctypes, fcntl, multiprocessing, queue, socket, struct, subprocess, threading
+import asyncio, ctypes, datetime, fcntl, multiprocessing, queue, socket, struct, subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 """
     + _GLOO
@@ -771,6 +772,17 @@ if rank == 1:
     until = int(time.time() + 4).to_bytes(8, "little") + bytes(8)
     assert holds.sem_timedwait(semaphore, until) == -1
     assert ctypes.get_errno() == 110, os.strerror(ctypes.get_errno())  # ETIMEDOUT
+""",
+    ),
+    _honest(
+        "a group whose timeout is expected",
+        """
+side = dist.new_group(timeout=datetime.timedelta(seconds=8))
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(1), group=side)
+    except RuntimeError:
+        pass
 """,
     ),
     _honest(

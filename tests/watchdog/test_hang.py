@@ -341,9 +341,7 @@ def test_a_thread_that_goes_on_may_yet_come(
     """Rank 1 waits for what rank 0's checkpoint thread will do, and the main thread of rank 0
     for rank 1: no deadlock, as long as that thread works."""
     calls = (*alike(5), *earlier, call("all_reduce", 6, 1))
-    rank_0 = state(
-        0, in_op("all_reduce", 40), *calls, groups=SAVERS, threads=(thread,), thread_ids=(8,)
-    )
+    rank_0 = state(0, in_op("all_reduce", 40), *calls, groups=SAVERS, threads=(thread,))
     waits = call("barrier", len(earlier) + 1, group="3")
     rank_1 = state(1, in_op("barrier", 50), *alike(5), *earlier, waits, groups=SAVERS)
     verdict = found(rank_0, rank_1)
@@ -352,6 +350,34 @@ def test_a_thread_that_goes_on_may_yet_come(
         assert verdict.ranks == (0,)
         assert verdict.headline.startswith("rank 0 may yet come in another thread; rank 1 has")
         assert verdict.rows[0].line == BUSY[0]
+
+
+def test_a_group_that_was_given_a_shorter_timeout_is_left_to_it() -> None:
+    """The program may expect that nobody comes to a call of it."""
+    side = Group("3", "", (0, 1))
+    for timeout_s, fatal in ((18.0, False), (1800.0, True)):
+        probes = call("all_reduce", 1, 1, group="3", timeout_s=timeout_s)
+        before = alike(5, timeout_s=1800.0)
+        verdict = found(
+            state(0, in_op("all_reduce", 40), *before, probes, groups=(*PAIR, side)),
+            at_barrier(1, groups=(*PAIR, side)),
+        )
+        assert verdict.fatal == fatal
+        if not fatal:
+            assert (verdict.kind, verdict.ranks) == ("blocked", (0,))
+            assert "until the timeout of a group that has one of its own" in verdict.headline
+            assert "all_reduce of 1 float, of a group with a timeout" in verdict.rows[0].does
+
+
+def test_the_call_of_another_thread_is_not_what_the_main_thread_waits_in() -> None:
+    groups = (*PAIR, Group("3", "", (0, 1)))
+    others = call("all_gather", 1, 3, group="3", thread=8)
+    verdict = found(
+        state(0, in_op("all_reduce", 40), *alike(6), others, groups=groups, main_thread=7),
+        state(1, at(50), *alike(5), groups=groups),
+    )
+    assert (verdict.kind, verdict.ranks) == ("blocked", (1,))
+    assert verdict.rows[0].does.startswith("waits in all_reduce of 25 float")
 
 
 def test_threads_of_all_ranks_may_yet_come() -> None:
@@ -363,7 +389,6 @@ def test_threads_of_all_ranks_may_yet_come() -> None:
             call("barrier", 1, group=groups[rank].name),
             groups=tuple(groups),
             threads=(IDLE, BUSY),
-            thread_ids=(8, 9),
         )
         for rank in (0, 1)
     )
@@ -376,7 +401,7 @@ def test_threads_of_all_ranks_may_yet_come() -> None:
 
 
 def test_no_thread_helps_where_the_calls_do_not_match() -> None:
-    threads = {"threads": (BUSY,), "thread_ids": (8,)}
+    threads = {"threads": (BUSY,)}
     buffers = [call("broadcast", 6, 8), call("broadcast", 7, 1)]
     verdict = found(
         state(0, in_ddp_buffers(50), *alike(5), *buffers, completed={"gloo:0": 5}, **threads),
@@ -536,8 +561,8 @@ def test_receives_only_where_nothing_can_be_under_way() -> None:
     assert "every send needs its receive" in verdict.advice[0]
     meets = (state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
     assert found(*meets, waited_s=12.0).fatal
-    thread = {"threads": (at(90),), "thread_ids": (8,)}
-    idle = {"threads": (IDLE,), "thread_ids": (8,)}
+    thread = {"threads": (at(90),)}
+    idle = {"threads": (IDLE,)}
     verdict = found(both[0], replace(both[1], **thread), waited_s=12.0)
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
     assert found(both[0], replace(both[1], **idle), waited_s=12.0).fatal
@@ -587,7 +612,7 @@ def test_all_ranks_wait_for_data() -> None:
 
 def test_a_rank_that_waits_for_its_own_threads_at_its_end() -> None:
     shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), own(99))
-    verdict = found(ended(0), state(1, shutdown, threads=(BUSY,), thread_ids=(8,)))
+    verdict = found(ended(0), state(1, shutdown, threads=(BUSY,)))
     assert verdict.rows[1].does.startswith("has come to its end, and waits for a thread")
     assert verdict.rows[1].line == BUSY[0]
 
@@ -598,7 +623,7 @@ def test_a_rank_that_does_not_come_to_its_end() -> None:
         verdict = found(ended(0), last, ended(2))
         assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (1,))
         assert verdict.headline == (
-            "ranks 0, 2 have ended; rank 1 has not, and nothing has been seen of it for 8 s"
+            "ranks 0, 2 have ended; rank 1 has not, and no step or call has been seen for 8 s"
         )
     assert find(*looks(ended(0), state(1, at(9)), working=(1,)), 8.0) is None
     assert find(*looks(silent, state(0, at(9), answered=False)), 8.0) is None
@@ -633,6 +658,10 @@ def test_a_stack_that_changes_is_work() -> None:
     verdict = find(earlier, later, 8.0)
     assert verdict is not None
     assert verdict.kind == "working"
+
+
+def test_what_can_run_is_not_blocked_however_little_of_the_processor_it_gets() -> None:
+    assert found(state(0, at(95), state="R"), at_barrier(1)).kind == "working"
 
 
 def test_a_backward_pass_that_computes_is_work() -> None:

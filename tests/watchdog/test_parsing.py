@@ -73,11 +73,11 @@ def test_what_faulthandler_writes_is_understood(tmp_path: Path) -> None:
 
 
 def test_calls_as_torch_writes_them_without_lines() -> None:
-    state = with_answer(ASKED, answer(json.loads(JSON_RECORD)), 0)
+    state = with_answer(ASKED, answer(json.loads(JSON_RECORD)), 6)
     assert state.groups == (Group("0", "default_pg", (0, 1)),)
-    assert (state.threads, state.thread_ids) == (
+    assert (state.threads, state.main_thread) == (
         ((Frame("/home/me/train.py", 3, "main"),),),
-        (5,),
+        6,
     )
     # By the group's name, not by torch's number of it.
     assert state.completed == {"gloo:0": 1, "gloo:mesh_dp": -1}

@@ -179,11 +179,8 @@ def test_the_stacks_of_all_threads_come_with_the_answer(tmp_path: Path) -> None:
         state = told(ask(tmp_path, "1"))
         ready.set()
         thread.join()
-    stacks = zip(state.thread_ids, state.threads or (), strict=True)
-    functions = {ident: [frame.function for frame in stack] for ident, stack in stacks}
-    assert set(functions) == {threading.get_ident(), thread.ident}
-    assert functions[thread.ident or 0][0] == "wait"
-    assert "ask" in functions[threading.get_ident()]
+    one, other = sorted([frame.function for frame in stack] for stack in state.threads or ())
+    assert [one[0], "ask" in other] == ["wait", True] or [other[0], "ask" in one] == ["wait", True]
 
 
 @in_clean_process

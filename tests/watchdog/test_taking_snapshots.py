@@ -21,7 +21,6 @@ from lockstep.watchdog.snapshot import (
     ProcessStatus,
     RankState,
     Snapshot,
-    awake_threads,
     from_json,
     harmless_signal,
     read_process,
@@ -184,11 +183,9 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
     def signal_for(main: str, *others: str, before: int | None = 7) -> int | None:
         for number, state in enumerate((main, *others), 77):
             a_task(tmp_path / "77" / "task" / str(number), state)
-        awake = bool(awake_threads(77, tmp_path))
-        return harmless_signal(77, before, answers=True, awake=awake, root=tmp_path)
+        return harmless_signal(77, before, sleepers=True, root=tmp_path)
 
-    assert awake_threads(77, tmp_path) == {"77"}
-    assert harmless_signal(77, 7, answers=True, awake=False, root=tmp_path) is None
+    assert harmless_signal(77, 7, sleepers=True, root=tmp_path) is None
     a_task(tmp_path / "77", "S")
     assert signal_for("R", "S") == probe.STACK_SIGNAL
     assert signal_for("R", "S", before=6) is None  # it has slept since
@@ -199,17 +196,14 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
     assert signal_for("S", "S", before=6) is None
     assert signal_for("t", "t") is None
     assert signal_for("S", "S") == probe.SLEEPERS_SIGNAL
-    assert harmless_signal(77, 7, answers=False, awake=False, root=tmp_path) is None
+    assert harmless_signal(77, 7, sleepers=False, root=tmp_path) is None
     (tmp_path / "77" / "task" / "77" / "wchan").write_text("futex_do_wait")
-
-    def for_waiting(answers: bool, awake: bool | None) -> int | None:
-        return harmless_signal(77, None, answers=answers, awake=awake, root=tmp_path)
-
-    assert for_waiting(False, False) == probe.STACK_SIGNAL
-    assert for_waiting(True, False) == probe.SLEEPERS_SIGNAL
-    assert for_waiting(True, True) == probe.STACK_SIGNAL
+    assert harmless_signal(77, None, sleepers=False, root=tmp_path) == probe.STACK_SIGNAL
+    assert harmless_signal(77, None, sleepers=True, root=tmp_path) == probe.SLEEPERS_SIGNAL
     # It may wait for a semaphore, in C and with the lock that a thread which wakes up waits for.
-    assert for_waiting(True, None) is None
+    a_task(tmp_path / "77" / "task" / "78", "R")
+    assert harmless_signal(77, None, sleepers=True, root=tmp_path) is None
+    assert harmless_signal(77, None, sleepers=False, root=tmp_path) == probe.STACK_SIGNAL
 
 
 def test_own_process() -> None:

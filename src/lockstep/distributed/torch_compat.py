@@ -2,8 +2,8 @@
 
 Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, workers of a
 DataLoader, stores, process groups and their Flight Recorder, processors of a rank. Each name was
-read in torch 2.11 and 2.13, where nothing else is said; `tests/distributed/test_torch_compat.py`
-tells when one of them changes.
+read in torch 2.11, 2.13 and 2.14, where nothing else is said;
+`tests/distributed/test_torch_compat.py` tells when one of them changes.
 
 The launcher uses this module too, so torch is imported where it is needed, not at the top.
 """

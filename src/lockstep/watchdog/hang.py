@@ -177,10 +177,9 @@ def _all_blocked(case: Case) -> Verdict | None:
     seconds = f"{case.waited_s:.0f} s"
     kind: VerdictKind = "blocked"
     if ended:
-        it = "it" if len(alive) == 1 else "them"
         headline = (
             f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
-            f"{verb('has', len(alive))} not, and nothing has been seen of {it} for {seconds}"
+            f"{verb('has', len(alive))} not, and no step or call has been seen for {seconds}"
         )
     elif kinds == {Kind.LOADING}:
         kind, headline = "loading", f"all ranks wait for data, for {seconds}"
@@ -302,11 +301,12 @@ def _patience(case: Case) -> Verdict | None:
         Kind.PERHAPS_WAITING: "blocked",
         Kind.WORKING: "working",
         Kind.MAY_COME: "working",
+        Kind.LIMITED: "blocked",
         Kind.UNKNOWN: "unknown",
     }
     for kind, verdict in verdicts.items():
         found = sorted(rank for rank, a in case.roots.items() if a.kind is kind)
-        if found and (case.waiting or kind is Kind.MAY_COME):
+        if found and (case.waiting or kind in (Kind.MAY_COME, Kind.LIMITED)):
             return case.verdict(verdict, found, case.awaited(kind.value, found))
     return None
 
@@ -357,6 +357,10 @@ def _does(activity: Activity) -> str:
         return f"has ended with exit code {state.code}"
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
+    if activity.kind is Kind.LIMITED and activity.call is not None:
+        return (
+            f"waits in {_named(activity.call, activity.op)}, of a group with a timeout of its own"
+        )
     if is_leaving(state.stack):
         return "has come to its end, and waits for a thread of its own"
     return str(activity.kind.value)

@@ -51,6 +51,8 @@ class CollectiveCall:
     """When it was called, by the wall clock of its host."""
     thread: int | None = None
     """The calling thread's identifier."""
+    timeout_s: float | None = None
+    """That of its group."""
     frames: Stack | None = None
 
     @property
@@ -88,8 +90,8 @@ class RankState:
     """Of the main thread."""
     threads: tuple[Stack, ...] | None = None
     """The stacks of its other Python threads."""
-    thread_ids: tuple[int, ...] = ()
-    """Their identifiers, as in `CollectiveCall.thread`, in the same order."""
+    main_thread: int | None = None
+    """Its identifier, as in `CollectiveCall.thread`."""
     answered: bool | None = None
     """Whether its thread that answers did; None: it has none, or its recorder cannot be read."""
     calls: tuple[CollectiveCall, ...] | None = None
@@ -218,7 +220,7 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
             groups=from_values(tuple[Group, ...], data["groups"]),
             stack=stacks.pop(main_thread, state.stack),
             threads=tuple(stacks.values()),
-            thread_ids=tuple(stacks),
+            main_thread=main_thread or None,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return replace(state, answered=None)
@@ -240,6 +242,7 @@ def _call(entry: Mapping[str, Any]) -> CollectiveCall:
         state=entry["state"],
         time_s=int(entry["time_created_ns"]) / 1e9,
         thread=int(thread) if thread.isdigit() else None,
+        timeout_s=entry["timeout_ms"] / 1e3 if entry.get("timeout_ms") else None,
         frames=None
         if frames is None
         else tuple(Frame(f["filename"], int(f["line"]), f["name"]) for f in frames),
@@ -282,21 +285,8 @@ def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
     return ProcessStatus(state, cpu_s, main, switches, shows)
 
 
-def awake_threads(pid: int, root: Path = Path("/proc")) -> set[str]:
-    """The threads of a process that do not sleep now."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        tasks = (root / str(pid) / "task").iterdir()
-        return {task.name for task in tasks if _stat(task / "stat")[0] not in "SD"}
-    return {str(pid)}
-
-
 def harmless_signal(
-    pid: int,
-    main_switches: int | None,
-    *,
-    answers: bool,
-    awake: bool | None,
-    root: Path = Path("/proc"),
+    pid: int, main_switches: int | None, *, sleepers: bool, root: Path = Path("/proc")
 ) -> int | None:
     """The signal that brings the stack of a rank which does not answer; None: none for now.
 
@@ -308,21 +298,22 @@ def harmless_signal(
     Args:
         pid: of the rank.
         main_switches: some tenths of a second ago; None: not known.
-        answers: it has a thread that answers.
-        awake: whether any of its threads computes; None: not known so far.
+        sleepers: it has a thread that answers, and may yet be seen with all its threads asleep:
+            those that wait for the interpreter's lock wake up every 5 ms.
         root: where the kernel tells of processes.
     """
     tasks = root / str(pid) / "task"
     try:
+        states = {_stat(task / "stat")[0] for task in tasks.iterdir()}
         waits = tasks.joinpath(str(pid), "wchan").read_text().startswith("futex")
         status = read_process(pid, root)
     except (OSError, ValueError, IndexError):
         return None
     if status is None or not (waits or status.main_switches == main_switches is not None):
         return None  # it sleeps now and then
-    if answers and awake is False:
+    if sleepers and states <= {"S", "D"}:
         return SLEEPERS_SIGNAL
-    return STACK_SIGNAL if status.state == "R" or (waits and (awake or not answers)) else None
+    return STACK_SIGNAL if status.state == "R" or (waits and not sleepers) else None
 
 
 def _field(text: str, name: str) -> str:

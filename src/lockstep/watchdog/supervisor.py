@@ -28,7 +28,6 @@ from lockstep.watchdog.snapshot import (
     STOPPED,
     RankState,
     Snapshot,
-    awake_threads,
     from_json,
     harmless_signal,
     merge,
@@ -43,8 +42,8 @@ _POLL_S = 0.02
 _SIGNAL_AFTER_S = 0.3
 """A rank that has not answered for so long is asked by a signal, which needs no Python."""
 _WAIT_S, _WAIT_FOR_LINES_S = 1.0, 4.0
-_LOOKS = 15
-"""At a rank that has not answered; who was awake at each of them computes."""
+_LOOKS = 20
+"""At a rank that has not answered; then one of its threads computes."""
 _requests = itertools.count(1)
 
 
@@ -95,7 +94,6 @@ class _Request:
         self._frozen = code is not None or (status is not None and status.state in f"{STOPPED}Z")
         self._shows_stacks = status is not None and status.shows_stacks and not self._frozen
         self._main_switches = None if status is None else status.main_switches
-        self._awake: set[str] | None = None
         self._looks = 0
         self._stacks_from: int | None = None
         self._written = -1
@@ -138,26 +136,12 @@ class _Request:
         if self._shows_stacks and self._stacks_from is None:
             with contextlib.suppress(OSError):
                 size = (self._process.folder / "stacks.txt").stat().st_size
-                answers = self.state.answered is not None
-                number = harmless_signal(
-                    self.state.pid,
-                    self._main_switches,
-                    answers=answers,
-                    awake=self._any_computes(),
-                )
+                self._looks += 1
+                sleepers = self.state.answered is not None and self._looks < _LOOKS
+                number = harmless_signal(self.state.pid, self._main_switches, sleepers=sleepers)
                 if number is not None:
                     os.kill(self.state.pid, number)
                     self._stacks_from = size
-
-    def _any_computes(self) -> bool | None:
-        """Whether a thread was awake at each of several looks; None: not looked often enough.
-
-        Those that wait for the interpreter's lock wake up again and again.
-        """
-        awake = awake_threads(self.state.pid)
-        self._awake = awake if self._awake is None else self._awake & awake
-        self._looks += 1
-        return None if self._awake and self._looks < _LOOKS else bool(self._awake)
 
     def collect(self) -> None:
         """Reads what has come so far."""

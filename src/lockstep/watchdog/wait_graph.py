@@ -39,6 +39,7 @@ class Kind(Enum):
     PERHAPS_WAITING = "is blocked without computing, after it called a collective"
     LOADING = "waits for data"
     WORKING = "works on"
+    LIMITED = "waits for other ranks, until the timeout of a group that has one of its own"
     MAY_COME = "may yet come in another thread"
     BLOCKED = "is blocked outside any collective, without computing"
     SILENT = "is in C code that holds Python's lock"
@@ -183,7 +184,12 @@ def _place(state: RankState) -> tuple[stacks.Frame, ...]:
 
 
 def _is_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """Whether its main thread has not computed; False where that is not known."""
+    """Whether its main thread has not computed; False where that is not known.
+
+    On a busy machine one that can run may get little of the processor's time.
+    """
+    if "R" in (earlier.state, later.state):
+        return False
     if None in (earlier.main_cpu_s, later.main_cpu_s):
         return _is_little(earlier.cpu_s, later.cpu_s, seconds)
     return _is_little(earlier.main_cpu_s, later.main_cpu_s, seconds)
@@ -208,7 +214,9 @@ def _current(state: RankState, wait: stacks.Wait | None, kind: Kind) -> Collecti
     outside = wait is not None and wait.op in _NOT_RECORDED
     candidates: Iterable[CollectiveCall] = pending(state)
     if wait is not None and wait.sure and wait.op and not outside:
-        candidates = state.calls  # Gloo says too early a completed call, never too late a one
+        # Gloo says too early a completed call, never too late a one.
+        own = [call for call in state.calls if call.thread == state.main_thread]
+        candidates = own or state.calls
     last = None
     for call in candidates:
         if call.state == "started":
@@ -252,9 +260,13 @@ class CallTable:
         self._numbers: dict[tuple[str, int], list[int]] = {}
         """By group and rank the numbers of its known calls, the oldest first."""
         self._groups = {group.name: group for s in snapshot.ranks for group in s.groups or ()}
+        self._timeouts: dict[str, float] = {}
+        """By backend the longest timeout of its groups, in s."""
         self._unseen = {state.rank for state in snapshot.ranks if state.calls is None}
         for state in snapshot.ranks:
             for call in state.calls or ():
+                longest = max(self._timeouts.get(call.backend, 0.0), call.timeout_s or 0.0)
+                self._timeouts[call.backend] = longest
                 if not call.p2p:
                     by_rank = self.calls.setdefault(call.key, {}).setdefault(call.seq, {})
                     by_rank[state.rank] = call
@@ -295,6 +307,10 @@ class CallTable:
             for seq, calls in numbered.items()
             if len(set(map(signature, calls.values()))) > 1
         }
+
+    def is_limited(self, call: CollectiveCall) -> bool:
+        """Whether other groups of its backend have a longer timeout."""
+        return call.timeout_s is not None and call.timeout_s < self._timeouts[call.backend]
 
     def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
@@ -347,11 +363,15 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
 
     Another of its threads can: one that uploads, saves a checkpoint, or sends. The rank then counts
     as what that thread is. But where ranks have called what does not match, no thread can help.
+    And the program may expect that a call fails, in a group that it has given a shorter timeout.
     """
     graph = WaitGraph(activities, table)
     found = dict(activities)
     for rank in graph.deadlocked:
         state = activities[rank].state
+        if (call := activities[rank].call) is not None and table.is_limited(call):
+            found[rank] = replace(activities[rank], kind=Kind.LIMITED)
+            continue
         stack = next(filter(stacks.may_go_on, state.threads or ()), None)
         others = (activities[other] for other in graph.deadlocked - {rank})
         if stack is not None and any(_may_await(a, rank, graph, table) for a in others):
