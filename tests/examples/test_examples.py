@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
 FASHION = EXAMPLES / "fashion_mnist"
+FINETUNE = EXAMPLES / "finetune"  # `make real` runs it
 TINY = ["--made", "64", "--limit", "48", "--batch-size", "16", "--epochs", "1", "--workers", "0"]
 UNTIDY = re.compile(r"warn|destroy_process_group|leaked|terminate called|Traceback", re.IGNORECASE)
 
@@ -67,7 +68,9 @@ def statements(script: Path) -> list[str]:
     return [line for line in code if line.strip() and not line.strip().startswith("#")]
 
 
-@pytest.mark.parametrize(("folder", "added", "removed"), [(DIGITS, 4, 2), (FASHION, 11, 7)])
+@pytest.mark.parametrize(
+    ("folder", "added", "removed"), [(DIGITS, 4, 2), (FASHION, 11, 7), (FINETUNE, 26, 8)]
+)
 def test_the_pair_differs_in_few_lines(folder: Path, added: int, removed: int) -> None:
     pair = [statements(folder / name) for name in ("plain_torch.py", "with_lockstep.py")]
     signs = [line[0] for line in difflib.ndiff(*pair)]

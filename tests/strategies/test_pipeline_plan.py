@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +266,18 @@ def test_parts_that_train_nothing_or_write_to_their_input_are_measured():
     costs, reason = measure(model, ["0", "1", "2"], [lambda: torch.randn(8, 4)])
     assert "measured" in reason
     assert all(cost > 0 for cost in costs)
+
+
+class Named(nn.Sequential):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])  # the second is what tokenizers give
+def test_entries_of_a_batch_are_the_arguments_by_name(kind: Any):
+    model = Named(nn.Linear(3, 5), nn.Linear(5, 2))
+    _, reason = measure(model, ["0", "1"], [lambda: kind(x=torch.zeros(2, 3))])
+    assert "measured" in reason
 
 
 def test_costs_without_a_usable_example_are_those_of_parameters():

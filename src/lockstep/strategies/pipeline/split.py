@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.pytree import map_tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import SettingError, UsageError, nearest
@@ -220,7 +221,7 @@ def _measured(
     """Of every part the seconds and the bytes it keeps; None where no example fits."""
     device = next(module.parameters()).device
     for example in examples:
-        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), example())
+        batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _ways(batch):
             with suppress(Exception):  # this is not how the model is called
                 kept = activation_checkpointing.measure(module, parts, args, kwargs).inside
@@ -249,8 +250,8 @@ def _times(
 
 
 def _ways(batch: Any) -> list[Arguments]:
-    if isinstance(batch, dict):
-        return [((), batch), ((batch,), {})]
+    if isinstance(batch, Mapping):
+        return [((), dict(batch)), ((batch,), {})]
     if isinstance(batch, list | tuple) and batch:
         return [((batch[0],), {}), (tuple(batch), {}), ((batch,), {})]
     return [((batch,), {})]
