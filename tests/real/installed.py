@@ -30,9 +30,9 @@ class Ended:
 
 def torchrun(*arguments: str, cwd: Path, nproc: int = 2) -> Ended:
     """The reference."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+    flags = ["--standalone", f"--nproc-per-node={nproc}"]  # else several meet at port 29500
     done = subprocess.run(
-        [*command, *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *flags, *arguments],
         cwd=cwd,
         env={**os.environ, "TMPDIR": str(cwd)},  # it leaves a folder there
         capture_output=True,

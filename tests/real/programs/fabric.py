@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--defect", default="")
-    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--devices", type=int, default=int(os.environ.get("WORLD_SIZE", 1)))
     options = parser.parse_args()
     fabric = lightning.Fabric(
@@ -23,7 +22,7 @@ def main():
     fabric.seed_everything(1)
     x = torch.randn(96, 8)
     y = ((x[:, 0] > 0) * 2 + (x[:, 1] > 0)).long()
-    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=options.shuffle)
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=options.defect == "order")
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if options.defect != "model":

@@ -5,7 +5,7 @@ import os
 
 import lightning
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Classifier(lightning.LightningModule):
@@ -40,7 +40,6 @@ class Classifier(lightning.LightningModule):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--defect", default="")
-    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--devices", type=int, default=int(os.environ.get("WORLD_SIZE", 1)))
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--epochs", type=int, default=2)
@@ -49,19 +48,24 @@ def main():
     lightning.seed_everything(1)
     x = torch.randn(options.samples, 8)
     y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
-    loader = DataLoader(TensorDataset(x, y.long()), batch_size=8, shuffle=options.shuffle)
+    data = TensorDataset(x, y.long())
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=options.devices,
         strategy="ddp" if options.devices > 1 else "auto",
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate,
-        use_distributed_sampler=options.defect != "sampler",
+        use_distributed_sampler=options.defect == "order",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    if options.defect in ("order", "sampler"):
+        loader = DataLoader(data, batch_size=8)  # for training, Lightning shuffles it nevertheless
+    else:
+        sampler = DistributedSampler(data, trainer.world_size, trainer.global_rank)
+        loader = DataLoader(data, batch_size=8, sampler=sampler)
     model = Classifier(options.defect)
     trainer.fit(model, loader)
     if trainer.is_global_zero:
