@@ -59,3 +59,9 @@ def verify(*arguments: str, cwd: Path) -> dict[str, Any]:
 def lines(text: str, *starts: str) -> list[str]:
     """Those that begin with one of these words."""
     return [line for line in text.splitlines() if line.startswith(starts)]
+
+
+def told(verdict: dict[str, Any]) -> list[str]:
+    """The codes of the causes in the verdict on a script that differs, the first one first."""
+    assert (verdict["verdict"], verdict["code"]) == ("DIFFERENT", 1), verdict
+    return [finding["code"] for finding in verdict["findings"]]

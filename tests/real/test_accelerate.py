@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from installed import PROGRAMS, lines, run, torchrun
+from installed import PROGRAMS, lines, run, told, torchrun, verify
 
 SCRIPTS = "accelerate.test_utils.scripts"
 ACCELERATED = str(PROGRAMS / "accelerated.py")
@@ -49,3 +49,23 @@ def test_a_loop_trains_as_under_torchrun(tmp_path: Path) -> None:
     numbers = lines(theirs.printed, "epoch", "weights")
     assert len(numbers) == 13
     assert lines(ours.printed, "epoch", "weights") == numbers
+
+
+def test_a_right_loop_is_equal(tmp_path: Path) -> None:
+    verdict = verify("--steps", "3", "--batch-per-process", ACCELERATED, cwd=tmp_path)
+    assert (verdict["verdict"], verdict["code"]) == ("EQUAL", 0), verdict["findings"]
+
+
+DEFECTS = {
+    "order": "LS109",  # without a seedable sampler each number of processes draws another one
+    "model": "LS311",
+    "loader": "LS101",
+    "clip": "LS304",
+    "schedule": "LS401",
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_told(defect: str, tmp_path: Path) -> None:
+    words = ("--steps", "3", "--batch-per-process", ACCELERATED, "--defect", defect)
+    assert told(verify(*words, cwd=tmp_path))[0] == DEFECTS[defect]

@@ -32,10 +32,7 @@ def main():
     for epoch in range(2):
         for x, y in loader:
             with accelerator.accumulate(model):
-                logits = model(x)
-                if options.defect == "gather":
-                    logits, y = accelerator.gather((logits, y))
-                loss = torch.nn.functional.cross_entropy(logits, y)
+                loss = torch.nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and options.defect == "clip":
                     norm = accelerator.process_index + 0.05

@@ -22,7 +22,7 @@ class Classifier(lightning.LightningModule):
         x, y = batch
         if self.defect == "skip" and self.global_rank == 1 and index == 1:
             return None
-        if self.defect == "bare":
+        if self.defect == "sum":
             loss = torch.nn.functional.cross_entropy(self.net(x), y, reduction="sum")
         else:
             loss = torch.nn.functional.cross_entropy(self.net(x), y)

@@ -34,6 +34,33 @@ class Sums(torch.utils.data.Dataset):
         }
 
 
+class OwnMean(Trainer):
+    """Divides by the tokens of its own process."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class OwnLoader(Trainer):
+    """Every process trains all samples."""
+
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=4, collate_fn=self.data_collator
+        )
+
+
+class Drift(TrainerCallback):
+    """Decays one process's weights."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.is_world_process_zero:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.999)
+
+
 class Print(TrainerCallback):
     """Prints what rank 0 logs, in full."""
 
@@ -44,6 +71,7 @@ class Print(TrainerCallback):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--defect", default="")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -76,11 +104,12 @@ def main():
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(
+    kind = {"tokens": OwnMean, "loader": OwnLoader}.get(options.defect, Trainer)
+    trainer = kind(
         model=LlamaForCausalLM(config),
         args=arguments,
         train_dataset=Sums(options.samples),
-        callbacks=[Print()],
+        callbacks=[Print(), Drift()] if options.defect == "drift" else [Print()],
     )
     trainer.train(resume_from_checkpoint=options.resume)
     if trainer.is_world_process_zero():
