@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RankFailedError, UsageError, counted
+from lockstep.errors import RankFailedError, counted
 from lockstep.launcher.spawn import launch
 from lockstep.launcher.worker import Script
 from lockstep.verify.rank import main
-from lockstep.verify.record import Recorded, Way, record
-from lockstep.verify.verdict import judge
+from lockstep.verify.record import Way, record
+from lockstep.verify.verdict import check_reference, judge
 
 __all__ = ["assert_same"]
 
@@ -76,21 +76,7 @@ def assert_same(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         alone = way.alone(nproc if batch_per_process else 1)
         reference = record(alone, Path(folder) / "reference", start)
-        _check(f"assert_same({name})", reference, asked)
+        check_reference(reference, f"assert_same({name})", list(asked), f"{name} here", "function")
         verdict = judge(reference, record(way, Path(folder) / "other", start))
     if verdict.word != "EQUAL":
         raise AssertionError("\n".join(verdict.lines()))
-
-
-def _check(was_set: str, reference: Recorded, asked: Iterable[str]) -> None:
-    """Raises UsageError where there is nothing to compare with."""
-    found, do = "", "make it run on one process, with arguments with which it trains"
-    if reference.error:
-        found = f"on one process it ended with {reference.error}\n{reference.output}".rstrip()
-    elif not reference.updates:
-        found = "it made no optimizer step on one process"
-    elif asked and not reference.of_lockstep:
-        found = f"it does not train by Lockstep, so nothing would come of {', '.join(asked)}"
-        do = "leave it out, or let the function use lockstep.init and world.prepare"
-    if found:
-        raise UsageError(was_set, found.replace("\n", "\n         "), do)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from ranks import HANG_S
 
-from lockstep.cli.verify import _check_reference, _Runs
+from lockstep.cli.verify import _Runs
 from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
 from lockstep.verify.record import Recorded, Way
+from lockstep.verify.verdict import check_reference
 
 TRAINS = """
 import argparse
@@ -66,7 +67,18 @@ def verify(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 def test_ways_of_computing_the_same(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
-    options = "--shares", "1:3", "--accumulate", 2, "--strategy", "fsdp", "--json", "verdict.json"
+    options = (
+        "--steps",
+        3,
+        "--shares",
+        "1:3",
+        "--accumulate",
+        2,
+        "--strategy",
+        "fsdp",
+        "--json",
+        "verdict.json",
+    )
     ended = verify(tmp_path, *options, "train.py", "--an", "argument")
     lines = ended.stdout.splitlines()
     assert [line[:21].split()[0] for line in lines if not line.startswith(" ")] == [
@@ -76,10 +88,11 @@ def test_ways_of_computing_the_same(tmp_path: Path) -> None:
         "EQUAL",
     ], ended.stdout + ended.stderr
     assert lines[0] == (
-        "EQUAL      2 processes: 3 optimizer steps, 12 samples each, losses, 6 gradients, "
-        "6 parameters, 3 buffers, learning rates"
+        "EQUAL      2 processes: the first 3 optimizer steps, 12 samples each, losses, "
+        "6 gradients, 6 parameters, 3 buffers, learning rates"
     )
-    assert lines[1].startswith("  switched off for the comparison: dropout layers, checkpoints")
+    assert lines[1].startswith("  until   step 3, batch 3 of 4 of epoch 1; ")
+    assert lines[2].startswith("  switched off for the comparison: dropout layers, checkpoints")
     assert "  cause   LS307" in ended.stdout  # BatchNorm's statistics are of a micro-batch
     assert ended.returncode == 1
     verdict = json.loads((tmp_path / "verdict.json").read_text())
@@ -109,11 +122,12 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert ended.returncode == 2
     first, *lines = ended.stderr.splitlines()
     assert first == (
-        "run 1 of 2, 1 process: step 0 of 3, how long it takes is known after the first step"
+        "run 1 of 2, 1 process: step 0 of at most 50, "
+        "how long it takes is known after the first step"
     )
     assert lines[:2] == [
         "lockstep: lockstep verify fails.py",
-        "  found: on one process the script ended with sys.exit(5)",
+        "  found: on one process it ended with sys.exit(5)",
     ]
     assert lines[3] == "         | no data"
     assert lines[-1] == "  do:    make this work: lockstep run fails.py"
@@ -169,28 +183,27 @@ def test_wrong_uses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        ("ValueError: x", "make this work: lockstep run -m pack.train --lr '0 1'"),
-        ("RuntimeError: expected m1 and m2 to have the same dtype", "try --precision fp32"),
-        ("RuntimeError: Input type (torch.DoubleTensor) and weight type", "try --precision fp32"),
+        ("ValueError: x", "make this work: lockstep run train.py"),
+        ("RuntimeError: expected m1 and m2 to have the same dtype", "try precision fp32"),
+        ("RuntimeError: Input type (torch.DoubleTensor) and weight type", "try precision fp32"),
         ("", "give it arguments with which it trains"),
     ],
 )
 def test_advice_where_there_is_nothing_to_compare_with(error: str, advice: str) -> None:
-    script = Script(path="pack.train", arguments=("--lr", "0 1"), module=True)
-    way = Way(name="1 process", nproc=1, script=script)
+    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
     with pytest.raises(UsageError, match=re.escape(advice)):
-        _check_reference(Recorded(way, [], error), {})
+        check_reference(Recorded(way, [], error), "verify", [], "lockstep run train.py", "script")
 
 
 def test_lockstep_s_settings_are_for_scripts_that_use_it() -> None:
-    options = {"accumulate": None, "shares": None, "strategy": ("fsdp",)}
+    asked = ["--strategy"]
     update: Any = object()
     way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
     run = Recorded(way, [[update]])
     with pytest.raises(UsageError, match="does not train by Lockstep"):
-        _check_reference(run, options)
-    _check_reference(replace(run, of_lockstep=True), options)
-    _check_reference(run, {**options, "strategy": ()})
+        check_reference(run, "verify", asked, "", "script")
+    check_reference(replace(run, of_lockstep=True), "verify", asked, "", "script")
+    check_reference(run, "verify", [], "", "script")
 
 
 def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CODES = {
     "08_regression": "LS402",
     "09_cosine": "LS402",
     "11_mean_teacher": "LS304",
-    "12_factorization": "LS210",  # a hook clamps each rank's gradient: not known
+    "12_factorization": "LS406",
     "13_sparse_linear": "LS211",
     "14_clip_pairs": "LS207",
     "17_augment": "LS107",
@@ -32,24 +32,28 @@ CODES = {
     "20_tagger": "LS205",
     "22_gan": "LS308",
     "23_vae": "LS211",
-    "24_sharded_adam": "LS210",  # no rank updates one parameter, which is said
+    "21_bigram_chunks": "LS210",  # labels are lost where a document is cut: not known
+    "24_sharded_adam": "LS312",
 }
-LATER = {"10_lstm_lm", "15_finetune", "16_unfreeze", "18_spot_check"}
-"""They begin to differ after the three steps that are compared."""
-WRONG = {"21_bigram_chunks"}
-"""The cause that is named is not the true one."""
+LATER = {
+    "10_lstm_lm": "LS404",
+    "15_finetune": "LS303",
+    "16_unfreeze": "LS303",
+    "18_spot_check": "LS308",  # the line that draws the order, which is another one on each rank
+}
+"""They begin to differ after the first steps: with as many as the command compares."""
 
 
 def test_all_scripts_have_their_place() -> None:
-    assert {path.stem for path in BLIND.glob("*.py")} == CODES.keys() | LATER | WRONG
+    assert {path.stem for path in BLIND.glob("*.py")} == CODES.keys() | LATER.keys()
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", [*CODES, *LATER])
 def test_a_defect_is_named_or_said_to_be_unknown(name: str, tmp_path: Path) -> None:
     script = Path(shutil.copy(BLIND / f"{name}.py", tmp_path / "train.py"))
-    verdict = warm.verify(script).as_json()
+    verdict = warm.verify(script, steps=50 if name in LATER else 3).as_json()
     assert verdict["verdict"] == "DIFFERENT"
-    assert verdict["findings"][0]["code"] == CODES[name], verdict["findings"]
+    assert verdict["findings"][0]["code"] == {**CODES, **LATER}[name], verdict["findings"]
 
 
 @pytest.mark.parametrize("script", sorted((BLIND / "right").glob("*.py")), ids=lambda p: p.stem)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 CODES = [
     *(f"LS1{n:02}" for n in range(1, 11)),
     *(f"LS2{n:02}" for n in range(1, 12)),
-    *(f"LS3{n:02}" for n in range(1, 12)),
-    *(f"LS4{n:02}" for n in range(1, 7)),
+    *(f"LS3{n:02}" for n in range(1, 13)),
+    *(f"LS4{n:02}" for n in range(1, 8)),
     "LS501",
 ]
 

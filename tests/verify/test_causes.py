@@ -27,6 +27,8 @@ RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))
 """What the backward passes over two halves of a batch leave."""
 WHOLE = (ONE + OTHER) / 2
+THIRD = RANDOM.normal(size=(6, 4))
+"""What no weighting of them gives."""
 
 
 def taken(*ids: int, **values: Any) -> Taken:
@@ -45,8 +47,9 @@ def update(gradient: np.ndarray, *batches: Taken, **values: Any) -> RankUpdate:
         "rates": (0.1,),
         "losses": (1.0,),
         "initial": {"w": np.ones((6, 4))},
-        "held": {"w": "same"},
+        "held": {"w": np.ones(2)},
         "gradients": {"w": gradient},
+        "unclipped": {"w": gradient},
         "parameters": {"w": 1 - 0.1 * gradient},
         **values,
     }
@@ -119,16 +122,6 @@ def test_a_mean_of_means_is_known_by_what_the_parts_should_weigh(key: str) -> No
     assert any("0.25 : 0.75" in text and "0.5 : 0.5" in text for text in cause.seen)
 
 
-def test_a_batch_that_each_process_draws_for_itself() -> None:
-    unknown = taken(ids=(), contents=())
-    many = [update(WHOLE, unknown, local=({"w": part},)) for part in (ONE, OTHER)]
-    cause = found(many, update(ONE, unknown))[1]
-    assert cause.code == "LS110"
-    assert "1 of the 2 backward passes" in cause.seen[0]
-    # Of the same samples it is something else.
-    assert found(two(WHOLE), update(ONE, taken(0, 1, 2, 3)))[1].code == "LS210"
-
-
 def test_a_mean_of_means_over_what_is_not_counted() -> None:
     one = update(0.2 * ONE + 0.8 * OTHER, taken(0, 1, 2, 3))
     assert found(two(WHOLE), one)[1].code == "LS205"
@@ -169,9 +162,14 @@ def test_clipping_is_no_cause_where_gradients_were_averaged_before() -> None:
 
 
 def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
-    cause = found(two(2 * WHOLE, frozen=["net/body.weight"]))[1]
-    assert (cause.code, cause.names) == ("LS210", ("net/body.weight",))
-    assert cause.seen == ("requires_grad is not that of one process on ranks 0-1: body.weight",)
+    for values, words in (({"frozen": ["w"]}, "requires_grad"), ({"evaluating": ["w"]}, "train()")):
+        cause = found(two(2 * WHOLE, **values))[1]
+        assert (cause.code, cause.names) == ("LS312", ("w",))
+        assert cause.seen[0].startswith(words)
+        assert cause.seen[0].endswith("is not that of one process on ranks 0-1: w")
+    # What a rank does not hold, as under a pipeline, it cannot freeze.
+    one = update(WHOLE, taken(0, 1, 2, 3), frozen=["head.weight"])
+    assert found(two(2 * WHOLE), one)[1].code == "LS201"
 
 
 def test_clipping_hides_nothing() -> None:
@@ -225,7 +223,7 @@ def test_a_parameter_that_no_rank_updates() -> None:
     """An optimizer that divides the parameters over the ranks and forgets one."""
     scale = {"gradients": {"w": WHOLE, "scale": ONE}, "parameters": {"w": 1 - 0.1 * WHOLE}}
     cause = found(two(WHOLE), update(WHOLE, taken(0, 1, 2, 3), **scale))[1]
-    assert (cause.code, cause.names) == ("LS210", ("scale",))
+    assert (cause.code, cause.names) == ("LS312", ("scale",))
     assert cause.seen[0] == "no optimizer of 2 processes updates scale"
 
 
@@ -233,20 +231,52 @@ def test_a_parameter_that_no_rank_updates() -> None:
     ("values", "code"),
     [
         ({"statistics": ("bn1",)}, "LS306"),
-        ({"drew": True, "draw_line": "train.py:3"}, "LS308"),
+        ({"draws": [("train.py:3", "other numbers")]}, "LS308"),
+        ({"draws": [("train.py:3", "the same")]}, "LS210"),
+        ({"hook_line": "train.py:4: p.register_hook(clamp)"}, "LS406"),
         ({}, "LS210"),
     ],
 )
 def test_what_is_no_sum_of_the_ranks_gradients(values: dict[str, Any], code: str) -> None:
-    assert found(two(RANDOM.normal(size=(6, 4)), **values))[1].code == code
+    one = update(THIRD, taken(0, 1, 2, 3))
+    if code == "LS210":
+        one.draws = values.get("draws", [])
+    assert found(two(RANDOM.normal(size=(6, 4)), **values), one)[1].code == code
+
+
+def test_where_the_way_parts_is_said_though_the_cause_is_not_known() -> None:
+    def called(shape: str, *contents: str, outputs: float) -> dict[str, Any]:
+        inputs = [taken(ids=(), contents=contents, shape=shape)]
+        return {"inputs": inputs, "outputs": {"Net 0": np.array([outputs, 2.0])}}
+
+    one = update(THIRD, taken(0, 1, 2, 3), **called("int64 [8]", "a", "b", outputs=3.0))
+    other = RANDOM.normal(size=(6, 4))
+    cause = found(two(other, **called("int64 [4]", "c", outputs=1.5)), one)[1]
+    assert (
+        "the models were called with 2 of int64 [8] inputs, on 2 processes with 2 of int64 [4]; "
+        "0 are the same"
+    ) in cause.seen
+    assert "in sum the models returned something else: Net 0" in cause.seen
+    halves = [called("int64 [8]", name, outputs=1.5) for name in "ab"]
+    many = [replace(rank, **half) for rank, half in zip(two(other), halves, strict=True)]
+    for rank in many:
+        rank.outputs = {"Net 0": np.array([1.5, 1.0])}
+    cause = found(many, one)[1]
+    text = "the models were called with 2 inputs, on 2 processes with 2; 2 are the same"
+    assert text in cause.seen
+    assert "in sum the models returned the same; it is the loss, or later" in cause.seen
+    # What the backward passes left would be right.
+    cause = found(two(other))[1]
+    assert cause.code == "LS210"
+    assert "what was made of it afterwards is not" in cause.seen[0]
 
 
 def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None:
     many = two(RANDOM.normal(size=(6, 4)), loss_line="train.py:5: loss.backward()")
-    one = update(WHOLE, taken(0, 1, 2, 3), compares=True)
+    one = update(THIRD, taken(0, 1, 2, 3), compares=True)
     cause = found(many, one)[1]
     assert cause.code == "LS208"
-    assert "the loss is that of train.py:5: loss.backward()" in cause.seen
+    assert "the loss is made by train.py:5: loss.backward()" in cause.seen
     for rank in many:
         rank.calls = [ScriptCall(name="all_gather", line="train.py:4")]
     assert found(many, one)[1].code == "LS210"
@@ -258,22 +288,29 @@ def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None
 @pytest.mark.parametrize(
     ("terms", "words"),
     [
-        (((3.0, 2.0), (1.0, 2.0)), "the sum over the ranks of number 2, and the mean of number 1"),
+        (
+            ((3.0, 2.0), (1.0, 2.0)),
+            "has, over the ranks, the mean of number 1, the sum of number 2",
+        ),
         (((2.5, 4.0), (1.5,)), "of 2 on rank 0, 1 on rank 1"),
+        (((2.5,), (1.5,)), "*of 1 on rank 0, 1 on rank 1"),
         (((3.0, 4.0), (1.0, 4.0)), ""),
-        (((3.0, 7.0), (1.0, 4.0)), ""),
+        (
+            ((3.0, 7.0), (1.0, 4.0)),
+            "*the mean of number 1, neither the mean nor the sum of number 2",
+        ),
     ],
 )
 def test_terms_of_the_loss_that_do_not_scale_alike(
     terms: tuple[tuple[float, ...], ...], words: str
 ) -> None:
-    one = update(WHOLE, taken(0, 1, 2, 3), terms=[[2.0, 4.0]])
+    one = update(THIRD, taken(0, 1, 2, 3), terms=[[2.0, 4.0]])
     many = two(RANDOM.normal(size=(6, 4)))
     for rank, own in zip(many, terms, strict=True):
         rank.terms = [list(own)]
     cause = found(many, one)[1]
-    assert cause.code == ("LS211" if words else "LS210")
-    assert words in cause.seen[0]
+    assert cause.code == ("LS211" if words.strip("*") == words != "" else "LS210")
+    assert any(words.strip("*") in text for text in cause.seen)
 
 
 def test_gradients_that_are_nearly_equal_are_no_multiple() -> None:
@@ -300,13 +337,16 @@ def test_where_a_ratio_says_two_things_both_are_told() -> None:
 def test_batches_of_no_loader_are_known_by_what_the_model_was_called_with(
     own: list[tuple[str, ...]], code: str
 ) -> None:
-    one = update(WHOLE, taken(ids=(), contents=("a", "b")))
-    gradient = RANDOM.normal(size=(6, 4))
-    many = [update(gradient, taken(ids=(), contents=contents)) for contents in own]
-    cause = found(many, one)[1]
+    def called(gradient: np.ndarray, *contents: str, shape: str = "f") -> RankUpdate:
+        batch = taken(ids=(), contents=contents, shape=shape)
+        return update(gradient, batch, inputs=[batch])
+
+    one, gradient = called(WHOLE, "a", "b"), RANDOM.normal(size=(6, 4))
+    cause = found([called(gradient, *contents) for contents in own], one)[1]
     assert cause.code == code
-    if code == "LS210":
-        assert "no DataLoader made the batches: 0 of 2 inputs are the same" in cause.seen
+    if code == "LS110":  # pieces of the same batch are no larger one
+        pieces = [called(gradient, *contents, shape="half") for contents in own]
+        assert found(pieces, one)[1].code == "LS210"
 
 
 def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() -> None:
@@ -338,6 +378,37 @@ def test_ranks_with_gradients_of_their_own(values: dict[str, Any], code: str) ->
         update(OTHER, taken(2, 3), local=({"w": OTHER},), **values),
     ]
     assert found(many)[1].code == code
+    if "past_wrapper" in values:  # the script went both ways
+        assert found([replace(rank, wrapped_passes=1) for rank in many])[1].code == "LS301"
+
+
+@pytest.mark.parametrize("earlier", [THIRD, 0 * THIRD])
+def test_what_the_last_backward_pass_left_is_each_rank_s_own(earlier: np.ndarray) -> None:
+    """As where `no_sync` is around the last of several."""
+    many = [
+        update(
+            earlier + part, taken(n, n + 2), losses=(1.0, 1.0), local=[{"w": 2 * part}, {"w": part}]
+        )
+        for n, part in enumerate((ONE, OTHER))
+    ]
+    cause = found(many)[1]
+    assert cause.code == "LS301"
+    assert "what the last 1 of 2 backward passes left is each rank's own" in cause.seen
+
+
+def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None:
+    reduced = ScriptCall(name="all_reduce", line="train.py:9", of_gradient=True)
+    many = [
+        update(factor * WHOLE, taken(n, n + 2), local=({"w": part},), bare=("w",), calls=[reduced])
+        for n, (factor, part) in enumerate([(1.0, ONE), (1.2, OTHER)])
+    ]
+    cause = found(many)[1]
+    assert cause.code == "LS210"
+    assert cause.seen[-2:] == (
+        "they are those of rank 0, 1.2 times on rank 1", "gradients were reduced: train.py:9",
+    )  # fmt: skip
+    many[1] = replace(many[1], unclipped={"w": THIRD}, gradients={"w": THIRD})  # noise, say
+    assert found(many)[1].code == "LS210"
 
 
 @pytest.mark.parametrize(
@@ -386,24 +457,31 @@ def test_a_stream_that_is_the_same_on_all_ranks() -> None:
 )
 def test_other_content(contents: tuple[str, str], streams: tuple[str, str], code: str) -> None:
     many = [
-        update(WHOLE, taken(0, 1, stream=streams[0])),
-        update(WHOLE, taken(2, 3, contents=contents, stream=streams[1])),
+        update(WHOLE, taken(0, 1, drawn=drawn(streams[0]))),
+        update(WHOLE, taken(2, 3, contents=contents, drawn=drawn(streams[1]))),
     ]
     divergence, cause = found(many)
     assert (divergence.what, cause.code) == ("contents", code)
+
+
+def drawn(numbers: str, of: str = "train.py:2") -> dict[str, str]:
+    return {of: numbers} if numbers else {}
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"workers": True}, "worker processes read them, whose draws are not seen"),
-        ({"stream": "x", "drawn": "numpy's global stream"}, "to read them: numpy's global stream"),
+        ({"drawn": "numpy's global stream"}, "to read them: numpy's global stream"),
         ({}, "no draw from torch or a global stream was seen; what is left is a generator"),
     ],
 )
 def test_draws_are_told_as_they_were_seen(values: dict[str, Any], words: str) -> None:
     one = update(WHOLE, taken(0, 1, 2, 3, contents=("a", "b", "c", "d")))
-    ways = [{**values, **({"stream": s} if "stream" in values else {})} for s in "xy"]
+    ways = [
+        {**values, **({"drawn": drawn(s, values["drawn"])} if "drawn" in values else {})}
+        for s in "xy"
+    ]
     many = [
         update(WHOLE, taken(0, 1, contents=("e", "f"), **ways[0])),
         update(WHOLE, taken(2, 3, contents=("g", "h"), **ways[1])),
@@ -445,7 +523,7 @@ def test_what_comes_after_equal_gradients() -> None:
 def test_what_comes_before_the_first_step() -> None:
     divergence, cause = found(two(WHOLE, initial={"w": ONE}))
     assert (divergence.what, cause.code) == ("initial", "LS305")
-    divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, held={"w": "other"})[1:]])
+    divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, held={"w": np.zeros(2)})[1:]])
     assert (divergence.what, cause.code) == ("replicas", "LS304")
     assert cause.seen[0] == "before step 1 rank 1 held other parameters than rank 0"
 
@@ -453,8 +531,8 @@ def test_what_comes_before_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("turns", "code", "words"),
     [
-        ((1, 2), "LS401", "the scheduler had stepped 1 times, on 2 processes 2"),
-        ((1, 1), "LS402", "the scheduler had stepped 1 times on both"),
+        ((1, 2), "LS401", "steps of the scheduler until then: 1 on one process, 2 on 2"),
+        ((1, 1), "LS402", "steps of the scheduler until then: 1 on one process, 1 on 2"),
         ((0, 0), "LS402", "no scheduler stepped"),
     ],
 )
@@ -464,7 +542,7 @@ def test_a_rate_that_parts_later_is_the_schedules_if_there_is_one(
     calls = [[ScriptCall(name="schedule", line="train.py:8: s.step()")] * n for n in turns]
     later = update(WHOLE, taken(4), step=1, calls=calls[0])
     faster = update(WHOLE, taken(4), step=1, rates=(0.05,), calls=calls[1])
-    divergence = parting([[ALONE], [later]], [two(WHOLE), [faster]])
+    divergence = parting([[ALONE], [later]], [two(WHOLE), [faster, replace(faster, taken=[])]])
     assert divergence is not None
     assert divergence.update == 1
     cause = cause_of(divergence)
@@ -476,10 +554,15 @@ def test_a_rate_names_the_line_and_the_rank() -> None:
     one = update(WHOLE, taken(0, 1, 2, 3), rates=(0.3, 0.1))
     many = two(WHOLE, rates=(0.3, 0.2), rate_lines=("train.py:2", "train.py:3: g['lr'] = 0.2"))
     cause = found(many, one)[1]
-    assert cause.seen[-1] == "it was set last by train.py:3: g['lr'] = 0.2"
+    assert cause.seen[-1] == "it was set by train.py:3: g['lr'] = 0.2"
     many = two(WHOLE)
     many[1].rates = (0.2,)
     assert found(many)[1].seen[0] == "0.1 on one process, 0.1 on rank 0, 0.2 on rank 1"
+    many = two(WHOLE)
+    step = ScriptCall(name="schedule", line="train.py:8: s.step()")
+    many[1].rates, many[0].calls = (0.2,), [step]
+    text = "steps of the scheduler until then: 0 on one process, 1 on rank 0, 0 on rank 1"
+    assert found(many)[1].seen[1] == text
 
 
 def verdict(
@@ -512,16 +595,22 @@ def test_steps_are_counted_from_one() -> None:
 
 
 def test_what_needs_no_reference_is_said_beside_other_samples() -> None:
-    many = [update(part, taken(n), bare=("w",)) for n, part in ((8, ONE), (9, OTHER))]
+    many = [
+        update(part, taken(n), bare=("w",), local=[{"w": part}])
+        for n, part in ((8, ONE), (9, OTHER))
+    ]
     found = verdict([[ALONE]], [many])
     assert [each.cause.code for each in found.findings] == ["LS109", "LS311"]
     assert any(line == "  and in  gradients (1 of 1), step 1" for line in found.lines())
-    held = [update(WHOLE, taken(8), held={"w": "a"}), update(WHOLE, taken(9), held={"w": "b"})]
+    held = [
+        update(WHOLE, taken(8), held={"w": np.ones(2)}),
+        update(WHOLE, taken(9), held={"w": np.zeros(2)}),
+    ]
     assert "LS304" in codes([[ALONE]], [held])
 
 
 def test_replicas_that_part_by_a_step_or_after_it() -> None:
-    later = [update(WHOLE, taken(4), step=1, held={"w": name}) for name in "ab"]
+    later = [update(WHOLE, taken(4), step=1, held={"w": np.full(2, n)}) for n in range(2)]
     for parameters, words in ((WHOLE, "itself left all ranks with the same"), (ONE, "has left")):
         first = two(WHOLE)
         first[1].parameters = {"w": parameters}
@@ -529,6 +618,40 @@ def test_replicas_that_part_by_a_step_or_after_it() -> None:
         run = list(map(Update, (first, later)))
         case = Divergence(run, run, FLOAT64, 1, "replicas", ("w",), 1)
         assert cause_of(case).seen[1].startswith(f"the last step {words}")
+
+
+def test_an_optimizer_that_was_not_prepared_is_said_where_the_numbers_are_equal() -> None:
+    assert codes([[ALONE]], [two(WHOLE, unprepared=True)]) == ["LS407"]
+    assert verdict([[ALONE]], [two(WHOLE, unprepared=True)]).word == "EQUAL"
+
+
+def test_a_wrapper_before_names_does_not_matter() -> None:
+    def named(prefix: str, *, swap: bool = False) -> RankUpdate:
+        first, second = ("1.0", "0.0") if swap else ("0.0", "1.0")
+        values = {f"{prefix}{first}.w": ONE, f"{prefix}{second}.w": OTHER}
+        whole = {**values, f"{prefix}bias": np.zeros(6), f"{prefix}scale": np.zeros(6)}
+        own = {n: a for n, a in whole.items() if a.ndim == 2}
+        arrays = dict.fromkeys(("initial", "parameters", "gradients", "unclipped"), whole)
+        return update(WHOLE, taken(0, 1, 2, 3), **{**arrays, "held": {}, "local": [own]})
+
+    wrapped = named("Module/net.")
+    assert codes([[named("Net/")]], [[wrapped]]) == []
+    assert codes([[named("Net/")]], [[named("Module/net.", swap=True)]])[0] == "LS305"
+    # What is there on one side only is no wrapper's doing.
+    more = replace(wrapped, initial={**wrapped.initial, "Module/other": np.ones(3)})
+    assert codes([[named("Net/")]], [[more]])[0] == "LS305"
+
+
+def test_rounding_that_grows_ends_the_comparison() -> None:
+    def run(*apart: float) -> list[list[RankUpdate]]:
+        each = enumerate(apart)
+        return [[update(WHOLE * (1 + d), taken(n), parameters={}, step=n)] for n, d in each]
+
+    grown = verdict(run(0, 0, 0, 0), run(1e-13, 1e-11, 1e-9, 1e-7))
+    assert (grown.word, len(grown.reference.updates)) == ("EQUAL", 3)
+    assert "rounding has grown" in grown.lines()[1]
+    sudden = verdict(run(0, 0, 0, 0), run(1e-13, 1e-12, 1e-7, 1e-3))
+    assert sudden.word == "DIFFERENT"
 
 
 def test_inputs_that_all_ranks_share_are_said_where_the_numbers_are_equal() -> None:

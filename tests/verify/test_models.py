@@ -19,28 +19,14 @@ def test_what_was_recorded_can_be_freed() -> None:
     assert arrays["weight"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_names_of_modules_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_modules_are_without_a_wrapper_s() -> None:
     norm, alone = nn.BatchNorm1d(4), nn.BatchNorm1d(2)
     wrapped = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Sequential(norm)))
     models = Models()
     models.add(wrapped)
     models.add(alone)
-    assert models.name_of(norm) == "1.0"  # without the wrapper's name
-    walks = 0
-    walk = nn.Module.named_modules
-
-    def counted(module: nn.Module, *args: object, **kwargs: object) -> object:
-        nonlocal walks
-        walks += 1
-        return walk(module, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(nn.Module, "named_modules", counted)
-    assert [models.name_of(norm), models.name_of(alone)] == ["1.0", "BatchNorm1d"]
-    assert walks == 0
-    late = nn.BatchNorm1d(3)
-    wrapped.module.append(late)
-    assert models.name_of(late) == "2"
-    assert walks > 0
+    names = {id(module): name for name, module in models.modules()}
+    assert (names[id(norm)], names[id(alone)]) == ("Sequential/1.0", "BatchNorm1d/")
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:
@@ -127,15 +113,19 @@ def test_the_terms_of_a_loss_are_known() -> None:
 
 def test_what_is_made_of_a_gather_is_known() -> None:
     quiet = patches.DeterminismPatches(double=False)
-    quiet.follows_gathers = True
     mine, theirs = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)
-    patches.mark([theirs], "train.py:7")
+    patches.mark([theirs], gather="train.py:7")
     with quiet:
         everything = torch.cat([mine, theirs])
         loss = F.mse_loss(everything, torch.zeros(4, 3))
         own = mine.sum()
-    assert patches.gathered_at(loss) == "train.py:7"
-    assert patches.gathered_at(own) == ""
+        drawn = [mine * torch.rand(()), mine * torch.randn(2, 3)]
+    assert patches.marks_of(loss) == {"gather": "train.py:7"}
+    assert patches.marks_of(own) == {}
+    (first, line, *_), (second, _, other) = (patches.marks_of(t)["draw"] for t in drawn)
+    assert first < second
+    assert line.endswith("torch.randn(2, 3)]")
+    assert patches.marks_of([drawn, loss]) == {"gather": "train.py:7", "draw": (2, line, other)}
 
 
 def test_a_model_that_nothing_averages_is_bare() -> None:

@@ -51,6 +51,16 @@ def test_a_loader_that_a_library_builds_anew_is_enlarged_once(tmp_path: Path) ->
     assert samples(warm.verify(script, batch_times=2)) == [12, 12, 12]
 
 
+def test_as_many_steps_are_compared_as_time_allows(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REBUILT)
+    whole = warm.verify(script, batch_times=2, steps=50, seconds=600.0).lines()
+    assert (len(whole), "all 4 optimizer steps" in whole[0]) == (1, True)
+    first, until = warm.verify(script, batch_times=2, steps=50, seconds=0.0).lines()
+    assert "the first 3 optimizer steps" in first
+    assert until == "  until   step 3, batch 3 of 4 of epoch 1; what comes later is not compared"
+
+
 def test_what_was_only_fetched_ahead_is_not_trained() -> None:
     assert samples(warm.verify(RIGHT / "prefetched.py", steps=6)) == [12] * 6
 
@@ -186,6 +196,48 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     verdict = warm.verify(script)
     assert verdict.word == "EQUAL", verdict.lines()
     assert [len(update.merged("gradients")) for update in verdict.other.updates] == [2, 2, 2]
+
+
+WRAPPED = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+trained = Trained()
+model = DistributedDataParallel(trained) if size > 1 else trained.net
+optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+for batch in x.split(12):
+    optimizer.zero_grad()
+    mine = batch[rank::size]
+    F.mse_loss(model(mine), mine).backward()
+    optimizer.step()
+"""
+
+
+def test_a_library_may_wrap_the_model_where_there_are_several_processes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WRAPPED)
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
+    assert "Sequential/0.weight" in verdict.reference.updates[0][0].initial
+    script.write_text(WRAPPED.replace("manual_seed(4)", "manual_seed(4 + rank + size)"))
+    assert warm.verify(script).findings[0].cause.code == "LS305"
 
 
 RECOMPUTED = """

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ranks import HANG_S, _store, context, rank_environment
@@ -19,15 +20,24 @@ from lockstep.verify.record import Way, record
 from lockstep.verify.verdict import Verdict, judge
 
 
-def verify(script: Path, *, nproc: int = 2, steps: int = 3, batch_times: int = 1) -> Verdict:
+def verify(
+    script: Path,
+    *,
+    nproc: int = 2,
+    steps: int = 3,
+    batch_times: int = 1,
+    seconds: float | None = None,
+) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
     several = Way(
         name=f"{nproc} processes", nproc=nproc, script=Script(path=str(script)), steps=steps
     )
     with tempfile.TemporaryDirectory() as folder:
-        ways = several.alone(batch_times), several
-        runs = [record(way, Path(folder) / way.name, start) for way in ways]
-    reference, other = runs
+        alone = replace(several.alone(batch_times), seconds=seconds)
+        reference = record(alone, Path(folder) / "reference", start)
+        if reference.until:
+            several = replace(several, steps=reference.steps)
+        other = record(several, Path(folder) / "other", start)
     assert not reference.error, reference
     assert reference.updates, reference
     return judge(reference, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 import tempfile
@@ -19,11 +18,13 @@ import click
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.record import Recorded, Way
+    from lockstep.verify.record import Way
 
 
 _EVERY_S = 30.0
 """Seconds between two lines on how far it is, where there is no terminal."""
+_STEPS, _SECONDS = 50, 5.0
+"""How many are compared by default, unless that takes longer on one process."""
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 """Exit code of each verdict; the worst comes last."""
 
@@ -36,7 +37,12 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 @click.option(
     "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Processes to compare with one."
 )
-@click.option("--steps", type=click.IntRange(1), default=3, metavar="K", help="Steps to compare.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    metavar="K",
+    help=f"Steps to compare. Default: at least 3, and at most {_STEPS} in {_SECONDS:g} seconds.",
+)
 @click.option("--accumulate", type=click.IntRange(2), metavar="K", help="With K micro-batches too.")
 @click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
 @click.option("--strategy", multiple=True, metavar="NAME", help="With this too; repeatable.")
@@ -67,7 +73,7 @@ def command(
     first difference is named with its likely cause.
     """
     from lockstep.verify.record import record
-    from lockstep.verify.verdict import judge
+    from lockstep.verify.verdict import check_reference, judge
 
     alone, *others = _ways(script, args, options)
     start = _Runs(1 + len(others)).start
@@ -75,7 +81,11 @@ def command(
     prefix = "lockstep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         reference = record(alone, Path(folder) / "reference", start)
-        _check_reference(reference, options)
+        words = ["lockstep", "run", *["-m"] * options["module"], script, *args]
+        asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
+        check_reference(reference, f"lockstep verify {script}", asked, shlex.join(words), "script")
+        if reference.until:  # else the script has come to its end, and others may make more
+            others = [replace(way, steps=reference.steps) for way in others]
         for number, way in enumerate(others):
             verdict = judge(reference, record(way, Path(folder) / str(number), start))
             verdicts.append(verdict)
@@ -125,7 +135,8 @@ class _Runs:
                 self._first, self._due = seconds, now
             if steps:
                 each = (seconds - self._first) / max(1, steps - 1)
-                self._whole = seconds + each * (way.steps - steps)
+                rest = each * (way.steps - steps)
+                self._whole = seconds + min(rest, way.seconds or rest)
             self._steps = steps
         if not self._terminal and now < self._due:
             return
@@ -134,7 +145,8 @@ class _Runs:
         if self._whole is not None:
             rest = max(0.0, self._whole - seconds) + (self._count - self._number) * self._whole
             left = f"{clock(rest)} left of about {clock(now - self._start + rest)}"
-        line = f"run {self._number} of {self._count}, {way.name}: step {steps} of {way.steps}"
+        most = f"at most {way.steps}" if way.seconds else way.steps
+        line = f"run {self._number} of {self._count}, {way.name}: step {steps} of {most}"
         line = f"{line}, {left}"
         click.echo(f"\r{line}\x1b[K" if self._terminal else line, nl=not self._terminal, err=True)
 
@@ -159,10 +171,11 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
         name=f"{nproc} processes",
         nproc=nproc,
         script=replace(program, local_rank_flag=reading.local_rank_flag),
-        steps=options["steps"],
+        steps=options["steps"] or _STEPS,
         precision=options["precision"],
     )
-    ways = [way.alone(nproc if options["batch_per_process"] else 1), way]
+    alone = way.alone(nproc if options["batch_per_process"] else 1)
+    ways = [replace(alone, seconds=None if options["steps"] else _SECONDS), way]
     if count := options["accumulate"]:
         name = f"{way.name}, {count} micro-batches"
         ways.append(replace(way, name=name, instead={"min_micro_batches": count}))
@@ -173,35 +186,6 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
         instead = {"strategy": strategy}
         ways.append(replace(way, name=f"strategy {strategy}", nproc=processes, instead=instead))
     return ways
-
-
-def _check_reference(reference: Recorded, options: dict[str, Any]) -> None:
-    """Whether there is something to compare with."""
-    from lockstep.verify.record import OWN_PROCESSES
-
-    script = reference.way.script
-    was_set = f"lockstep verify {script.path}"
-    if reference.error or not reference.updates:
-        found = "the script made no optimizer step on one process"
-        do = "give it arguments with which it trains; processes that it starts itself are not seen"
-        if reference.error:
-            words = ["-m"] * script.module + [script.path, *script.arguments]
-            found = f"on one process the script ended with {reference.error}"
-            do = f"make this work: {shlex.join(['lockstep', 'run', *words])}"
-        if OWN_PROCESSES in reference.error:
-            do = OWN_PROCESSES
-        double = reference.way.precision == "fp64"
-        if double and re.search("dtype|double", reference.error, re.IGNORECASE):
-            do = "the script names dtypes itself; try --precision fp32"
-        printed = [f"| {line}" for line in reference.output.splitlines()]
-        raise UsageError(was_set, "\n         ".join([*found.splitlines(), *printed]), do)
-    asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
-    if asked and not reference.of_lockstep:
-        raise UsageError(
-            f"{was_set} with {asked[0]}",
-            "the script does not train by Lockstep, so nothing would come of it",
-            "leave it out, or let the script use lockstep.init and world.prepare",
-        )
 
 
 def show(lines: Sequence[str], as_json: str | None) -> None:

@@ -23,14 +23,17 @@ from lockstep.errors import name_ranks, some
 from lockstep.verify.compare import (
     Array,
     Divergence,
-    RankUpdate,
     Sample,
     ScriptCall,
-    Tolerance,
     Update,
+    constant_ratio,
     contents_that_differ,
-    largest,
+    flat,
+    near,
+    norm,
+    proportional,
     same_samples,
+    weights,
 )
 
 
@@ -67,18 +70,13 @@ def _of_replicas(case: Divergence) -> Cause:
 
 
 def _of_gradients(case: Divergence) -> Cause:
-    """Ranks that differ, a gather, clipping, then the values: by a ratio, by weights, by the rest.
+    """How the model was trained, ranks that differ, a gather, clipping, then the values.
 
     LS207 goes by a loss that was made of what an all-gather brought without its gradient. A loss
     that is scaled up to make good for that, by a wrong number, would look the same.
     """
-    alone = set(case.one[0].frozen)
-    frozen = {n: alone ^ set(rank.frozen) for n, rank in enumerate(case.many)}
-    if names := tuple(sorted(set().union(*frozen.values()))):
-        ranks = name_ranks(n for n, of_rank in frozen.items() if of_rank)
-        plain = [name.partition("/")[2] for name in names]
-        seen = f"requires_grad is not that of one process on {ranks}: {shown(plain)}"
-        return Cause("LS210", (seen,), names)
+    if cause := _of_modes(case):
+        return cause
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
         return _not_averaged(case, tuple(apart))
@@ -87,13 +85,33 @@ def _of_gradients(case: Divergence) -> Cause:
         seen = "the loss is made of what an all-gather brought, which carries no gradient"
         return Cause("LS207", (seen, gathered, *_patterns(case)))
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
-    unused = tuple(expected.keys() - found.keys())
-    if case.what == "gradients" and unused:
-        seen = f"no optimizer of {case.size} processes updates {some(sorted(unused))}"
-        return Cause("LS210", (seen, "on one process one does"), unused)
     if case.what == "gradients" and (_clips(case.one) or _clips(case.many)):
         return _of_clipping(case)
     return _of_inputs(case) or _of_values(case, expected, found)
+
+
+def _of_modes(case: Divergence) -> Cause | None:
+    """LS312: parameters that are trained on some processes only, or in another mode."""
+    for what, words in (("frozen", "requires_grad"), ("evaluating", "train() or eval()")):
+        alone = set(getattr(case.one[0], what))
+        apart = {
+            n: (alone ^ set(getattr(rank, what))) & rank.held.keys()
+            for n, rank in enumerate(case.many)
+        }
+        if names := tuple(sorted(set().union(*apart.values()))):
+            ranks = name_ranks(n for n, of_rank in apart.items() if of_rank)
+            seen = f"{words} is not that of one process on {ranks}: {shown(_plain(names))}"
+            return Cause("LS312", (seen,), names)
+    expected, found = case.one.merged(case.what), case.many.merged(case.what)
+    unused = tuple(sorted(expected.keys() - found.keys()))
+    if case.what == "gradients" and unused:
+        seen = f"no optimizer of {case.size} processes updates {some(_plain(unused))}"
+        return Cause("LS312", (seen, "on one process one does"), unused)
+    return None
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    return [name.partition("/")[2] or name for name in names]
 
 
 def _of_values(
@@ -124,12 +142,13 @@ def _clips(update: Update) -> list[ScriptCall]:
 def _of_clipping(case: Divergence) -> Cause:
     """Gradients that differ after they were clipped.
 
-    LS404 goes by gradients that differed between the ranks when they were clipped, were the same
-    on all when they were used, and would have been right (but for a factor) as their mean; or, in
-    `_of_values`, by clipping before the last backward pass of a step that changed something. LS403:
-    they were equal before. Whether clipping is all that was done in between is not seen.
+    LS404 goes by gradients that differed between the ranks when clipping changed them, were the
+    same on all when they were used, and would have been right (but for a factor) as their mean; or,
+    in `_of_values`, by clipping before the last backward pass of a step that changed something.
+    LS403: they were equal before. Whether clipping is all that was done in between is not seen.
     """
-    lines = [call.line for call in _clips(case.many) or _clips(case.one)][:1]
+    clips = _clips(case.many) or _clips(case.one)
+    lines = [call.line for call in clips][:1]
     expected = case.one.merged("unclipped")
     if not case.many.ranks_that_differ("unclipped", case.tolerance):
         seen = "they were equal before they were clipped, and are not after"
@@ -139,56 +158,84 @@ def _of_clipping(case: Divergence) -> Cause:
         for name, gradient in rank.unclipped.items():
             sums[name].append(gradient)
     mean = {name: np.asarray(sum(each)) / len(case.many) for name, each in sums.items()}
-    early = "gradients were clipped while those of the ranks still differed"
     ratio = constant_ratio(expected, mean, case.exact)
-    if ratio is None:
+    if ratio is None or not any(call.acts for call in (*clips, *_clips(case.one))):
         cause = _of_values(case, expected, mean)
+        early = "gradients were clipped while those of the ranks still differed"
         return replace(cause, seen=(*cause.seen, early, *lines))
-    right = f"their mean was {_times(ratio, case.size)} those of one process before"
+    early = "clipping changed gradients while those of the ranks still differed"
+    times = "" if near(ratio, 1) else f"{_times(ratio, case.size)} "
+    right = f"their mean was {times or 'equal to '}that of one process before"
     return Cause("LS404", (early, right, *lines))
 
 
 def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     """Ranks that step with gradients of their own.
 
-    LS303, LS302 and LS311 go by what DDP knows and by where a model was called; LS406 by an
-    all-reduce of gradients, now or in the next step; LS304 by clipping that some ranks alone did.
-    LS301 is what is left where DDP knows all of them: parameters that the loss does not use, or
-    `no_sync` around the last backward pass, which look the same.
+    LS303 goes by what DDP knows, LS304 by clipping that some ranks alone did. The others need
+    ranks that used what their own backward passes left: LS302 forward passes around the wrapper and
+    none through it, LS406 an all-reduce of gradients, now or in the next step, LS311 a model that
+    nothing holds. LS301 is what is left where DDP knows all of them: parameters that the loss does
+    not use, or `no_sync` around the last backward pass, which look the same. Where a rank used
+    something else (noise, a weight of its own after the average) nothing is named.
     """
     total = len(case.many.merged("gradients"))
     seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
     new = {name for rank in case.many for name in rank.not_averaged}
     if new and set(names) <= new:
         return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
-    line = case.many.first("past_wrapper")
-    if line:
-        return Cause("LS302", (seen, f"around the wrapper: {line}"), names)
     clipping = [n for n, rank in enumerate(case.many) if _clips(Update([rank]))]
     if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
         only = f"they were the same until {name_ranks(clipping)} clipped them"
         return Cause("LS304", (seen, only, _clips(case.many)[0].line), names)
+    line = case.many.first("past_wrapper")
+    around = [f"around the wrapper: {line}"] if line else []
     # What comes too late is among the calls before the next update.
     soon = case.other[case.update : case.update + 2]
-    reduced = [call for update in soon for call in _calls(update) if call.of_gradient]
+    reduced = [call.line for update in soon for call in _calls(update) if call.of_gradient][:1]
+    bare = set(names) <= {name for rank in case.many for name in rank.bare}
+    own, passes = _passes_of_own(case, names), case.many.backward_passes
+    if not own:
+        more = ["they are not what each rank's own backward passes left"]
+        first, *others = (rank.gradients for rank in case.many)
+        ratios = [constant_ratio(first, other, case.exact) for other in others]
+        if None not in ratios:
+            words = (f"{ratio:.6g} times on rank {n}" for n, ratio in enumerate(ratios, 1))
+            more.append(f"they are those of rank 0, {', '.join(words)}")
+        more += [f"gradients were reduced: {line}" for line in reduced]
+        return Cause("LS210", (seen, *more, *around, *_draws(case)), names)
+    alone = "each rank used what its own backward pass left"
+    if own < passes:
+        alone = f"what the last {own} of {passes} backward passes left is each rank's own"
+    if line and not any(rank.wrapped_passes for rank in case.many):
+        return Cause("LS302", (seen, *around), names)
     if reduced:
-        late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
-        return Cause("LS406", (seen, late), names)
-    used = [(rank, name) for rank in case.many for name in names if name in rank.gradients]
-    own = all(_is_own(rank, name, case.tolerance) for rank, name in used)
-    alone = "each rank used what its own backward pass left" if own else "no rank's is the mean"
-    if set(names) <= {name for rank in case.many for name in rank.bare}:
-        bare = f"neither DDP nor Lockstep holds the model: {case.many.first('bare_line')}"
-        return Cause("LS311", (seen, alone, bare), names)
+        late = f"gradients were averaged too late, or others than these: {reduced[0]}"
+        return Cause("LS406", (seen, alone, late), names)
+    if bare:
+        where = case.many.first("bare_line")
+        held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
+        return Cause("LS311", (seen, alone, held), names)
     every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
-    return Cause("LS301", (seen, alone, *every), names)
+    return Cause("LS301", (seen, alone, *around, *every), names)
 
 
-def _is_own(rank: RankUpdate, name: str, tolerance: Tolerance) -> bool:
-    """Whether a gradient is what the rank's own backward passes left."""
-    left = [part[name] for part in rank.local if name in part]
-    total = np.asarray(sum(left))
-    return bool(left) and not tolerance.differ(total, rank.gradients[name], largest(total))
+def _passes_of_own(case: Divergence, names: Sequence[str]) -> int:
+    """How many of the last backward passes left what is each rank's own, and the only difference.
+
+    0: something else differs too, or it is not known.
+    """
+    for count in range(1, min(len(rank.local) for rank in case.many) + 1):
+        own, rest = [], []
+        for rank in case.many:
+            used = {n: rank.unclipped[n] for n in names if n in rank.unclipped}
+            left = [{n: part.get(n, 0 * a) for n, a in used.items()} for part in rank.local]
+            own.append(sum(map(flat, left[-count:]), np.zeros(1)))
+            rest.append(flat(used) - own[-1])
+        most = case.exact * norm(own[0])
+        if len(set(map(len, rest))) == 1 and all(norm(each - rest[0]) <= most for each in rest):
+            return count
+    return 0
 
 
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
@@ -212,18 +259,12 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
         code, why = fitting[0]
         also = [f"it may be {other} as well; another --nproc tells" for other, _ in fitting[1:]]
         return Cause(code, (seen, *_loss_line(case), *why, *also), ratio=ratio)
-    steps = []
-    for one_step, step in zip(case.reference, case.other, strict=False):
-        values = one_step.merged(case.what), step.merged(case.what)
-        of_step = constant_ratio(*values, case.exact)
-        steps.append("none" if of_step is None else f"{of_step:.6g}")
-    others = [f"step by step: {', '.join(steps)}"] if len(steps) > 1 else []
-    return Cause("LS209", (seen, *_loss_line(case), *others), ratio=ratio)
+    return Cause("LS209", (seen, *_loss_line(case)), ratio=ratio)
 
 
 def _loss_line(case: Divergence) -> list[str]:
     line = case.many.first("loss_line")
-    return [f"the loss is that of {line}"] if line else []
+    return [f"the loss is made by {line}"] if line else []
 
 
 def _of_weights(
@@ -234,13 +275,19 @@ def _of_weights(
     LS205 and LS206 go by weights that are the counts of something in the batches; with few parts
     and small counts another count may fit by chance. Without such a count LS205 goes by means
     that are added up equally where unequal ones would add up to as much, of a loss that does not
-    compare samples. LS110: some parts should weigh nothing, and nobody knows their samples.
+    compare samples.
     """
     parts = [piece for rank in case.many if rank.counts for piece in rank.local]
     right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
-    if right is None or used is None:
+    if right is None:
         return None
-    text = (
+    least = 1e-6 * max(abs(weight) for weight in right)
+    if used is None:
+        if not _all_equal(right, case.exact):
+            return None
+        text = "the sum of what the ranks' backward passes left is right, but for a factor"
+        return _unknown(case, f"{text}; what was made of it afterwards is not")
+    words = (
         "the gradient of one process is a sum of the same parts with other weights",
         f"the backward passes of the ranks weigh {_ratio_text(used)}; "
         f"they should weigh {_ratio_text(right)}",
@@ -252,22 +299,13 @@ def _of_weights(
         if proportional(relative, counts):
             numbers = ", ".join(f"{count:g}" for count in counts)
             code = "LS206" if key == "samples" else "LS205"
-            return Cause(code, (*text, f"that is by their {key}: {numbers}"))
-    least = 1e-6 * max(abs(weight) for weight in right)
-    foreign = sum(abs(r) < least and u != 0.0 for r, u in zip(right, used, strict=True))
-    if foreign and not any(batch.ids or batch.iterable for batch in case.many.batches):
-        seen = (
-            f"the gradient of one process is made of {len(parts) - foreign} of the {len(parts)} "
-            "backward passes of the ranks; the others computed batches that one process does not "
-            "have"
-        )
-        return Cause("LS110", (seen,))
+            return Cause(code, (*words, f"that is by their {key}: {numbers}"))
     if compares := _compares(case):
-        return Cause("LS208", (*text, *compares))
+        return Cause("LS208", (*words, *compares))
     if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
-        return Cause("LS205", (*text, nothing))
-    return Cause("LS210", text)
+        return Cause("LS205", (*words, nothing))
+    return Cause("LS210", words)
 
 
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
@@ -286,27 +324,28 @@ def _of_inputs(case: Divergence) -> Cause | None:
     """Batches of no DataLoader, by what the models were called with.
 
     LS101 goes by ranks that all had the same inputs; LS110 by so many times the inputs of one
-    process as there are processes. A model that rightly gets a constant would look like LS101.
+    process, of the same shape, as there are processes. A model that rightly gets a constant would
+    look like LS101.
     """
+    batches = [batch for rank in (*case.one, *case.many) for batch in rank.taken]
     one, many = _inputs(case.one), _inputs(case.many)
-    if not one or not many:
+    if not one or not many or any(batch.ids is None or batch.ids for batch in batches):
         return None
     wanted, total = sum(map(Counter.total, one)), sum(map(Counter.total, many))
     numbers = f"one process computed {wanted} inputs in this step, {case.size} computed {total}"
     if repeated(many):
         return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
-    if total == wanted * case.size > wanted:
+    if total == wanted * case.size > wanted and len({batch.shape for batch in batches}) == 1:
         return Cause("LS110", (numbers, "no DataLoader made them"))
     return None
 
 
 def _inputs(update: Update) -> list[Counter[str]]:
-    """What the models of each rank were called with where no loader gave it; empty: unknown."""
-    ranks = [rank for rank in update if rank.counts and rank.taken]
-    batches = [batch for rank in ranks for batch in rank.taken]
-    if any(batch.ids is None or batch.ids or not batch.contents for batch in batches):
+    """What the models of each rank were called with; empty: it is not known."""
+    ranks = [rank for rank in update if rank.counts and rank.inputs]
+    if any(not batch.contents for rank in ranks for batch in rank.inputs):
         return []
-    return [Counter(c for batch in rank.taken for c in batch.contents) for rank in ranks]
+    return [Counter(c for batch in rank.inputs for c in batch.contents) for rank in ranks]
 
 
 def repeated(ranks: Sequence[Counter[str]]) -> bool:
@@ -317,57 +356,92 @@ def repeated(ranks: Sequence[Counter[str]]) -> bool:
 def _of_coupling(case: Divergence) -> Cause:
     """Gradients in which samples have to do with each other, or with chance.
 
-    LS208 goes by the second derivative of the loss on one process, which is not zero between the
-    outputs of two samples, and by ranks that gathered nothing; LS211 by the numbers that were
-    added up to the loss, which may fit by chance where they are few; LS306 by BatchNorm's
-    forward passes, LS307 by their number, LS308 by draws, of which nobody knows what they were
-    for. Each is true where it is said, but something else may be wrong besides.
+    LS306 goes by BatchNorm's forward passes, LS307 by their number; LS406 by a hook that changed
+    the gradient of a rank before it was averaged; LS211 by the numbers that were added up to the
+    loss, which may fit by chance where they are few; LS208 by the second derivative of the loss on
+    one process, which is not zero between the outputs of two samples, and by ranks that gathered
+    nothing; LS308 by random numbers that the loss is made of. Each is true where it is said, but
+    something else may be wrong besides.
     """
-    patterns = _patterns(case)
-    layers = _local_statistics(case)
-    if layers:
-        return Cause("LS306", (layers, *patterns))
-    if terms := _of_terms(case):
-        return Cause("LS211", (*terms, *_loss_line(case), *patterns))
-    draws = [rank.draw_line for rank in (*case.one, *case.many) if rank.drew]
-    drawn = [f"random numbers were drawn between a batch and its step: {draws[0]}"] if draws else []
+    if cause := _of_batchnorm(case):
+        return cause
+    if line := case.many.first("hook_line"):
+        seen = "a hook changed gradients of the ranks while they still differed"
+        return Cause("LS406", (seen, line, *_patterns(case)))
+    terms, told = _of_terms(case)
+    if told:
+        return Cause("LS211", (*terms, *_loss_line(case), *_patterns(case)))
     if compares := _compares(case):
-        return Cause("LS208", (*compares, *_loss_line(case), *patterns, *drawn))
-    if drawn:
-        return Cause("LS308", (*drawn, *patterns))
-    moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
-    if moved and case.one.backward_passes != case.many.backward_passes:
-        return Cause("LS307", (_passes(case), *patterns))
+        return Cause("LS208", (*compares, *_loss_line(case), *_patterns(case), *_draws(case)))
+    if draws := _draws(case):
+        return Cause("LS308", (*draws, *_patterns(case)))
     words = []
     if any(rank.local for rank in case.many) and case.size > 1:
         words.append("no weighting of the ranks' own gradients gives that of one process")
+    return _unknown(case, *words, *terms)
+
+
+def _draws(case: Divergence) -> list[str]:
+    """Other random numbers than on one process that the loss is made of, in words."""
+    one, many = (Counter(d for rank in each for d in rank.draws) for each in (case.one, case.many))
+    others = [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
+    text = "the loss is made of random numbers, drawn for this step: {}"
+    return [text.format(line) for line, _ in others[:1]]
+
+
+def _unknown(case: Divergence, *seen: str) -> Cause:
+    """What is seen of the way from batches to gradients, where nothing names a cause."""
+    words = []
     one, many = _inputs(case.one), _inputs(case.many)
     if one and many:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
-        total = sum(map(Counter.total, one))
-        words.append(f"no DataLoader made the batches: {same} of {total} inputs are the same")
-    return Cause("LS210", (*words, *_loss_line(case), *patterns))
+        numbers = [str(sum(map(Counter.total, each))) for each in (one, many)]
+        shapes = [{b.shape for rank in each for b in rank.inputs} for each in (case.one, case.many)]
+        if shapes[0] != shapes[1]:
+            sorts = (" or ".join(sorted(shape)) for shape in shapes)
+            numbers = [f"{n} of {sort}" for n, sort in zip(numbers, sorts, strict=True)]
+        text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
+        words.append(text.format(numbers[0], case.size, numbers[1], same))
+    expected, found = (
+        {n: _returned(u, n) for n in u.merged("outputs")} for u in (case.one, case.many)
+    )
+    if expected and expected.keys() == found.keys() and np.isfinite([*expected.values()]).all():
+        wrong = [n for n in expected if case.tolerance.differ(expected[n], found[n], 0.0)]
+        what = f"something else: {shown(wrong)}" if wrong else "the same; it is the loss, or later"
+        words.append(f"in sum the models returned {what}")
+    return Cause("LS210", (*seen, *words, *_loss_line(case), *_patterns(case)))
 
 
-def _of_terms(case: Divergence) -> list[str]:
-    """Terms of the loss that some ranks lack, or that do not all scale alike, in words."""
+def _returned(update: Update, name: str) -> Array:
+    each = [rank.outputs[name] for rank in update if rank.counts and name in rank.outputs]
+    return np.asarray(sum(each))
+
+
+def _of_terms(case: Divergence) -> tuple[list[str], bool]:
+    """Terms of the loss that some ranks lack, or that do not all scale alike, in words.
+
+    And whether that is all: it is not if some term is neither the mean nor the sum of the ranks'.
+    """
     one = case.one[0].terms
     ranks = [rank.terms for rank in case.many if rank.counts]
     if case.size == 1 or any(len(terms) != 1 for terms in (one, *ranks)):
-        return []
+        return [], False
     counts = [len(terms[0]) for terms in ranks]
     if {*counts} != {len(one[0])}:
         of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
-        return [f"the loss is a sum of {len(one[0])} terms on one process, of {of_ranks}"]
-    means, sums = [], []
+        text = f"the loss is a sum of {len(one[0])} terms on one process, of {of_ranks}"
+        return [text], len({*counts}) > 1
+    kinds: dict[str, list[int]] = {"mean": [], "sum": [], "neither the mean nor the sum": []}
     for number, term in enumerate(one[0]):
         total = sum(terms[0][number] for terms in ranks)
-        means += [number + 1] * near(total / len(ranks), term, case.exact)
-        sums += [number + 1] * near(total, term, case.exact)
-    if not means or not sums or means == sums:
-        return []
-    text = f"of the loss's terms, one process has the sum over the ranks of number {shown(sums)}"
-    return [f"{text}, and the mean of number {shown(means)}"]
+        fits = [near(total / len(ranks), term, case.exact), near(total, term, case.exact)]
+        if not all(fits):  # what is zero on all ranks is both
+            kinds[[*kinds][fits.index(True) if any(fits) else 2]].append(number + 1)
+    if sum(map(bool, kinds.values())) < 2:
+        return [], False
+    said = (f"the {word} of number {shown(numbers)}" for word, numbers in kinds.items() if numbers)
+    text = f"of the loss's terms, one process has, over the ranks, {', '.join(said)}"
+    return [text.replace("the neither", "neither")], not [*kinds.values()][2]
 
 
 def _compares(case: Divergence) -> list[str]:
@@ -385,12 +459,12 @@ def _patterns(case: Divergence) -> tuple[str, ...]:
     wrong = [name for name in case.names if name in expected]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in wrong if name in found):
-        ratio = constant_ratio({name: expected[name]}, {name: found[name]}, case.exact)
+        one, many = {name: expected[name]}, {name: found[name]}
+        ratio = constant_ratio(one, many, case.exact) if expected[name].size > 1 else None
         kinds["in no constant ratio" if ratio is None else _times(ratio, case.size)].append(name)
-    right = len(expected) - len(wrong)
-    words = [f"{right} of {len(expected)} gradients are right"] if right else []
-    words += [f"{key}: {shown(names)}" for key, names in list(kinds.items())[:3]]
-    return tuple(words)
+    right = f"{len(expected) - len(wrong)} of {len(expected)} gradients are right"
+    words = [right] if len(wrong) < len(expected) else []
+    return (*words, *(f"{key}: {shown(_plain(names))}" for key, names in list(kinds.items())[:3]))
 
 
 def _of_loss(case: Divergence) -> Cause:
@@ -405,43 +479,40 @@ def _of_rates(case: Divergence) -> Cause:
     LS401 needs schedulers that have stepped another number of times. A rate that the script sets
     by hand, a scheduler of another length, and one that follows a metric are all LS402.
     """
-    one, others = case.one[0].rates, [rank.rates for rank in case.many]
-    many = others[0]
-    texts = [", ".join(f"{rate:.6g}" for rate in rates) for rates in (one, *others)]
-    seen = f"{texts[0]} on one process, {texts[1]} on {case.size}"
-    apart = [f"{text} on rank {n}" for n, text in enumerate(texts[1:]) if text != texts[1]]
-    if apart:
-        seen = f"{texts[0]} on one process, {texts[1]} on rank 0, {', '.join(apart)}"
-    ratio = many[0] / one[0] if one and many and one[0] else math.nan
-    until = case.update + 1
-    turns = _scheduled(case.reference[:until]), _scheduled(case.other[:until])
+    ranks = (*case.one, *case.many)
+    texts = [", ".join(f"{rate:.6g}" for rate in rank.rates) for rank in ranks]
+    runs = [(case.reference, 0), *((case.other, rank) for rank in range(case.size))]
+    turns = [
+        sum(c.name == "schedule" for u in run[: case.update + 1] for c in u[rank].calls)
+        for run, rank in runs
+    ]
+    apart = len({*texts[1:]}) > 1 or len({*turns[1:]}) > 1
+    places = ["one process", *([f"rank {n}" for n in range(case.size)] if apart else [case.size])]
+
+    def told(values: Sequence[object]) -> str:
+        pairs = zip(values, places, strict=False)
+        return ", ".join(f"{value} on {place}" for value, place in pairs)
+
     lines = [
         line
-        for rank in case.many
-        for expected, rate, line in zip(one, rank.rates, rank.rate_lines, strict=False)
-        if rate != expected
+        for rank in (*case.many, *case.one)
+        for other in ranks
+        for rate, wrong, line in zip(rank.rates, other.rates, rank.rate_lines, strict=False)
+        if rate != wrong and line
     ]
-    where = [f"it was set last by {line}" for line in lines[:1] if line]
-    if turns[0] != turns[1]:
-        text = f"the scheduler had stepped {turns[0]} times, on {case.size} processes {turns[1]}"
-        return Cause("LS401", (seen, text, *where), ratio=ratio)
-    if case.many[0].step == 0:
+    where = [f"it was set by {line}" for line in dict.fromkeys(lines)][:2]
+    one, many = ranks[0].rates, ranks[1].rates
+    ratio = many[0] / one[0] if one and many and one[0] else math.nan
+    how = "no scheduler stepped"
+    if any(turns):
+        how = f"steps of the scheduler until then: {told(turns)}"
+    elif case.update == 0 and not apart:
         size = case.size
         kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
         word = next((w for c, w in kinds.items() if near(ratio, c)), f"{ratio:.6g} times")
-        return Cause("LS402", (seen, f"{word} as high", *where), ratio=ratio)
-    how = (
-        f"the scheduler had stepped {turns[0]} times on both"
-        if turns[0]
-        else "no scheduler stepped"
-    )
-    return Cause(
-        "LS402", (seen, f"they were equal in the steps before; {how}", *where), ratio=ratio
-    )
-
-
-def _scheduled(updates: Sequence[Update]) -> int:
-    return sum(call.name == "schedule" for update in updates for call in update[0].calls)
+        how = f"{word} as high"
+    code = "LS401" if len({*turns[1:]}) == 1 and turns[0] != turns[1] else "LS402"
+    return Cause(code, (told(texts), how, *where), ratio=ratio)
 
 
 def _of_parameters(case: Divergence) -> Cause:
@@ -453,15 +524,22 @@ def _of_parameters(case: Divergence) -> Cause:
 
 
 def _of_buffers(case: Divergence) -> Cause:
-    """LS306 and LS307 go by what BatchNorm's forward passes saw; all else is told as it is."""
     ends = ("running_mean", "running_var", "num_batches_tracked")
-    if all(name.endswith(ends) for name in case.names):
-        layers = _local_statistics(case)
-        if layers:
-            return Cause("LS306", (layers,))
-        if case.one.backward_passes != case.many.backward_passes:
-            return Cause("LS307", (_passes(case),))
-    return Cause("LS309", (f"after the step: {shown(case.names)}",))
+    of_norm = _of_batchnorm(case) if all(name.endswith(ends) for name in case.names) else None
+    return of_norm or Cause("LS309", (f"after the step: {shown(_plain(case.names))}",))
+
+
+def _of_batchnorm(case: Divergence) -> Cause | None:
+    """LS306 and LS307 go by what BatchNorm's forward passes saw, and by how many they were."""
+    patterns = () if case.what == "buffers" else _patterns(case)
+    layers = sorted({layer for rank in case.many for layer in _plain(rank.statistics)})
+    if layers and case.size > 1:
+        seen = f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
+        return Cause("LS306", (seen, *patterns))
+    moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
+    if moved and case.one.backward_passes != case.many.backward_passes:
+        return Cause("LS307", (_passes(case), *patterns))
+    return None
 
 
 def _of_length(case: Divergence) -> Cause:
@@ -472,14 +550,6 @@ def _of_length(case: Divergence) -> Cause:
 def _passes(case: Divergence) -> str:
     one, many = case.one.backward_passes, case.many.backward_passes
     return f"backward passes for this step: {one} on one process, {many} on each rank"
-
-
-def _local_statistics(case: Divergence) -> str:
-    """The BatchNorm layers with statistics of a part of the batch, in words; empty: none."""
-    layers = sorted({layer for rank in case.many for layer in rank.statistics})
-    if not layers or case.size == 1:
-        return ""
-    return f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
 
 
 def _all_equal(values: Sequence[float], exact: float) -> bool:
@@ -513,6 +583,7 @@ def _of_samples(case: Divergence) -> Cause:
     numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
     before = _all(case.other[: case.update], identity).keys() - expected.keys()
     again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
+    again = again if {*(found - expected)} <= {*again} else []
     if again:
         per_rank = [Counter(identity(Update([rank]))) for rank in case.many if rank.counts]
         every = all(one == per_rank[0] for one in per_rank)
@@ -545,36 +616,26 @@ def _of_contents(case: Divergence) -> Cause:
     reference = [batch for update in case.reference for rank in update for batch in rank.taken]
     known = {digest for batch in reference for digest in batch.contents}
     batches = [batch for rank in case.many for batch in rank.taken]
-    wrong = set(samples)
-    other = [
-        digest
-        for batch in batches
-        for sample, digest in zip(batch.ids or (), batch.contents, strict=False)
-        if sample in wrong
-    ]
+    pairs = (pair for b in batches for pair in zip(b.ids or (), b.contents, strict=False))
+    other = [digest for sample, digest in pairs if sample in samples]
     moved = sum(digest in known for digest in other)
     if 2 * moved >= len(other):
         where = f"{moved} of them stand under another index on one process"
         return Cause("LS105", (text, where))
-    drawn = next((batch.drawn for batch in batches if batch.stream), None)
-    if drawn is None and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
+    drawn = [rank.taken[0].drawn for rank in case.many if rank.taken]
+    if not any(drawn) and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
         return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     if any(batch.workers for batch in batches):
-        seen = "worker processes read them, whose draws are not seen"
-        return Cause("LS107", (text, seen))
-    if drawn is not None:
-        streams = [rank.taken[0].stream for rank in case.many if rank.taken]
-        where = f": {drawn}" if drawn else ""
-        if len(streams) > 1 and len(set(streams)) == 1:
+        return Cause("LS107", (text, "worker processes read them, whose draws are not seen"))
+    if any(drawn):
+        where = f": {'; '.join(next(filter(None, drawn)))}"
+        if len(drawn) > 1 and all([*each.values()] == [*drawn[0].values()] for each in drawn):
             same = f"all ranks drew the same random numbers to read theirs{where}"
             return Cause("LS106", (text, same))
         return Cause("LS107", (text, f"random numbers were drawn to read them{where}"))
-    left = (
-        "what is left is a generator of numpy's or Python's that is the dataset's own, the clock, "
-    )
-    return Cause(
-        "LS107", (text, f"no draw from torch or a global stream was seen; {left}or the rank")
-    )
+    left = "a generator of numpy's or Python's that is the dataset's own, the clock, or the rank"
+    seen = f"no draw from torch or a global stream was seen; what is left is {left}"
+    return Cause("LS107", (text, seen))
 
 
 def _which(samples: Iterable[Sample], case: Divergence) -> str:
@@ -589,75 +650,6 @@ def _which(samples: Iterable[Sample], case: Divergence) -> str:
 
 def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:
     return Counter(sample for update in updates for sample in identity(update) or ())
-
-
-def constant_ratio(
-    reference: Mapping[str, Array], found: Mapping[str, Array], exact: float = 1e-7
-) -> float | None:
-    """`c` where all of `found` is `c` times the reference; None: there is no such number.
-
-    Args:
-        reference: tensors.
-        found: others of these names.
-        exact: the largest remainder, against `found` itself, that counts as none.
-    """
-    a, b = flat(reference), flat(found)
-    square = float(a @ a) if a.shape == b.shape else 0.0
-    if square == 0.0:
-        return None
-    ratio = float(a @ b) / square
-    return ratio if _norm(b - ratio * a) <= exact * _norm(b) and ratio != 0.0 else None
-
-
-def weights(
-    target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], exact: float = 1e-7
-) -> tuple[float, ...] | None:
-    """The numbers by which `parts` are multiplied in a sum that is `target`.
-
-    Args:
-        target: a gradient.
-        parts: what each backward pass left; a tensor that one lacks counts as zero.
-        exact: the largest remainder.
-
-    Returns:
-        One number a part; None where there is no such sum, or it could be one by chance.
-    """
-    goal = flat(target)
-    if not parts or goal.size < 4 * len(parts):
-        return None
-    zeros = {name: np.zeros_like(array) for name, array in target.items()}
-    columns = np.stack([flat({n: part.get(n, zeros[n]) for n in target}) for part in parts], axis=1)
-    scale = np.linalg.norm(columns, axis=0)
-    used = scale > 0
-    if not used.any():
-        return None
-    # Scaled: parts may be of very different sizes, and the rank is judged against the largest.
-    scaled = columns[:, used] / scale[used]
-    solution, _, rank, _ = np.linalg.lstsq(scaled, goal, rcond=1e-10)
-    if rank < used.sum() or _norm(goal - scaled @ solution) > exact * _norm(goal):
-        return None
-    result = np.zeros(len(parts))
-    result[used] = solution / scale[used]
-    return tuple(result.tolist())
-
-
-def proportional(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two lists of numbers are multiples of each other."""
-    return constant_ratio({"": np.array(one)}, {"": np.array(other)}, 1e-5) is not None
-
-
-def near(one: float, other: float, exact: float = 1e-6) -> bool:
-    """Equal but for rounding."""
-    return math.isclose(one, other, rel_tol=exact)
-
-
-def flat(arrays: Mapping[str, Array]) -> Array:
-    """All values in one row."""
-    return np.concatenate([np.zeros(0), *(a.ravel().astype(np.float64) for a in arrays.values())])
-
-
-def _norm(values: Array) -> float:
-    return float(np.linalg.norm(values))
 
 
 def shown(things: Sequence[object]) -> str:

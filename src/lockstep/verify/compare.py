@@ -8,10 +8,10 @@ parameters, buffers. Pure: values go in, a `Divergence` comes out.
 
 from __future__ import annotations
 
-import operator
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,8 @@ class Taken:
     """Of the samples; digests are comparable where it is the same."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the batch may weigh: its samples, and what is not padding in each of its tensors."""
-    stream: str = ""
-    """A digest of the random numbers drawn, in this process, while it was read; empty: none."""
-    drawn: str = ""
-    """In words, what they were drawn from."""
+    drawn: Mapping[str, str] = field(default_factory=dict)
+    """What was drawn from in this process while it was read, in words, and a digest of it."""
     workers: bool = False
     """Other processes read it, whose draws are not seen."""
     iterable: bool = False
@@ -85,9 +83,12 @@ class RankUpdate:
     counts: bool = True
     """Whether this rank's losses count: under a pipeline those of the other ranks do not."""
     calls: list[ScriptCall] = field(default_factory=list)
-    drew: bool = False
-    """Random numbers were drawn between the last batch and the step."""
-    draw_line: str = ""
+    draws: list[tuple[str, str]] = field(default_factory=list)
+    """Random numbers that the loss is made of, drawn for this step: the line, and a digest."""
+    inputs: list[Taken] = field(default_factory=list)
+    """What the first model of each backward pass was called with."""
+    outputs: dict[str, Array] = field(default_factory=dict)
+    """By model and place, sums over what it returned; NaN if that has no row for each sample."""
     terms: list[list[float]] = field(default_factory=list)
     """What each of the losses was added up from, as far as that was seen."""
     loss_line: str = ""
@@ -102,16 +103,24 @@ class RankUpdate:
     """Of a training forward pass of such a model."""
     past_wrapper: str = ""
     """The line of a training forward pass around DDP; empty: there was none."""
+    wrapped_passes: int = 0
+    """Training forward passes through DDP."""
+    hook_line: str = ""
+    """Of a hook of the script that has changed a parameter's gradient in a backward pass."""
+    unprepared: bool = False
+    """Lockstep prepared the model, and not this optimizer of its parameters."""
     not_averaged: Sequence[str] = ()
     """Parameters to train that DDP does not know."""
     statistics: list[str] = field(default_factory=list)
     """BatchNorm layers that took statistics of what this rank alone has."""
     frozen: Sequence[str] = ()
     """Parameters that are not to be trained."""
+    evaluating: Sequence[str] = ()
+    """Parameters of modules that were trained in evaluation mode."""
     initial: Mapping[str, Array] = field(default_factory=dict)
     """Parameters before the first update; empty at later ones."""
-    held: Mapping[str, str] = field(default_factory=dict)
-    """A digest of each parameter before the update, of those that are whole on this rank."""
+    held: Mapping[str, Array] = field(default_factory=dict)
+    """Sums over each parameter before the update, of those that are whole on this rank."""
     gradients: Mapping[str, Array] = field(default_factory=dict)
     """As the optimizer found them."""
     unclipped: Mapping[str, Array] = field(default_factory=dict)
@@ -180,27 +189,26 @@ class Update(tuple[RankUpdate, ...]):
     def contents(self) -> list[Sample] | None:
         """The same by their content; None: it cannot be told, or is drawn anew by every process."""
         batches = self.batches
-        if any(t.stream or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
+        if any(t.drawn or (t.ids is not None and len(t.ids) != len(t.contents)) for t in batches):
             return None
         return [(t.loader, t.epoch, digest) for t in batches for digest in t.contents]
 
     def ranks_that_differ(self, what: str, tolerance: Tolerance) -> dict[str, list[int]]:
         """By name, the ranks whose array is not that of the first rank that has it."""
-        scale = max(scale_of(getattr(rank, what)) for rank in self)
-        return self._apart(what, lambda one, other: tolerance.differ(one, other, scale))
-
-    def replicas_that_differ(self) -> dict[str, list[int]]:
-        """By name, the ranks that held another parameter before the update than rank 0."""
-        return self._apart("held", operator.ne)
-
-    def _apart(self, what: str, differ: Callable[[Any, Any], bool]) -> dict[str, list[int]]:
-        first = self.merged(what)
+        first, scale = self.merged(what), max(scale_of(getattr(rank, what)) for rank in self)
         found: dict[str, list[int]] = defaultdict(list)
         for number, rank in enumerate(self):
-            for name, value in getattr(rank, what).items():
-                if differ(first[name], value):
+            for name, array in getattr(rank, what).items():
+                if tolerance.differ(first[name], array, scale):
                     found[name].append(number)
         return found
+
+    def replicas_that_differ(self) -> dict[str, list[int]]:
+        """By name, the ranks that held another parameter before the update than rank 0.
+
+        Replicas are the same in any precision, so none of their bits is passed over.
+        """
+        return self.ranks_that_differ("held", FLOAT64)
 
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
@@ -230,10 +238,15 @@ class Tolerance:
             b: the other.
             scale: the largest absolute value of all tensors of the kind.
         """
+        return not self.used(a, b, scale) <= 1  # NaN differs from everything
+
+    def used(self, a: Array, b: Array, scale: float) -> float:
+        """The part of what is allowed that a difference takes up; above 1 it is one."""
         if a.shape != b.shape:
-            return True
+            return math.inf
         most = self.relative * max(largest(a), largest(b)) + self.absolute * scale
-        return not largest(a - b) <= most  # NaN differs from everything
+        apart = largest(a - b)
+        return apart / most if apart else 0.0
 
 
 FLOAT64 = Tolerance()
@@ -288,6 +301,66 @@ class Divergence:
         return max(1e-7, 10 * self.tolerance.relative)
 
 
+_BY_NAME = ("initial", "held", "gradients", "unclipped", "parameters", "buffers")
+_FIRST = ("buffers", "parameters", "initial")
+_NAMES = ("bare", "not_averaged", "frozen", "evaluating")
+
+
+def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
+    """`other` with the reference's names for the same tensors.
+
+    A wrapper, as a library's, may put something before them, or be met before what is inside. The
+    end of the name and the shape tell, and where several fit, the values and the order.
+    """
+    expected, found = (
+        {n: a for u in run[::-1] for what in _FIRST for n, a in u.merged(what).items()}
+        for run in (reference, other)
+    )
+    free = {name: array for name, array in expected.items() if name not in found}
+    names: dict[str, str] = {}
+    for name, array in found.items() if free else ():
+        fits = [n for n, own in free.items() if own.shape == array.shape and _same_end(n, name)]
+        if fits and name not in expected:
+            names[name] = next((n for n in fits if np.array_equal(free[n], array)), fits[0])
+            del free[names[name]]
+
+    def of(values: Mapping[str, Any]) -> Any:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    def renamed(rank: RankUpdate) -> RankUpdate:
+        values: dict[str, Any] = {what: of(getattr(rank, what)) for what in _BY_NAME}
+        values |= {what: [*of(dict.fromkeys(getattr(rank, what)))] for what in _NAMES}
+        return replace(rank, **values, local=list(map(of, rank.local)))
+
+    return [Update(map(renamed, update)) for update in other] if names else list(other)
+
+
+def _same_end(one: str, other: str) -> bool:
+    ends = [f".{name.partition('/')[2]}" for name in (one, other)]
+    return ends[0].endswith(ends[1]) or ends[1].endswith(ends[0])
+
+
+def comparable(reference: Sequence[Update], other: Sequence[Update], tolerance: Tolerance) -> int:
+    """How many updates can be compared, before rounding has grown to more than is allowed.
+
+    A fault shows at once; what was nearly as large in the step before has grown.
+    """
+    before, whole = 0.0, max(len(reference), len(other))
+    for number, (one, many) in enumerate(zip(reference, other, strict=False)):
+        most = 0.0
+        for what in ("gradients", "parameters", "buffers"):
+            expected, found = one.merged(what), many.merged(what)
+            both = [(array, found[name]) for name, array in expected.items() if name in found]
+            scale = scale_of(expected)
+            most = max([most, *(tolerance.used(*pair, scale) for pair in both)])
+        if not most <= 1:
+            return number if before > _GROWING else whole
+        before = most
+    return whole
+
+
+_GROWING = 1e-2
+"""Of what is allowed: so large a difference comes from rounding that grows from step to step."""
 _VALUES = {"replicas", "unclipped", "gradients", "loss", "parameters", "buffers"}
 """What follows from what was trained before."""
 _FOLLOWS = {
@@ -421,3 +494,73 @@ def _contents(update: Sequence[RankUpdate]) -> Mapping[tuple[int, int, str, int]
             for sample, digest in zip(batch.ids, batch.contents, strict=True):
                 found[batch.loader, batch.epoch, batch.shape, sample].add(digest)
     return found
+
+
+def constant_ratio(
+    reference: Mapping[str, Array], found: Mapping[str, Array], exact: float = 1e-7
+) -> float | None:
+    """`c` where all of `found` is `c` times the reference; None: there is no such number.
+
+    Args:
+        reference: tensors.
+        found: others of these names.
+        exact: the largest remainder, against `found` itself, that counts as none.
+    """
+    a, b = flat(reference), flat(found)
+    square = float(a @ a) if a.shape == b.shape else 0.0
+    if square == 0.0:
+        return None
+    ratio = float(a @ b) / square
+    return ratio if norm(b - ratio * a) <= exact * norm(b) and ratio != 0.0 else None
+
+
+def weights(
+    target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], exact: float = 1e-7
+) -> tuple[float, ...] | None:
+    """The numbers by which `parts` are multiplied in a sum that is `target`.
+
+    Args:
+        target: a gradient.
+        parts: what each backward pass left; a tensor that one lacks counts as zero.
+        exact: the largest remainder.
+
+    Returns:
+        One number a part; None where there is no such sum, or it could be one by chance.
+    """
+    goal = flat(target)
+    if not parts or goal.size < 4 * len(parts):
+        return None
+    zeros = {name: np.zeros_like(array) for name, array in target.items()}
+    columns = np.stack([flat({n: part.get(n, zeros[n]) for n in target}) for part in parts], axis=1)
+    scale = np.linalg.norm(columns, axis=0)
+    used = scale > 0
+    if not used.any():
+        return None
+    # Scaled: parts may be of very different sizes, and the rank is judged against the largest.
+    scaled = columns[:, used] / scale[used]
+    solution, _, rank, _ = np.linalg.lstsq(scaled, goal, rcond=1e-10)
+    if rank < used.sum() or norm(goal - scaled @ solution) > exact * norm(goal):
+        return None
+    result = np.zeros(len(parts))
+    result[used] = solution / scale[used]
+    return tuple(result.tolist())
+
+
+def proportional(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two lists of numbers are multiples of each other."""
+    return constant_ratio({"": np.array(one)}, {"": np.array(other)}, 1e-5) is not None
+
+
+def near(one: float, other: float, exact: float = 1e-6) -> bool:
+    """Equal but for rounding."""
+    return math.isclose(one, other, rel_tol=exact)
+
+
+def flat(arrays: Mapping[str, Array]) -> Array:
+    """All values in one row."""
+    return np.concatenate([np.zeros(0), *(a.ravel().astype(np.float64) for a in arrays.values())])
+
+
+def norm(values: Array) -> float:
+    """The Euclidean one."""
+    return float(np.linalg.norm(values))

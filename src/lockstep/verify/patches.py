@@ -74,10 +74,8 @@ class DeterminismPatches(TorchFunctionMode):
         """Of the dtypes that anything with a gradient has had."""
         self.draw_line = ""
         """The user's line of the first draw of a random number; empty: there was none."""
-        self.follows_gathers = False
-        """Some all-gather has taken in a tensor with a gradient; see `mark`."""
-        self.follows_batches = False
-        """Some batch has been handed out with which no model has been called."""
+        self.count = 0
+        """Draws so far."""
         self._own = torch.get_default_dtype()
         """What the script computes in where it says nothing else."""
         self._set_default = torch.set_default_dtype
@@ -95,31 +93,28 @@ class DeterminismPatches(TorchFunctionMode):
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
         if name in _DRAWS:
-            if not self.draw_line:
-                own = kwargs.get("generator") not in (None, torch.default_generator)
-                line = user_line() or "somewhere"
-                self.draw_line = line + own * ", a torch.Generator of its own"
+            own = kwargs.get("generator") not in (None, torch.default_generator)
+            line = (user_line() or "somewhere") + own * ", a torch.Generator of its own"
+            self.draw_line, self.count = self.draw_line or line, self.count + 1
             drawn = self._drawn(func, args, kwargs) if self.double else func(*args, **kwargs)
             if isinstance(drawn, Tensor) and drawn.device.type != "meta":
                 self._numbers.update(digest(drawn).encode())
+                mark(drawn, draw=(self.count, line, digest(drawn)))
             return drawn
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
         terms = _terms_made(name, *args) if len(args) == 2 else []
-        follows = self.follows_gathers or self.follows_batches
-        leaves = pytree.tree_leaves((args, kwargs)) if follows else []
-        line = next(filter(None, map(gathered_at, leaves)), "")
-        batch = max(map(batch_of, leaves), default=0)
+        marks = marks_of((args, kwargs))
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
         if name in {"backward", "grad"}:
             with self._backward():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if terms and isinstance(result, Tensor) and not result.dim():
-            result.__dict__["_terms"] = terms
-        mark(result, line, batch)
+        if isinstance(result, Tensor) and result.requires_grad and not result.dim():
+            result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
+        mark(result, **marks)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
@@ -216,9 +211,9 @@ class DeterminismPatches(TorchFunctionMode):
         finally:
             self.draw_line, self._numbers = before
 
-    def draws(self) -> str:
-        """A digest of the numbers that were drawn; empty: none were."""
-        return self._numbers.hexdigest() if self.draw_line else ""
+    def draws(self) -> dict[str, str]:
+        """The line of the first draw, and a digest of all numbers drawn; empty: none were."""
+        return {self.draw_line: self._numbers.hexdigest()} if self.draw_line else {}
 
     @contextmanager
     def _backward(self, inside: bool = True) -> Iterator[None]:
@@ -293,18 +288,16 @@ class DeterminismPatches(TorchFunctionMode):
 
     def _no_checkpoints(self) -> None:
         from lockstep.checkpoint.session import Checkpoint
-        from lockstep.world import World
-
-        make: Any = World.checkpoint
-
-        def checkpoint(world: World, *args: Any, **kwargs: Any) -> Checkpoint:
-            self.off["checkpoints (neither resumed nor saved)"] += 1
-            made: Checkpoint = make(world, *args, **kwargs)
-            made.last_resume_note = "nothing is resumed while the script is verified"
-            return made
 
         own: Any = Checkpoint
-        World.checkpoint = checkpoint  # type: ignore[method-assign, assignment]
+        build = own.__init__
+
+        def built(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
+            self.off["checkpoints (neither resumed nor saved)"] += 1
+            build(checkpoint, *args, **kwargs)
+            checkpoint.last_resume_note = "nothing is resumed while the script is verified"
+
+        own.__init__ = built
         own.save = lambda checkpoint, metric=None: checkpoint.folder
         own.resume = lambda checkpoint: False
         own.step = own.wait = lambda checkpoint: None
@@ -355,21 +348,23 @@ class ParameterGroup(dict[str, Any]):
             self.line = user_line() or ""
 
 
-def mark(values: Any, line: str = "", batch: int = 0) -> None:
-    """Tensors come from an all-gather that carries no gradient, in a line, or from a batch."""
-    for tensor in tensors(values) if line or batch else ():
-        tensor.__dict__ |= {"_gathered_at": line} if line else {}
-        tensor.__dict__ |= {"_batch": batch} if batch else {}
+def mark(values: Any, **marks: Any) -> None:
+    """Tensors, and all that is made of them, have a mark of a kind.
+
+    `gather`: the line of an all-gather that carries no gradient; `batch`: the number of a batch;
+    `draw`: the number and line of a draw. Of several of a kind the last counts.
+    """
+    for tensor in tensors(values) if marks else ():
+        tensor.__dict__["_marks"] = {**tensor.__dict__.get("_marks", {}), **marks}
 
 
-def gathered_at(value: Any) -> str:
-    """The line of the all-gather without a gradient that a tensor was made of; empty: of none."""
-    return str(value.__dict__.get("_gathered_at", "")) if isinstance(value, Tensor) else ""
-
-
-def batch_of(value: Any) -> int:
-    """The number of the last batch that a tensor was made of; 0: it is not known."""
-    return int(value.__dict__.get("_batch", 0)) if isinstance(value, Tensor) else 0
+def marks_of(values: Any) -> dict[str, Any]:
+    """The marks of what a nest of values is made of, by kind."""
+    found: dict[str, Any] = {}
+    for leaf in filter(lambda leaf: isinstance(leaf, Tensor), pytree.tree_leaves(values)):
+        for kind, value in leaf.__dict__.get("_marks", {}).items():
+            found[kind] = max(found.get(kind, value), value)
+    return found
 
 
 _MOVE = {"rename", "replace", "link", "copyfile", "copy", "copy2"}

@@ -33,11 +33,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lockstep import step
 from lockstep.data.loader import Loader
 from lockstep.distributed.seeding import seed_everything
-from lockstep.errors import UsageError
+from lockstep.distributed.torch_compat import in_backward_pass
+from lockstep.errors import UsageError, user_line
 from lockstep.launcher.worker import run_as_main
+from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
-from lockstep.verify.recorder import Recorder, random_streams
+from lockstep.verify.recorder import Recorder, random_streams, streams_that_moved
 from lockstep.watchdog.probe import on_start_processes
 
 # Some have new names since torch 2.13, beside the old ones.
@@ -46,9 +48,6 @@ _REDUCES = (
     "all_reduce", "reduce", "broadcast",
     "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
 )  # fmt: skip
-
-_STREAMS = ("numpy's global stream", "the global stream of Python's random", "the GPU's")
-"""Of `random_streams`, after torch's."""
 
 
 def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: Path) -> None:
@@ -67,8 +66,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     register_module_forward_pre_hook(recorder.enters)
     register_module_forward_hook(recorder.leaves, always_call=True)
     _watch_losses(recorder)
-    _watch_ddp(recorder, patches)
-    _watch_functions(recorder)
+    _watch_functions(recorder, patches)
     _watch_loaders(recorder, patches)
     if way.batch_times > 1:
         _enlarge_batches(way.batch_times)
@@ -88,36 +86,17 @@ def _refuse_own_processes(*_: Any, **__: Any) -> None:
 
 
 def _watch_losses(recorder: Recorder) -> None:
-    autograd: Any = torch.autograd
-    plain = autograd.backward
-    inside: list[bool] = []
+    """Of `torch.autograd.backward`, which `Tensor.backward` calls too, and that may call it."""
 
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """As `torch.autograd.backward`, which `Tensor.backward` calls too."""
+    def begins(tensors: Any, *_: Any, **__: Any) -> None:
         single = tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
-        if not inside and isinstance(single, Tensor) and single.numel() == 1:
+        if not in_backward_pass() and isinstance(single, Tensor) and single.numel() == 1:
             recorder.lost(single)
-        inside.append(True)
-        try:
-            plain(tensors, *args, **kwargs)
-        finally:
-            inside.pop()
 
-    autograd.backward = backward
+    _tell(torch.autograd, "backward", begins)
 
 
-def _watch_ddp(recorder: Recorder, patches: DeterminismPatches) -> None:
-    build: Any = DistributedDataParallel.__init__
-
-    def built(self: DistributedDataParallel, module: Any, *args: Any, **kwargs: Any) -> None:
-        patches.quiet(module)
-        build(self, module, *args, **kwargs)
-        recorder.wrapped(self)
-
-    DistributedDataParallel.__init__ = built  # type: ignore[method-assign]
-
-
-def _watch_functions(recorder: Recorder) -> None:
+def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
     def exchanged(name: str, place: int, *args: Any, **kwargs: Any) -> None:
         # What Lockstep exchanges itself is not of the script's making.
         if not sys._getframe(2).f_globals["__name__"].startswith("lockstep."):
@@ -133,35 +112,51 @@ def _watch_functions(recorder: Recorder) -> None:
         _tell(schedule, "step", lambda *_, **__: recorder.called("schedule", None))
     utils: Any = torch.nn.utils
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        setattr(utils, name, _clipping(getattr(utils, name), recorder))
+        setattr(utils, name, partial(recorder.clips, getattr(utils, name)))
         setattr(utils.clip_grad, name, getattr(utils, name))
-    add: Any = Optimizer.add_param_group
 
-    def added(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        add(self, *args, **kwargs)
-        self.param_groups[-1] = ParameterGroup(self.param_groups[-1])
+    def added(optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        recorder.begins_anew()
+        optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
 
-    Optimizer.add_param_group = added  # type: ignore[method-assign]
+    _tell(Optimizer, "add_param_group", after=added)
     _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
+    _tell(PreparedOptimizer, "__init__", lambda _, inner, *__, **___: recorder.known.add(inner))
+    ddp = DistributedDataParallel
+    _tell(ddp, "__init__", lambda _, module, *__, **___: patches.quiet(module))
+    _tell(ddp, "__init__", after=lambda wrapper, *_, **__: recorder.wrapped(wrapper))
+    hook_of: Any = Tensor.register_hook
+
+    def hooked(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        line = user_line() or ""
+
+        def told(gradient: Tensor) -> Any:
+            changed = hook(gradient)
+            if line and self.is_leaf and changed is not None and not changed.equal(gradient):
+                recorder.changed_by_hook(line)
+            return changed
+
+        return hook_of(self, told)
+
+    Tensor.register_hook = hooked  # type: ignore[method-assign]
 
 
-def _clipping(clip: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    def told(*args: Any, **kwargs: Any) -> Any:
-        recorder.clips()
-        norm = clip(*args, **kwargs)
-        recorder.clipped()
-        return norm
-
-    return told
+_Told = Callable[..., Any]
 
 
-def _tell(owner: Any, name: str, tell: Callable[..., None]) -> None:
-    """Calls `tell` before a function, with the same arguments."""
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _tell(owner: Any, name: str, before: _Told = _nothing, after: _Told = _nothing) -> None:
+    """Calls something before and after a function, with the same arguments."""
     function = getattr(owner, name)
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        tell(*args, **kwargs)
-        return function(*args, **kwargs)
+        before(*args, **kwargs)
+        result = function(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
 
     setattr(owner, name, told)
 
@@ -187,16 +182,8 @@ def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
                 return
             ids = None if queue is None else queue.popleft()
             if torch.is_grad_enabled():
-                # torch's numbers are seen themselves; of the others, the streams they come from.
-                others = zip(before[1:], random_streams()[1:], strict=False)
-                moved = {kind: a for kind, (a, b) in zip(_STREAMS, others, strict=False) if a != b}
-                recorder.took(
-                    loader,
-                    ids=ids,
-                    batch=batch,
-                    stream=patches.draws() + "".join(moved.values()),
-                    drawn="; ".join(filter(None, (patches.draw_line, *moved))),
-                )
+                drawn = patches.draws() | streams_that_moved(before)
+                recorder.took(loader, ids=ids, batch=batch, drawn=drawn)
             yield batch
 
     def of_torch(self: DataLoader[Any]) -> Iterator[Any]:
@@ -283,7 +270,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     patches = DeterminismPatches(double=way.precision == "fp64")
     # A script that seeds nothing draws other numbers on every process, but the same each time.
     seed_everything(rank)
-    recorder = Recorder(writer, way.steps, patches)
+    recorder = Recorder(writer, way, patches)
     install(recorder, patches, way, folder / "saved")
     error: BaseException | None = None
     try:
@@ -293,7 +280,8 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         error = None if fine else caught
         raise
     finally:
-        writer.end(error, patches.notes(), of_lockstep=recorder.of_lockstep)
+        known = {"of_lockstep": recorder.of_lockstep, "until": recorder.until}
+        writer.end(error, patches.notes(), **known)
 
 
 if __name__ == "__main__":

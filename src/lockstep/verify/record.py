@@ -31,6 +31,8 @@ OWN_PROCESSES = (
 )
 """What to do with a script that starts its ranks itself."""
 _WAY, _ENDED, _STEP = "way.pickle", "ended.json", "step"
+LEAST_STEPS = 3
+"""They are compared however long they take."""
 _LOOK_S = 0.2
 """Seconds between two looks at how far a run is."""
 _TAIL = 15
@@ -70,15 +72,13 @@ class UpdateWriter:
         (self.folder / f"{_STEP}{update.step}").touch()
         self._count += 1
 
-    def end(
-        self, error: BaseException | None, notes: Sequence[str] = (), *, of_lockstep: bool = False
-    ) -> None:
+    def end(self, error: BaseException | None, notes: Sequence[str] = (), **known: Any) -> None:
         """The script has ended.
 
         Args:
             error: with which; None: as it should.
             notes: what was switched off.
-            of_lockstep: whether it trains by Lockstep.
+            **known: `of_lockstep` and `until`, as of `Recorded`.
         """
         told = {
             "error": "" if error is None else _in_words(error),
@@ -87,7 +87,7 @@ class UpdateWriter:
             "lost_peer": bool(re.search("by peer|Broken pipe", str(error))),
             "time": time.time(),
             "notes": list(notes),
-            "of_lockstep": of_lockstep,
+            **known,
         }
         (self.folder / _ENDED).write_text(json.dumps(told), encoding="utf-8")
 
@@ -117,7 +117,9 @@ class Way:
     nproc: int
     script: Script
     steps: int = 3
-    """Of the first optimizer."""
+    """Of the first optimizer, at most."""
+    seconds: float | None = None
+    """After these no further step is made, but for the first 3; None: all of them are."""
     precision: str = "fp64"
     """What everything is computed in, `fp64` or `fp32`."""
     batch_times: int = 1
@@ -159,6 +161,13 @@ class Recorded:
     """What was switched off."""
     of_lockstep: bool = False
     """Whether the script trains by Lockstep, which alone honours `Way.instead`."""
+    until: str = ""
+    """Where the script was stopped; empty: it came to its end."""
+
+    @property
+    def steps(self) -> int:
+        """Of the first optimizer."""
+        return sum(update[0].optimizer == 0 for update in self.updates)
 
 
 def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorded:
@@ -190,7 +199,8 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
         notes=tuple(dict.fromkeys(note for end in ends.values() for note in end["notes"])),
-        of_lockstep=any(end["of_lockstep"] for end in ends.values()),
+        of_lockstep=any(end.get("of_lockstep") for end in ends.values()),
+        until=next((end["until"] for end in ends.values() if end.get("until")), ""),
     )
 
 

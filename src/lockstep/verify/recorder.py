@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,15 +34,8 @@ from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
-from lockstep.verify.patches import (
-    DeterminismPatches,
-    batch_of,
-    digest,
-    gathered_at,
-    mark,
-    terms_of,
-)
-from lockstep.verify.record import UpdateWriter
+from lockstep.verify.patches import DeterminismPatches, mark, marks_of, terms_of
+from lockstep.verify.record import LEAST_STEPS, UpdateWriter, Way
 
 _IGNORED = -100
 """torch's `ignore_index`: labels that count for nothing."""
@@ -80,6 +75,15 @@ def random_streams() -> list[str]:
     return [hashlib.blake2b(state, digest_size=8).hexdigest() for state in states]
 
 
+_STREAMS = "torch", "numpy's global stream", "the global stream of Python's random", "the GPU's"
+
+
+def streams_that_moved(before: Sequence[str]) -> dict[str, str]:
+    """What was drawn from since, but for torch's stream: its numbers are seen themselves."""
+    both = zip(_STREAMS, before, random_streams(), strict=False)
+    return {kind: was for kind, was, now in both if was != now and kind != "torch"}
+
+
 def _digests(rows: list[Tensor], count: int) -> list[str]:
     plain = [t.reshape(count, -1).contiguous().view(torch.uint8).numpy() for t in rows if t.numel()]
     return [
@@ -114,6 +118,11 @@ def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
     return found
 
 
+_OF_BACKWARD = (
+    "taken", "losses", "local", "terms", "loss_line", "inputs", "outputs", "compares",
+    "draws", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
+)  # fmt: skip
+"""What belongs to backward passes, after which several optimizers may step."""
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
 _MOST_VALUES = 10_000_000
@@ -122,17 +131,62 @@ _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
 
 
-@dataclass(frozen=True)
-class _Unused:
-    """A batch of torch's loaders that no model has been called with."""
+class _Fetched:
+    """Batches of torch's loaders that no model has been called with so far.
 
-    taken: Taken
-    early: bool
-    """It was fetched while the one before had not been used either."""
+    Of loaders whose batches are recognised in what models are called with, they belong to a later
+    update.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._unused: dict[int, Taken] = {}
+        self._recognised: set[int] = set()
+        """Loaders."""
+        self.only_seen: list[Taken] = []
+        """What the script looked at in a pass of its own."""
+
+    def add(self, batch: Any, taken: Taken) -> None:
+        """One more, as it was handed out."""
+        self._number += 1
+        mark(batch, batch=self._number)
+        self._unused[self._number] = taken
+
+    def used(self, number: int) -> None:
+        """A model is called with what was made of a batch; those before it are over."""
+        if used := self._unused.get(number):
+            self._recognised.add(used.loader)
+            for each, taken in list(self._unused.items()):
+                if each <= number and taken.loader == used.loader:
+                    self.only_seen += [taken] if taken.epoch < used.epoch else []
+                    del self._unused[each]
+
+    def ahead(self) -> list[Taken]:
+        """What belongs to a later update; the rest is forgotten."""
+        kept = {n: taken for n, taken in self._unused.items() if taken.loader in self._recognised}
+        self._unused, self.only_seen = kept, []
+        return list(kept.values())
 
 
 class Finished(SystemExit):
     """Enough steps have been recorded; ends the script as `sys.exit(0)` would."""
+
+
+@dataclass
+class _Beside:
+    """What is known of the present update besides what is recorded."""
+
+    drawn: int = 0
+    """Draws before its first forward pass."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """Of models, since the last backward pass."""
+    unclipped: dict[str, Array] = field(default_factory=dict)
+    evaluating: set[int] = field(default_factory=set)
+    """Ids of parameters of modules that were called in evaluation mode."""
+    local: set[int] = field(default_factory=set)
+    """Ids of BatchNorm layers that took statistics of what this rank alone has."""
+    looked: bool = False
+    """At what the step begins with."""
 
 
 class Recorder(Callback):
@@ -140,45 +194,46 @@ class Recorder(Callback):
 
     Args:
         writer: of this rank.
-        steps: of the first optimizer; then the script ends.
+        way: after how many steps of the first optimizer the script ends.
         patches: what is switched off in the models.
     """
 
-    def __init__(self, writer: UpdateWriter, steps: int, patches: DeterminismPatches) -> None:
+    def __init__(self, writer: UpdateWriter, way: Way, patches: DeterminismPatches) -> None:
         self.models = Models()
         self.of_lockstep = False
         """Whether the script trains by Lockstep."""
         self._writer = writer
-        self._steps = steps
+        self._way = way
+        self.until = ""
+        """Where the script was stopped, in words; empty: it was not."""
+        self._begun = math.inf
+        """When the first step was made."""
         self._patches = patches
         self._update = RankUpdate()
         """What happened since the last one."""
-        self._streams: list[str] | None = None
-        """The random streams, when the last batch was handed out."""
-        self._rows: list[Taken] = []
-        """What models were called with, where no loader hands out batches."""
-        self._outputs: list[Tensor] = []
-        """Of models, since the last backward pass."""
-        self._unclipped: dict[str, Array] = {}
+        self._beside = _Beside()
+        self._drawn_before = 0
+        """Draws before the last batch was handed out, the last step, or the optimizer was built."""
         self.told: set[Any] = set()
         """Samplers that were told an epoch."""
+        self.known: set[Any] = set()
+        """Optimizers that Lockstep has prepared."""
+        self._last = self._update
+        """The last one that was complete."""
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
-        self._unused: dict[int, _Unused] = {}
-        """Of what was taken since the last update, by number."""
-        self._number = 0
-        """Of the last batch of torch's loaders."""
-        self._ahead: dict[int, _Unused] = {}
-        """Of these, what belongs to a later update."""
-        self._recognised: set[int] = set()
-        """Loaders whose batches models were called with."""
+        self._fetched = _Fetched()
+        self._ahead: list[Taken] = []
+        """Batches of a later update."""
         self._passes: dict[Any, int] = {}
         """Of each loader, likewise; counted for those of torch."""
+        self._batches: Counter[tuple[Any, int]] = Counter()
+        """Handed out so far by those of torch, and in which epoch."""
+        self._place = ""
+        """Of the last one, in words."""
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
         self._stepping: list[Optimizer] = []
-        self._looked = False
-        """At what the present step begins with."""
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
 
@@ -197,7 +252,7 @@ class Recorder(Callback):
         taken = look_at(event.batch, event.micro_batch.local, epoch=event.epoch, ids=ids)
         if len(taken.contents) != len(ids):
             taken.contents = ()
-        self._take(event.loader, taken)
+        self._take(event.loader, taken, event.position + 1)
 
     def backward(self, loss: Tensor) -> None:
         """`World.backward` was given a loss, which is weighted here."""
@@ -222,12 +277,13 @@ class Recorder(Callback):
         shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
         known["order_fixed"] = shuffles and sampler not in self.told
         taken = look_at(batch, **known)
-        self._take(loader, taken)
-        self._number += 1
-        mark(batch, batch=self._number)
-        early = any(other.taken.loader == taken.loader for other in self._unused.values())
-        self._unused[self._number] = _Unused(taken, early)
-        self._patches.follows_batches = True
+        self._batches[loader, taken.epoch] += 1
+        self._take(loader, taken, self._batches[loader, taken.epoch])
+        self._fetched.add(batch, taken)
+
+    def begins_anew(self) -> None:
+        """What is drawn from here on is drawn for the next step."""
+        self._drawn_before = self._patches.count
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -238,36 +294,41 @@ class Recorder(Callback):
         if self._weighted:
             return
         self._patches.went_through(loss)
-        update, outputs = self._update, self._outputs
-        update.loss_line = user_line() or ""
-        update.gathered = update.gathered or gathered_at(loss)
-        samples = sum(taken.weights["samples"] for taken in (update.taken or self._rows)[-1:])
+        update, outputs = self._update, self._beside.outputs
+        update.loss_line = loss.__dict__.get("_line") or user_line() or ""
+        marks = marks_of(loss)
+        update.gathered = update.gathered or marks.get("gather", "")
+        self._made_of(marks, self._beside.drawn)
+        samples = sum(taken.weights["samples"] for taken in (update.taken or update.inputs)[-1:])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             update.compares = update.compares or compares_samples(loss, outputs, int(samples))
         value = float(loss.detach())
-        seen = (*update.taken[-1:], *self._rows[-1:])
+        seen = (*update.taken[-1:], *update.inputs[-1:])
         empty = any(not taken.weights["samples"] for taken in seen)
         # The mean over no samples is NaN; there is nothing that it could be the loss of.
         update.losses.append(0.0 if empty and math.isnan(value) else value)
         update.terms.append(terms_of(loss))
         update.local.append({})
-        self._outputs, self._unclipped = [], {}
+        self._beside.outputs, self._beside.unclipped = [], {}
 
-    def clips(self) -> None:
-        """The script is about to clip gradients."""
+    def _made_of(self, marks: Mapping[str, Any], before: int) -> None:
+        """What has these marks is part of the loss; draws up to a number do not count."""
+        number, *draw = marks.get("draw", (0,))
+        self._update.draws += [(draw[0], draw[1])] if number > before else []
+
+    def clips(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The script clips gradients."""
         self.called("clip", None)
-        if not self._unclipped:
-            named = self.models.parameters()
-            self._unclipped = _arrays((n, p.grad) for n, p in named if p.grad is not None)
+        before = self._gradients()
+        self._beside.unclipped = self._beside.unclipped or before
+        norm = clip(*args, **kwargs)
+        after = self._gradients().items()
+        changed = (not np.array_equal(array, before.get(name, array)) for name, array in after)
+        self._update.calls[-1].acts = any(changed)
+        return norm
 
-    def clipped(self) -> None:
-        """The script has clipped gradients."""
-        now = ((name, p.grad) for name, p in self.models.parameters() if p.grad is not None)
-        before = self._unclipped
-        self._update.calls[-1].acts = any(
-            name in before and not np.array_equal(array, before[name])
-            for name, array in _arrays(now).items()
-        )
+    def _gradients(self) -> dict[str, Array]:
+        return _arrays((n, p.grad) for n, p in self.models.parameters() if p.grad is not None)
 
     def called(self, name: str, tensor: Any, into: Any = None) -> None:
         """The script called a function that matters for gradients.
@@ -289,8 +350,11 @@ class Recorder(Callback):
         )
         self._update.calls.append(call)
         if call.of_graph and into is not None:
-            self._patches.follows_gathers = True
-            mark(into, call.line)
+            mark(into, gather=call.line)
+
+    def changed_by_hook(self, line: str) -> None:
+        """A hook of the script's has changed the gradient of a parameter."""
+        self._update.hook_line = line
 
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
         """DDP was put around a module."""
@@ -300,24 +364,32 @@ class Recorder(Callback):
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
-        if self._unused:
-            self._uses(max(map(batch_of, pytree.tree_leaves(inputs)), default=0))
-        update, training = self._update, module.training and torch.is_grad_enabled()
-        if isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward:
-            if training and (name := self.models.name_of(module)) not in update.statistics:
-                update.statistics.append(name)
-            return None
+        marks = marks_of(inputs)
+        self._fetched.used(marks.get("batch", 0))
+        update, grad = self._update, torch.is_grad_enabled()
+        training = module.training and grad
+        if training and isinstance(module, BatchNorm):
+            self._beside.local |= (
+                {id(module)} if type(module).forward is BatchNorm.forward else set()
+            )
         if self._depth > 1:
             return None
         if id(module) in self.models.averaged and training:
             update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
+        update.wrapped_passes += training and isinstance(module, DistributedDataParallel)
         self._meet(module)
-        trains = next(module.parameters(), None) is not None and torch.is_grad_enabled()
-        if trains and not self.models.is_wrapped(module):
-            update.bare_line = update.bare_line or user_line() or ""
-        if trains and len(self._rows) == len(update.losses):
-            seen = look_at(inputs, ids=())
-            self._rows += [seen] if seen.shape else []
+        if grad and next(module.parameters(), None) is not None:
+            if not self.models.is_wrapped(module):
+                update.bare_line = update.bare_line or user_line() or ""
+            if len(update.inputs) == len(update.losses):
+                seen = look_at(inputs, ids=())
+                self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
+                update.inputs += [seen] if seen.shape else []
+                self._made_of(marks, self._drawn_before)
+            parts = (part for part in module.modules() if not part.training)
+            self._beside.evaluating |= {
+                id(p) for part in parts for p in part.parameters(recurse=False)
+            }
         return self._patches.converted(inputs) if _holds_tensors(module) else None
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -325,8 +397,15 @@ class Recorder(Callback):
         self._depth -= 1
         if self._depth == 0 and torch.is_grad_enabled():
             leaves = pytree.tree_leaves(output)
-            tensors = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            self._outputs = [*self._outputs, *tensors][-_MOST_PIECES:]
+            found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            self._beside.outputs = [*self._beside.outputs, *found][-_MOST_PIECES:]
+            rows = next((len(t) for t in tensors(inputs) if t.dim()), 0)
+            for place, tensor in enumerate(found):
+                key, own = f"{type(unwrap(module)).__name__} {place}", tensor.detach().double()
+                whole = bool(tensor.dim()) and len(tensor) == rows
+                sums = [float(v.sum()) if whole else math.nan for v in (own, own.square())]
+                old = self._update.outputs.get(key, np.zeros(2))
+                self._update.outputs[key] = old + np.array(sums)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step, perhaps by another one, as that of ZeRO.
@@ -341,15 +420,14 @@ class Recorder(Callback):
         self._taken.setdefault(optimizer, 0)
         if next(iter(self._taken)) is optimizer:
             self.end_if_enough()
-        self._looked = False
 
-        def told(closure: Any) -> Any:
+        def told(value: Any) -> Any:
             def called() -> Any:
-                loss = closure()
+                loss = value()
                 self._look_before(optimizer)
                 return loss
 
-            return called if callable(closure) else closure
+            return called if callable(value) else value
 
         itself, *given = args
         if not any(map(callable, (*given, *kwargs.values()))):
@@ -359,14 +437,17 @@ class Recorder(Callback):
 
     def _look_before(self, optimizer: Optimizer) -> None:
         """The gradients are there."""
-        if self._looked:
+        if self._beside.looked:
             return
-        self._looked = True
+        self._beside.looked = True
         update, held = self._update, set(map(id, parameters_of(optimizer)))
+        if not update.losses and self._last.losses:  # of the backward pass before that step
+            kept = {name: getattr(self._last, name) for name in _OF_BACKWARD}
+            update = self._update = replace(update, **kept)
         named = list(self.models.parameters())
-        if self._streams is not None:
-            update.draw_line = self._patches.draw_line
-            update.drew = bool(update.draw_line) or self._streams != random_streams()
+        update.statistics = [n for n, m in self.models.modules() if id(m) in self._beside.local]
+        update.evaluating = [name for name, p in named if id(p) in self._beside.evaluating]
+        update.unprepared = optimizer not in self.known and self.models.of_prepared(held)
         if not any(self._taken.values()):
             update.initial = _arrays(named)
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
@@ -375,19 +456,19 @@ class Recorder(Callback):
             self._patches.went_through(gradient)
         update.gradients = gradients
         update.unclipped = {
-            n: self._unclipped.get(n, gradient) for n, gradient in gradients.items()
+            n: self._beside.unclipped.get(n, array) for n, array in gradients.items()
         }
         update.frozen = [name for name, parameter in named if not parameter.requires_grad]
-        update.held = {name: digest(p) for name, p in named if not is_sharded(p)}
+        update.held = {name: _sums(p) for name, p in named if not is_sharded(p)}
         groups = [group for group in optimizer.param_groups if "lr" in group]
         update.rates = [float(group["lr"]) for group in groups]
         update.rate_lines = [getattr(group, "line", "") for group in groups]
         update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
-        self._ahead = self._fetched_ahead()
-        ahead = {id(unused.taken) for unused in self._ahead.values()}
-        update.taken = [taken for taken in update.taken if id(taken) not in ahead]
+        seen, self._ahead = self._fetched.only_seen, self._fetched.ahead()
+        others = set(map(id, (*seen, *self._ahead)))
+        update.taken = [taken for taken in update.taken if id(taken) not in others]
         if not update.taken:  # these may be made from the batch, so they are not compared with it
-            update.taken = self._rows
+            update.taken = update.inputs
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -396,6 +477,7 @@ class Recorder(Callback):
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
+        self._last = replace(update)
         local = update.local if len(update.local) <= _MOST_PIECES else []
         update.local = [_arrays(part.items()) for part in local]
         named = self.models.parameters()
@@ -403,54 +485,36 @@ class Recorder(Callback):
         update.buffers = _arrays(self.models.buffers())
         self._writer.write(update)
         self._taken[optimizer] += 1
-        ahead = [unused.taken for unused in self._ahead.values()]
-        self._update, self._rows = RankUpdate(counts=update.counts, taken=ahead), []
-        self._outputs, self._unclipped, self._unused = [], {}, self._ahead
-        self._patches.follows_batches = bool(self._ahead)
-        if self._streams is not None:
-            self._streams = random_streams()
+        self._begun = min(self._begun, time.monotonic())
+        self._update = RankUpdate(counts=update.counts, taken=self._ahead)
+        self._beside = _Beside()
+        self.begins_anew()
         self._weighted = False
 
     def end_if_enough(self) -> None:
         """Ends the script where its steps have been recorded."""
-        if next(iter(self._taken.values()), 0) >= self._steps:
+        done, way = next(iter(self._taken.values()), 0), self._way
+        late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
+        if done >= way.steps or (done >= LEAST_STEPS and late):
+            self.until = f"step {done}{self._place}"
             raise Finished(0)
-
-    def _uses(self, number: int) -> None:
-        """A model is called with what was made of a batch."""
-        if number in self._unused:
-            used = self._unused[number].taken
-            self._recognised.add(used.loader)
-            for each, other in list(self._unused.items()):
-                if each <= number and other.taken.loader == used.loader:
-                    del self._unused[each]
-                    if other.taken.epoch < used.epoch:  # the script only looked at it
-                        self._update.taken = [t for t in self._update.taken if t is not other.taken]
-            self._patches.follows_batches = bool(self._unused)
-
-    def _fetched_ahead(self) -> dict[int, _Unused]:
-        """Batches of this update that no model has seen, fetched when the one before had not been.
-
-        Of a loader no batch of which was recognised in what a model is called with, none.
-        """
-        return {
-            number: unused
-            for number, unused in self._unused.items()
-            if unused.early and unused.taken.loader in self._recognised
-        }
 
     def _meet(self, module: nn.Module) -> None:
         self._patches.quiet(module)
         self.models.add(module)
         self._hook_parameters()
 
-    def _take(self, loader: Any, taken: Taken) -> None:
+    def _take(self, loader: Any, taken: Taken, number: int) -> None:
         self._weighted = False
         self._passes.setdefault(loader, 0)
         taken.loader = list(self._passes).index(loader)
+        self._place = f", batch {number} of "
+        with suppress(TypeError):  # a stream has no length
+            self._place += f"{len(loader)} of "
+        self._place += f"epoch {taken.epoch + 1}"
         self._update.taken.append(taken)
         self._patches.watch_draws()
-        self._streams = random_streams()
+        self.begins_anew()
 
     def _hook_parameters(self) -> None:
         """Sees every gradient before anything else does with it what it does."""
@@ -481,29 +545,19 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     small = sum(t.numel() for t in outputs) <= _MOST_VALUES
     if not outputs or not small or not loss.requires_grad:
         return False
-    try:
-        firsts = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-        used = [
-            (out, g)
-            for out, g in zip(outputs, firsts, strict=True)
-            if g is not None and g.requires_grad
-        ]
-        for bit in range((samples - 1).bit_length() if used else 0):
-            probe, ones = torch.zeros(()), []
-            for out, first in used:
-                place = torch.arange(len(out), device=out.device) % samples >> bit & 1
-                ones.append(place.bool())
-                wave = torch.arange(first.numel(), device=out.device).cos().view_as(first)
-                probe = probe.to(first) + (first * wave)[ones[-1]].sum()
+    with suppress(RuntimeError):  # as torch says of a function without a second derivative
+        firsts = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
+        waves = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in firsts]
+        for bit in range((samples - 1).bit_length()):
+            place = [torch.arange(len(t), device=t.device) % samples >> bit & 1 for t in firsts]
+            probe = [(t * w)[n == 1].sum() for t, w, n in zip(firsts, waves, place, strict=True)]
             seconds = torch.autograd.grad(
-                probe, [out for out, _ in used], retain_graph=True, allow_unused=True
+                sum(probe, torch.zeros(())), outputs, retain_graph=True, materialize_grads=True
             )
-            known = [(s, mine) for s, mine in zip(seconds, ones, strict=True) if s is not None]
-            most = max((float(s.abs().max()) for s, _ in known), default=0.0)
-            if any(bool((s[~mine].abs() > 1e-9 * most).any()) for s, mine in known if most):
+            most = max(float(second.abs().max()) for second in seconds)
+            others = (s[n == 0].abs() for s, n in zip(seconds, place, strict=True))
+            if most and any(bool((other > 1e-9 * most).any()) for other in others):
                 return True
-    except RuntimeError:  # as torch says of a function without a second derivative
-        pass
     return False
 
 
@@ -533,6 +587,13 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
             own.masked_fill_(own.abs() < limit, 0.0)
 
 
+def _sums(tensor: Tensor) -> Array:
+    """Numbers that change with any of a tensor's."""
+    values = tensor.detach().flatten().double().nan_to_num()
+    wave = torch.arange(len(values), device=values.device, dtype=torch.float64).cos()
+    return np.array([float(values @ wave), float(values.abs().max()) if len(values) else 0.0])
+
+
 def _storage(tensor: Tensor) -> int:
     with suppress(RuntimeError):  # what stands for other tensors has none
         return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
@@ -548,13 +609,9 @@ def _arrays(named: Any) -> dict[str, Array]:
     found = {}
     for name, tensor in named:
         whole = tensor.detach()
-        if is_sharded(whole):
-            whole = whole.full_tensor()
-        if whole.is_sparse:
-            whole = whole.to_dense()
-        whole = whole.cpu()
-        if whole.is_floating_point():
-            whole = whole.double()
+        whole = whole.full_tensor() if is_sharded(whole) else whole
+        whole = (whole.to_dense() if whole.is_sparse else whole).cpu()
+        whole = whole.double() if whole.is_floating_point() else whole
         # A copy: storage that numpy looks at cannot be freed, see `digest`.
         found[name] = whole.clone(memory_format=torch.contiguous_format).numpy()
     return found
@@ -567,8 +624,6 @@ class Models:
         self._roots: list[tuple[str, nn.Module]] = []
         self._known: set[int] = set()
         """Ids of all modules inside of the roots."""
-        self._names: dict[int, str] = {}
-        """Of modules that were asked for, and of those beside them, by id."""
         self.averaged: dict[int, set[int]] = {}
         """The parameters that DDP averages, by the id of the module that it wraps."""
         self.prepared: set[int] = set()
@@ -591,15 +646,6 @@ class Models:
         own = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.averaged[id(wrapper.module)] = own
 
-    def name_of(self, module: nn.Module) -> str:
-        """Of what is inside of one of them; else that of its class."""
-        if id(module) not in self._names:
-            for _, root in self._roots:
-                plain = plain_names(root)
-                self._names |= {id(part): plain(name) for name, part in root.named_modules()}
-            self._names.setdefault(id(module), "")
-        return self._names[id(module)] or type(module).__name__
-
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each with a name that is the same on every rank; a tied one under its first name."""
         return self._named("named_parameters")
@@ -608,32 +654,35 @@ class Models:
         """Each with a name that is the same on every rank."""
         return self._named("named_buffers")
 
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each with a name that is the same on every rank."""
+        return self._named("named_modules")
+
     def not_averaged(self) -> list[str]:
         """Parameters to train, inside of DDP, that it does not know."""
-        known = set().union(*self.averaged.values())
-        return [
-            f"{root}/{name}"
-            for root, module in self._roots
-            if id(unwrap(module)) in self.averaged
-            for name, parameter in unwrap(module).named_parameters()
-            if parameter.requires_grad and id(parameter) not in known
-        ]
+        inside, known = self._within(self.averaged.keys()), set().union(*self.averaged.values())
+        return [n for n, p in self.parameters() if p.requires_grad and id(p) in inside - known]
+
+    def _within(self, wrapped: Collection[int]) -> set[int]:
+        """Ids of the parameters of those roots that are, or wrap, modules of these ids."""
+        roots = (root for _, root in self._roots if id(unwrap(root)) in wrapped)
+        return {id(parameter) for root in roots for parameter in root.parameters()}
 
     def is_wrapped(self, module: nn.Module) -> bool:
         """Whether what it is or wraps is in DDP, or was prepared."""
         return id(unwrap(module)) in self.averaged.keys() | self.prepared
 
+    def of_prepared(self, parameters: set[int]) -> bool:
+        """Whether any of these, by their ids, is one of a model that Lockstep has wrapped."""
+        return not parameters.isdisjoint(self._within(self.prepared))
+
     def bare(self) -> list[str]:
         """Parameters to train of models that are neither wrapped nor prepared."""
-        known = set().union(*self.averaged.values())
-        bare = [root for root, module in self._roots if not self.is_wrapped(module)]
+        held = self._within(self.averaged.keys() | self.prepared)
         return [
             name
             for name, parameter in self.parameters()
-            if parameter.requires_grad
-            and id(parameter) not in known
-            and not is_sharded(parameter)
-            and name.split("/")[0] in bare
+            if parameter.requires_grad and id(parameter) not in held and not is_sharded(parameter)
         ]
 
     def _named(self, what: str) -> Iterator[tuple[str, Any]]:
@@ -641,6 +690,6 @@ class Models:
         for root, module in self._roots:
             plain = plain_names(module)
             for name, tensor in getattr(module, what)():
-                if tensor.device.type != "meta" and id(tensor) not in seen:
+                if not getattr(tensor, "is_meta", False) and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"{root}/{plain(name)}", tensor

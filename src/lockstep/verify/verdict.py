@@ -5,12 +5,14 @@ Steps are counted from 1 here, as people do.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from lockstep.errors import UsageError
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.causes import KINDS, Cause, cause_of, repeated, shown
 from lockstep.verify.compare import (
@@ -18,10 +20,12 @@ from lockstep.verify.compare import (
     Divergence,
     Tolerance,
     Update,
+    aligned,
+    comparable,
     divergences,
     tolerance_of,
 )
-from lockstep.verify.record import Recorded
+from lockstep.verify.record import OWN_PROCESSES, Recorded
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,17 @@ def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
                 values = (number, what, tuple(names), len(update.merged("gradients")))
                 case = Divergence(updates, updates, tolerance, *values)
                 found.append(Finding(cause_of(case), case))
+        step, codes = update[0].step + 1, dict[str, str]()
         whole = all(rank.gradients.keys() <= rank.held.keys() for rank in update)
         ranks = [Counter(c for t in r.taken for c in t.contents) for r in update if r.counts]
-        unknown = not any(batch.ids for batch in update.batches)
-        if whole and unknown and repeated(ranks):
+        if whole and not any(batch.ids for batch in update.batches) and repeated(ranks):
             stream = all(batch.iterable for batch in update.batches)
-            seen = f"in step {update[0].step + 1} every rank computed the same inputs"
-            found.append(Finding(Cause("LS108" if stream else "LS101", (seen,))))
-    repeats = _repeated_orders(updates)
-    if repeats:
+            seen = f"in step {step} every rank computed the same inputs"
+            codes["LS108" if stream else "LS101"] = seen
+        if any(rank.unprepared for rank in update):
+            codes["LS407"] = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
+        found += [Finding(Cause(code, (seen,))) for code, seen in codes.items()]
+    if repeats := _repeated_orders(updates):
         found.append(Finding(Cause("LS103", (repeats,))))
     return found
 
@@ -127,12 +133,8 @@ def _repeated_orders(updates: Sequence[Update]) -> str:
         same = before == order[: len(before)] and len(before) >= _BY_CHANCE
         if same and any(a > b for a, b in pairwise(before)):
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
-    if batches and any(batch.order_fixed for batch in batches[-1:]):
-        return (
-            "DistributedSampler was told no epoch before the first pass; without set_epoch the "
-            "next has the same order"
-        )
-    return ""
+    fixed = "DistributedSampler was told no epoch before the first pass; without set_epoch the next"
+    return f"{fixed} has the same order" if any(b.order_fixed for b in batches[-1:]) else ""
 
 
 _BY_CHANCE = 6
@@ -162,6 +164,7 @@ class Verdict:
             "way": self.other.way.name,
             "processes": self.other.way.nproc,
             "steps": len(self.reference.updates),
+            "until": self.reference.until,
             "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.other.notes),
             "findings": [found.as_json() for found in self.findings],
@@ -171,7 +174,9 @@ class Verdict:
         """For people."""
         head = f"{self.word:9}  {self.other.way.name}"
         if self.word == "EQUAL":
-            lines = [f"{head}: {_compared(self.reference.updates)}", *self._precision()]
+            lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
+            if self.reference.until:
+                lines.append(f"  until   {self.reference.until}; what comes later is not compared")
             return lines + [line for found in self.findings for line in found.lines("also")]
         first, *others = self.findings
         lines = [f"{head}, first in {first.place}" if first.place else head, *first.lines()]
@@ -193,6 +198,12 @@ class Verdict:
 def judge(reference: Recorded, other: Recorded) -> Verdict:
     """Compares a run with the reference."""
     tolerance = tolerance_of(reference.updates, other.updates)
+    other = replace(other, updates=aligned(reference.updates, other.updates))
+    count = comparable(reference.updates, other.updates, tolerance)
+    if count < max(len(reference.updates), len(other.updates)):
+        until = f"step {count}, as rounding has grown since to more than is passed over"
+        reference = replace(reference, updates=reference.updates[:count], until=until)
+        other = replace(other, updates=other.updates[:count])
     if other.error:
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
         return Verdict(reference, other, (Finding(Cause(other.code, (seen,))),))
@@ -209,12 +220,46 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
     return Verdict(reference, other, tuple(found))
 
 
-def _compared(updates: Sequence[Update]) -> str:
+def check_reference(
+    reference: Recorded, was_set: str, asked: Sequence[str], again: str, thing: str
+) -> None:
+    """Whether there is something to compare with.
+
+    Args:
+        reference: a run on one process.
+        was_set: by the user.
+        asked: for what only Lockstep can do.
+        again: what runs it without being compared.
+        thing: what was run.
+
+    Raises:
+        UsageError: it failed, made no step, or does not train by Lockstep.
+    """
+    found, do = "", f"make this work: {again}"
+    if reference.error:
+        found = f"on one process it ended with {reference.error}\n"
+        found += "\n".join(f"| {line}" for line in reference.output.splitlines())
+        if OWN_PROCESSES in reference.error:
+            do = OWN_PROCESSES
+        elif reference.way.precision == "fp64" and re.search("(?i)dtype|double", reference.error):
+            do = f"the {thing} names dtypes itself; try precision fp32"
+    elif not reference.updates:
+        found = "it made no optimizer step on one process"
+        do = "give it arguments with which it trains; processes that it starts itself are not seen"
+    elif asked and not reference.of_lockstep:
+        found = f"it does not train by Lockstep, so nothing would come of {', '.join(asked)}"
+        do = f"leave it out, or let the {thing} use lockstep.init and world.prepare"
+    if found:
+        raise UsageError(was_set, found.rstrip().replace("\n", "\n         "), do)
+
+
+def _compared(reference: Recorded) -> str:
+    updates = reference.updates
     if not updates:
         return "nothing was compared"
     first = updates[0]
     kinds = [
-        f"{len(updates)} optimizer steps",
+        f"{'the first' if reference.until else 'all'} {len(updates)} optimizer steps",
         f"{first.samples} samples each" if first.samples else "",
         "losses" if first.loss is not None else "",
         f"{len(first.merged('gradients'))} gradients",
