@@ -17,7 +17,7 @@ COMMAND = "$ lockstep run --nproc 2 "
 
 def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
     shown = outputs()
-    assert len(shown) == 5
+    assert len(shown) == 4
     for name, text in scripts().items():
         (tmp_path / name).write_text(text)
     with ThreadPoolExecutor(len(shown)) as pool:  # they wait for most of the time

@@ -69,7 +69,7 @@ def test_the_commands_on_checkpoints_say_what_is_shown(
             assert result.exception is None or isinstance(result.exception, SystemExit)
             assert alike(result.output) == alike(output), line
             shown += 1
-    assert shown == 7
+    assert shown == 6
 
 
 def alike(text: str) -> str:
