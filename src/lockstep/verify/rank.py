@@ -128,7 +128,7 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
     hook_of: Any = Tensor.register_hook
 
     def hooked(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        line = user_line() or ""
+        line = (user_line() or "") * (sys._getframe(1).f_globals["__name__"][:6] != "torch.")
 
         def told(gradient: Tensor) -> Any:
             changed = hook(gradient)
