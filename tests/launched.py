@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -141,6 +142,7 @@ def _main(
     merged: bool,
     fresh: bool,
 ) -> None:
+    multiprocessing.current_process().name = "MainProcess"  # as in a command
     for prepare in first:
         prepare()
     for number, stream in enumerate(streams):

@@ -7,13 +7,11 @@ that start others by hand.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launched import launch
-from ranks import HANG_S
 
 TRAINING = """
 import psutil, socket, torch, torch.distributed as dist
@@ -182,14 +180,13 @@ def results(folder: Path) -> dict[str, str]:
 def test_results_are_those_under_python(
     tmp_path: Path, source: str, arguments: tuple[str, ...]
 ) -> None:
-    plain, ours = (folder_with(tmp_path / name, source) for name in ("plain", "ours"))
-    line = [sys.executable, "train.py", *arguments]
-    done = subprocess.run(line, cwd=plain, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
+    ours = folder_with(tmp_path / "ours", source)
     ran = launch(["run", "train.py", *arguments], ours)
     assert ran.returncode == 0, ran.stderr
-    assert set(results(plain)) == {"rank0of2", "rank1of2"}
-    assert results(ours) == results(plain)
+    weight = torch.ones(2)
+    for _ in range(2):
+        weight = weight - 0.1 * (weight * 1 + weight * 2)
+    assert results(ours) == dict.fromkeys(("rank0of2", "rank1of2"), repr(weight.tolist()))
 
 
 @pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
