@@ -274,7 +274,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for batch in x.split(12):
     optimizer.zero_grad()
     mine = batch[rank::size]
-    F.mse_loss(model(mine), mine).backward()
+    torch.autograd.backward(F.mse_loss(model(mine), mine))
     optimizer.step()
 """
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ def _tell(owner: Any, name: str, before: _Told = _nothing, after: _Told = _nothi
     """Calls something before and after a function, with the same arguments."""
     function = getattr(owner, name)
 
+    @wraps(function)  # `patches` knows it by its name
     def told(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
         result = function(*args, **kwargs)
