@@ -167,6 +167,12 @@ def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
         assert (cause.code, cause.names) == ("LS312", ("w",))
         assert cause.seen[0].startswith(words)
         assert cause.seen[0].endswith("is not that of one process on ranks 0-1: w")
+    # A model and its frozen copy, which several processes see in another order.
+    one = update(WHOLE, taken(0, 1, 2, 3), frozen=["0/w"])
+    assert (
+        found(two(2 * WHOLE, frozen=["1/w"], held={"0/w": WHOLE, "1/w": WHOLE}), one)[1].code
+        == "LS201"
+    )
     # What a rank does not hold, as under a pipeline, it cannot freeze.
     one = update(WHOLE, taken(0, 1, 2, 3), frozen=["head.weight"])
     assert found(two(2 * WHOLE), one)[1].code == "LS201"

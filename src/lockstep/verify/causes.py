@@ -97,6 +97,8 @@ def _of_modes(case: Divergence) -> Cause | None:
         apart = {
             n: (alone ^ set(getattr(rank, what))) & rank.held.keys()
             for n, rank in enumerate(case.many)
+            # A model and its copy may have come in another order.
+            if Counter(_plain(getattr(rank, what))) != Counter(_plain(alone))
         }
         if names := tuple(sorted(set().union(*apart.values()))):
             ranks = name_ranks(n for n, of_rank in apart.items() if of_rank)
@@ -104,7 +106,8 @@ def _of_modes(case: Divergence) -> Cause | None:
             return Cause("LS312", (seen,), names)
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     unused = tuple(sorted(expected.keys() - found.keys()))
-    if case.what == "gradients" and unused:
+    same_names = Counter(_plain(expected)) == Counter(_plain(found))
+    if case.what == "gradients" and unused and not same_names:
         seen = f"no optimizer of {case.size} processes updates {some(_plain(unused))}"
         return Cause("LS312", (seen, "on one process one does"), unused)
     return None
