@@ -18,6 +18,9 @@ _IDLE = 0.1
 """Share of the time between two snapshots below which a thread counts as not computing. Answering
 a request takes up to 60 ms, of another thread."""
 
+_DEFAULT_TIMEOUT_S = {"nccl": 600.0}
+"""Of a torch group that was given none; with other backends 1800 s."""
+
 _POINT_TO_POINT = {
     "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
     "_wait_batch_p2p",
@@ -309,8 +312,10 @@ class CallTable:
         }
 
     def is_limited(self, call: CollectiveCall) -> bool:
-        """Whether other groups of its backend have a longer timeout."""
-        return call.timeout_s is not None and call.timeout_s < self._timeouts[call.backend]
+        """Whether its group has a shorter timeout than others, and than torch's default."""
+        default = _DEFAULT_TIMEOUT_S.get(call.backend, 1800.0)
+        limit = min(default, self._timeouts[call.backend])
+        return call.timeout_s is not None and call.timeout_s < limit
 
     def known(self, key: str, seq: int, rank: int) -> bool:
         """False where a rank's recorder did not answer, or has already dropped the call."""
