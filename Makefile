@@ -7,7 +7,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real lint types bench-step bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
+.PHONY: train test check real lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -30,6 +30,9 @@ types: $(VENV)/.installed
 
 bench-step: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench_step.py
+
+bench-collectives: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_collectives.py --out benchmarks/results/collectives.json
 
 bench-checkpoint: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_checkpoint.py --out benchmarks/results/checkpoint.json

@@ -29,7 +29,7 @@ from psutil import Process
 
 HERE = Path(__file__).resolve()
 CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
-PROBLEMS = {"mlp": (10, 10), "digits": (5, 4), "resnet18": (1, 1)}
+PROBLEMS = {"mlp": (10, 10), "digits": (5, 4), "transformer": (2, 2), "resnet18": (1, 1)}
 """Steps in a block, and blocks in a round: the shorter a step, the more of them are needed."""
 BY_LOCKSTEP_RUN = "started by lockstep run"
 
@@ -55,12 +55,16 @@ def problem(name: str) -> tuple[Any, Any, int]:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # so that weights can be compared
+    elif name == "transformer":
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        model, shape = nn.Sequential(encoder, nn.Flatten(), nn.Linear(16 * 256, 10)), (16, 256)
     else:
         sys.path.insert(0, str(HERE.parent.parent / "examples" / "fashion_mnist"))
         from resnet import ResNet18
 
         model, shape = ResNet18(classes=10), (3, 28, 28)
-    images = torch.randn(2048 if name != "resnet18" else 256, *shape, generator=generator)
+    images = torch.randn(2048 if name in ("mlp", "digits") else 256, *shape, generator=generator)
     labels = torch.randint(10, (len(images),), generator=generator)
     return model, TensorDataset(images, labels), 32
 

@@ -219,6 +219,8 @@ def _check_nothing_left() -> None:
         raise AssertionError(f"threads left behind: {left}")
     if dist.is_initialized():
         raise AssertionError("the process group was left open: call world.close()")
+    if "memfd:lockstep" in Path("/proc/self/maps").read_text():
+        raise AssertionError("memory shared by the ranks is still mapped")
     tasks = []
     for path in glob("/proc/self/task/*/comm"):
         with contextlib.suppress(OSError):  # it has just ended

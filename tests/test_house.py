@@ -15,12 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import house
 
 MODULES = house.read_house()
-MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 125, 23_139, 700
+MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 127, 23_573, 700
 """No more than there are today; a change that takes something away lowers them."""
 
 ORDER = (
     {"errors"},
     {"settings", "step"},
+    {"communication"},
     {"distributed"},
     {"data"},
     {"optim"},

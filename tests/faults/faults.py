@@ -40,6 +40,25 @@ for (batch,) in DataLoader(TensorDataset(torch.zeros(1024, 1024)), batch_size=25
     dist.all_reduce(batch.sum())
 """
 )
+_SHARED_MEMORY = """
+import os, signal
+from datetime import timedelta
+import torch, torch.distributed as dist
+import lockstep
+
+world = lockstep.init("ddp", device="cpu")
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+def train(steps):
+    for _ in range(steps):
+        world.backward(model(torch.randn(8, 64)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+train(12)
+print("FAULT", flush=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -270,6 +289,56 @@ with lockstep.init("pipeline", device="cpu") as world:
             r"rank 1 .*waits in all_gather",
             r"script.py:\d+: world.sum",
             "same turns of the loop",
+        ),
+    ),
+    Fault(
+        "shared memory: a rank is killed in the middle",
+        _SHARED_MEMORY
+        + """
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+train(1)
+""",
+        exit_code=71,
+        says=("FIRST FAILURE: rank 1", "SIGKILL"),
+        nproc=3,
+    ),
+    Fault(
+        "shared memory: a rank is stopped in the middle",
+        _SHARED_MEMORY.replace('"cpu"', '"cpu", collective_timeout=timedelta(seconds=9)')
+        + """
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+train(1)
+""",
+        exit_code=71,
+        says=("FIRST FAILURE: rank 1 on", "stopped by a signal", "consequences: rank 0"),
+    ),
+    Fault(
+        "shared memory: a rank has one step more",
+        _SHARED_MEMORY
+        + """
+train(world.rank)
+world.barrier()
+""",
+        exit_code=4,
+        says=("RanksDifferError", "rank 0: all_gather of 16 .*rank 1: all_reduce of 4420", "do:"),
+    ),
+    Fault(
+        "shared memory: a rank waits in a collective of torch's",
+        _SHARED_MEMORY
+        + """
+if world.rank == 1:
+    dist.barrier()
+train(1)
+""",
+        exit_code=70,
+        says=(
+            "deadlock: ranks 0-1 wait in collectives that do not match",
+            "rank 0 .*waits in all_reduce of 4420 float32 .*in backward",
+            r"script.py:\d+: world.backward",
+            "rank 1 .*waits in barrier",
+            r"script.py:\d+: dist.barrier",
         ),
     ),
     Fault(

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication import routing
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
@@ -233,7 +234,7 @@ class Collectives:
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
-        dist.all_gather(parts, tensor)
+        routing.all_gather(parts, tensor)
         return parts
 
     def _all_gather_padded(self, data: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -534,12 +535,12 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     own = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if own.dtype is not torch.uint64:
         carrier = own.to(_CARRIERS.get(own.dtype, own.dtype), copy=True)
-        dist.all_reduce(carrier, operation)
+        routing.all_reduce(carrier, operation)
         return carrier.to(own.dtype)
     # Modulo 2**64 sums are the same, signed or not; for the order the highest bit is turned over.
     highest = 0 if operation == dist.ReduceOp.SUM else -(2**63)
     carrier = own.view(torch.int64) ^ highest
-    dist.all_reduce(carrier, operation)
+    routing.all_reduce(carrier, operation)
     return (carrier ^ highest).view(torch.uint64)
 
 

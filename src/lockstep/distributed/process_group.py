@@ -24,6 +24,8 @@ from torch import nn
 from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
+from lockstep.communication import routing
+from lockstep.communication.shared_memory import open_shared_memory
 from lockstep.distributed import network
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
@@ -174,16 +176,36 @@ def _open(
         interface = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *interface))
+    collectives = Collectives(topology, device)
+    if joined is not None:
+        choices.append(_share_memory(collectives, settings, timeout))
     run = Run(
         topology=topology,
         device=device,
         backend="" if joined is None else backend,
-        collectives=Collectives(topology, device),
+        collectives=collectives,
         step=Step(),
         settings=settings,
         joined=joined,
     )
     return run, choices
+
+
+def _share_memory(
+    collectives: Collectives, settings: Settings, timeout: timedelta | None
+) -> Choice:
+    """What is on the CPU goes through shared memory where that is possible, and why."""
+    topology, shared = collectives.topology, None
+    if settings.backend is not None:
+        reason = f"backend={settings.backend!r} was asked for"
+    else:
+        limit = (timeout or default_pg_timeout).total_seconds()
+        shared, reason = open_shared_memory(
+            topology.rank, topology.node_rank, limit, collectives.exchange
+        )
+    routing.use_shared_memory(shared)
+    way = "the backend" if shared is None else "shared memory"
+    return Choice("CPU tensors", f"through {way}", reason)
 
 
 def _on_this_machine(joined: Joined | None, timeout: float, text: str) -> list[str]:
@@ -446,5 +468,6 @@ def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None)
 def close_group() -> None:
     """Undoes `open_group`, as far as it came."""
     network.use_gloo_interface(None)
+    routing.use_shared_memory(None)
     if dist.is_initialized():
         dist.destroy_process_group()

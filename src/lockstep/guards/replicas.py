@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lockstep.communication import routing
 from lockstep.errors import RanksDifferError, some
 from lockstep.guards.base import Guard
 from lockstep.step import check_due
@@ -40,7 +41,7 @@ def check_equal(replicas: Replicas, when: str) -> None:
         return
     mine = fingerprint(named.values())
     extremes = torch.cat([mine, -mine])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
+    routing.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
     largest, smallest = extremes.chunk(2)
     differ = [n for n, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same]
     if differ:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.communication import routing
+from lockstep.communication.shared_memory import SharedMemory
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
@@ -121,6 +126,38 @@ class DDP(base.Strategy):
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
+class _BucketMeans:
+    """What a communication hook of DDP does: the mean over the ranks, in the bucket itself.
+
+    Between machines the buckets are on their way together, until the last one is there.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self._scale = 1.0 / dist.get_world_size()
+        self._under_way: list[Callable[[], None]] = []
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients, means = bucket.buffer(), torch.futures.Future[Tensor]()
+        if not self._shared.takes(gradients):  # those of `Embedding(sparse=True)`
+            work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
+            future = cast(dist.Work, work).get_future()
+            return future.then(lambda reduced: reduced.value()[0])
+        if bucket.index() == 0:
+            self._under_way.clear()  # of a backward pass that has raised
+        if self._shared.across is None:
+            self._shared.all_reduce(gradients, scale=self._scale)
+            means.set_result(gradients)
+            return means
+        end = self._shared.start_all_reduce(gradients, scale=self._scale)
+        self._under_way += [end, partial(means.set_result, gradients)]
+        if bucket.is_last():
+            for each in self._under_way:
+                each()
+            self._under_way.clear()
+        return means
+
+
 class _AroundWrapper:
     """A pre-hook of the wrapped module: refuses forward passes that go around the wrapper.
 
@@ -164,6 +201,9 @@ class ExactDDP(base.Around, DistributedDataParallel):
         module.register_forward_pre_hook(self._around)
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
+        shared = routing.shared_memory() if run.device.type == "cpu" else None
+        self._means = None if shared is None else _BucketMeans(shared)
+        """What averages the gradients from the first step on, where the user registers nothing."""
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
@@ -187,6 +227,9 @@ class ExactDDP(base.Around, DistributedDataParallel):
                 "both average the gradients, so they would come out too small",
                 "leave DistributedDataParallel out: call the object that world.prepare returned",
             )
+        if self._means is not None:
+            # A lambda: torch refuses annotations that are text, as those of this file are.
+            self.register_comm_hook(self._means, lambda means, bucket: means(bucket))
         present = self.run.step.current
         if self.options.static_graph and not present.last:
             raise SettingError(
@@ -234,6 +277,12 @@ class ExactDDP(base.Around, DistributedDataParallel):
             return
         used = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if used else [])
+
+    @partial(never_compiled, recursive=True)  # called in a forward pass, see there
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Torch's; the user's own takes the place of shared memory."""
+        self._means = None
+        super().register_comm_hook(state, hook)
 
     def release(self) -> None:
         """Drops what keeps the process group, and so its threads, alive.

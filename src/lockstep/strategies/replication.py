@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.communication import routing
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
 from lockstep.errors import UsageError
@@ -84,7 +85,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     if not trained:
         return
     has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
-    dist.all_reduce(has, dist.ReduceOp.MAX, group)
+    routing.all_reduce(has, dist.ReduceOp.MAX, group)
     for parameter, somewhere in zip(trained, has.tolist(), strict=True):
         if somewhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -98,7 +99,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     for bucket in _buckets(gradients, attrgetter("device", "dtype")):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         carried = flat.to(carrier_device(flat.device, group))
-        dist.all_reduce(carried, group=group)
+        routing.all_reduce(carried, group=group)
         mean = carried.div_(dist.get_world_size(group)).to(flat.device)
         parts = torch.split(mean, [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
@@ -136,10 +137,10 @@ def norm_over_ranks(
         # The largest of NaN and a number is either, by device and order.
         number = (sign * norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
         both = torch.stack([number, norm.isnan().double()])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        routing.all_reduce(both, dist.ReduceOp.MAX, group)
         return torch.where(both[1] == 0, sign * both[0], math.nan).to(device, dtype)
     power = norm.pow(norm_type)
-    dist.all_reduce(power, group=group)
+    routing.all_reduce(power, group=group)
     return power.div(copies).pow(1.0 / norm_type).to(device, dtype)
 
 
@@ -188,7 +189,7 @@ class MovingBuffers:
         if self._watched and check_due(self._step.number):
             # Their bits are compared: torch does not count what its BatchNorm writes as a change.
             changed = (self._bits() != self._before).to(torch.uint8)
-            dist.all_reduce(changed, dist.ReduceOp.MAX, self._group)
+            routing.all_reduce(changed, dist.ReduceOp.MAX, self._group)
             flags = zip(self._watched, changed.tolist(), strict=True)
             self.moving = [name for name, flag in flags if flag or name in self.moving]
         if self.moving:

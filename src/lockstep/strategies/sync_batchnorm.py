@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from lockstep.communication import routing
 from lockstep.distributed.process_group import blocked, carrier_device
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import DataError, UsageError
@@ -205,7 +206,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
         own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     own = own.to(carrier_device(x.device, group))
     everyone = own.new_empty(dist.get_world_size(group), own.numel())
-    dist.all_gather(list(everyone.unbind()), own, group)
+    routing.all_gather(list(everyone.unbind()), own, group)
     everyone = everyone.to(x.device)
     counts, means = everyone[:, :1], everyone[:, 1 : 1 + channels]
     total = counts.sum()
@@ -287,7 +288,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.stack([sum_dy, sum_dy_xhat]).double()
             sums = sums.to(carrier_device(x.device, ctx.group))
-            dist.all_reduce(sums, group=ctx.group)
+            routing.all_reduce(sums, group=ctx.group)
             scale = invstd if weight is None else invstd * weight
             means = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
             dx = _input_gradient(dy, x, mean, variance, scale.to(invstd.dtype), means, ctx.eps)

@@ -331,9 +331,9 @@ def render(first: FirstFailure) -> str:
     return "\n".join(lines)
 
 
-# What Gloo, NCCL, TCPStore and DDP say when a peer has gone or has not come. Those that name the
-# peer or the reason stand first: of several that match, the first is shown. A builtin OSError
-# (`[Errno 32] Broken pipe`) is about a pipe or socket of the script's own.
+# What Gloo, NCCL, TCPStore, DDP and shared memory say when a peer has gone or has not come. Those
+# that name the peer or the reason stand first: of several that match, the first is shown. A
+# builtin OSError (`[Errno 32] Broken pipe`) is about a pipe or socket of the script's own.
 _LOST_PEER = (
     r"Ranks? [\d, ]+ failed to pass monitoredBarrier",
     r"remote process exited or there was a network error",
@@ -362,6 +362,7 @@ _LOST_PEER = (
     r"its store answered once and then went away",
     r"ranks? [\d, -]+ did not come within [\d.]+ s",
     r"rank 0 \(.*\) came, but stopped answering",
+    r"ranks? [\d, -]+ ended while this rank waited",
 )
 
 

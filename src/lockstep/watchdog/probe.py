@@ -215,10 +215,15 @@ class Probe:
     def _write_answer(self, number: str, *, lines: bool) -> None:
         try:
             torch_compat.take_gpu(self._own)
-            stacks, groups = json.dumps(_stacks()), json.dumps(torch_compat.process_groups())
+            stacks, groups = json.dumps(_stacks()), torch_compat.process_groups()
             records = torch_compat.flight_record(lines=lines)
+            routing = sys.modules.get("lockstep.communication.routing")
+            if routing is not None and (shared := routing.shared_memory()) is not None:
+                group, record = shared.flight_record()
+                groups.append(group)
+                records = f"{records[:-1]}, {json.dumps(record)}]"
             text = (
-                f'{{"request": {number}, "stacks": {stacks}, "groups": {groups}, '
+                f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
                 f'"records": {records}}}'
             )
         except Exception as error:

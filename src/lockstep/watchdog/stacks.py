@@ -89,19 +89,22 @@ def own_line(stack: Stack | None) -> Frame | None:
 # What a pipeline's stages send each other, by the function that waits until it has come or gone.
 _WIRE = "lockstep/strategies/pipeline/wire.py"
 _ON_WIRE = {"take": "recv", "wait": "send"}
+_SHARED_MEMORY = "lockstep/communication/shared_memory.py"
 _C10D = "torch/distributed/distributed_c10d.py"
 _DDP = "torch/nn/parallel/distributed.py"
 # Files whose public functions do nothing that takes time but wait, and those of their inner
 # functions that do so as well.
 _WAITING_FILES = (
     _C10D,
+    _SHARED_MEMORY,
     "torch/distributed/rendezvous.py",
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/nn/functional.py",
 )
 _INNER = re.compile(
     r"_new_process_group_helper|_create_\w+_process_group|_store_based_barrier|"
-    r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler"
+    r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler|"
+    r"_meet|_wait|posted_within"
 )
 # Elsewhere, functions in which nothing but waiting takes time.
 _WAITING = {
@@ -152,7 +155,7 @@ def waits_in(stack: Stack | None) -> Wait | None:
             between = _in(frame, "torch/distributed/c10d_logger.py")
             if not (between or _is_waiting(frame) or frame.file.startswith(_OWN_FOLDERS[0])):
                 break
-            if _in(frame, _C10D):
+            if _in(frame, _C10D, _SHARED_MEMORY):
                 op = frame.function
         return Wait("" if op.startswith("_") else op, where)
     if _in(stack[0], *_PERHAPS):
