@@ -56,7 +56,7 @@ def in_threads(size: int) -> Iterator[Callable[[Callable[[SharedMemory], Any]], 
 
 
 def number(shared: SharedMemory) -> int:
-    return shared._place
+    return shared._local_rank
 
 
 def naive(values: list[Tensor], op: Any, scale: float) -> Tensor:

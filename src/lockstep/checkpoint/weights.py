@@ -70,10 +70,9 @@ def save_weights(
     all; missing folders are made. Of a prepared model rank 0 alone writes, so all ranks may call it
     under every strategy.
 
-    Communication: none for a model that each rank has whole; ranks but 0 do not wait for the file.
-    One that is spread over the ranks
-    (`fsdp`, `hsdp`, `pipeline`) all ranks save together: rank 0 gathers it on the CPU, a tensor at
-    a time.
+    Communication: none for a model that each rank has whole; the other ranks do not wait for the
+    file. A model that is spread over the ranks (`fsdp`, `hsdp`, `pipeline`) is saved by all of them
+    together: rank 0 gathers it on the CPU, a tensor at a time.
 
     Args:
         model: bare, wrapped or prepared.

@@ -1,18 +1,18 @@
 """Collectives of the ranks of one machine through memory that all of them map.
 
-An all-reduce of much data: every rank copies into its slot what the others are to sum, meets them,
-sums its own slice over the slots in the order of the ranks, meets them again, and copies the other
-slices out (a reduce-scatter and an all-gather). One of little data: every rank copies all of it,
-meets the others once, and sums everything. Each slice is summed by one rank, or by all in the same
-order, so that all ranks have the same bits.
+An all-reduce of much data: every rank copies into its slot what the others are to sum, waits for
+all, sums its own slice over the slots in the order of the ranks, waits for all again, and copies
+the other slices out (a reduce-scatter and an all-gather). One of little data: every rank copies all
+of it, waits for all once, and sums everything. Each slice is summed by one rank, or by all in the
+same order, so that all ranks have the same bits.
 
-A rank has two slots, used in turn: before one is written again all ranks have met, and so have read
-what was in it.
+A rank has two slots, used in turn: before one is written again all ranks have passed a barrier, and
+so have read what was in it.
 
-They meet by POSIX semaphores in the mapping. `sem_post` and `sem_wait` synchronise memory (IEEE Std
-1003.1-2017, 4.12), on x86-64 as on 64-bit Arm; a waiter sleeps in the kernel, and where nobody
-sleeps a call takes a third of a microsecond. A rank has one for even meetings and one for odd ones:
-a rank that is one meeting ahead is not taken for another that is not there yet.
+The barrier is made of POSIX semaphores in the mapping. `sem_post` and `sem_wait` synchronise memory
+(IEEE Std 1003.1-2017, 4.12), on x86-64 as on 64-bit Arm; a waiter sleeps in the kernel, and where
+nobody sleeps a call takes a third of a microsecond. A rank has one for even barriers and one for
+odd ones: a rank that is one barrier ahead is not taken for another that is not there yet.
 
 The mapping is a memfd: it has no name that could stay behind, does not count against the size of
 /dev/shm, and is gone with the last process that maps it.
@@ -43,8 +43,8 @@ from lockstep.errors import RanksDifferError, name_ranks
 CHUNK_BYTES = 2**20
 """Of a slot. What is larger goes piece by piece, which the processors' caches hold."""
 ALL_TO_ALL_BYTES = 2**17
-"""Up to so many, which a slot must hold, every rank sums all: to meet twice costs more than to read
-more memory."""
+"""Up to so many, which a slot must hold, every rank sums all: a second barrier costs more than to
+read more memory."""
 _TRIES = 40
 """To find a semaphore posted before the rank sleeps: some 15 microseconds."""
 _CALLS_KEPT = 64
@@ -82,22 +82,19 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots = -(-self._words(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.slots = -(-self.call(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.end = self.slots + 2 * size * CHUNK_BYTES
 
     def semaphore(self, rank: int, turn: int) -> int:
-        """Of a rank, for even or for odd meetings."""
+        """Of a rank, for even or for odd barriers."""
         return _LINE * (1 + 2 * rank + turn)
 
-    def meetings(self, rank: int) -> int:
-        """The number of meetings that a rank has come to."""
+    def barriers(self, rank: int) -> int:
+        """The number of barriers that a rank has come to."""
         return _LINE * (1 + 2 * self.size + rank)
 
-    def words(self, rank: int, turn: int) -> int:
-        """What a rank calls."""
-        return self._words(rank, turn)
-
-    def _words(self, rank: int, turn: int) -> int:
+    def call(self, rank: int, turn: int) -> int:
+        """The words for what a rank calls."""
         return _LINE * (1 + 3 * self.size) + _WORDS * (2 * rank + turn)
 
 
@@ -153,7 +150,7 @@ class SharedMemory:
         self.across = across
         self._processes = dict(processes)
         self._ranks = list(processes)
-        self._place, self._size = self._ranks.index(rank), len(processes)
+        self._local_rank, self._local_size = self._ranks.index(rank), len(processes)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         """The latest ones, the oldest first; the watchdog's thread reads them."""
         self.completed = 0
@@ -161,25 +158,26 @@ class SharedMemory:
         self._memory, self._timeout_s = memory, timeout_s
         self._lock = threading.RLock()
         self._functions = _Semaphores()
-        self._layout = layout = _Layout(self._size)
+        layout = _Layout(self._local_size)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         first = everything.data_ptr()
-        self._semaphores = [
-            [first + layout.semaphore(r, turn) for r in range(self._size)] for turn in (0, 1)
-        ]
+        ranks, turns = range(self._local_size), (0, 1)
+        self._semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
+        self._calls_at = [[layout.call(r, t) for r in ranks] for t in turns]
+        self._barriers_at = [layout.barriers(r) for r in ranks]
         slots = torch.split(everything[layout.slots :], CHUNK_BYTES)
         self._slots: tuple[Sequence[Tensor], Sequence[Tensor]]
-        self._slots = slots[: self._size], slots[self._size :]
+        self._slots = slots[: self._local_size], slots[self._local_size :]
         self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._half = self._meetings = self._number = 0
+        self._half = self._barriers = self._number = 0
         self._words: dict[tuple[str, torch.dtype, int], bytes] = {}
         self._unchecked: bytes | None = None
-        """The words of the present call, until the ranks have met in it."""
+        """The words of the present call, until its first barrier."""
         self._broken = ""
         """What is said of the last call where it did not come to its end."""
 
     def takes(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
-        """Whether it can be sent so: dense and contiguous in the CPU's memory; SUM, MAX or MIN."""
+        """Whether it can be reduced so: dense and contiguous on the CPU; SUM, MAX or MIN."""
         dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
         return dense and tensor.is_contiguous() and op in _COMBINE
 
@@ -211,10 +209,10 @@ class SharedMemory:
 
         Between them other all-reduces may be started; all are to be ended in the same order.
         """
-        slices = torch.tensor_split(tensor.detach().view(-1), self._size)
+        slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
         with self._calling("all_reduce", tensor):
             self._reduce_scatter(slices, _COMBINE[op], scale)
-        mine, work = slices[self._place], None
+        mine, work = slices[self._local_rank], None
         if self.across is not None and mine.numel():
             work = dist.all_reduce(mine, op, self.across, async_op=True)
 
@@ -233,7 +231,7 @@ class SharedMemory:
         """
         with self._calling("all_gather", tensor):
             places = [part.detach().view(-1) for part in parts]
-            places[self._place].copy_(tensor.detach().view(-1))
+            places[self._local_rank].copy_(tensor.detach().view(-1))
             self._gather(places)
 
     def close(self) -> None:
@@ -268,8 +266,8 @@ class SharedMemory:
 
     def _reduce_by_all(self, own: Tensor, combine: Callable[..., Tensor], scale: float) -> None:
         slots = [slot[: len(own)] for slot in self._next_slots(own.dtype)]
-        _scale(own, scale, slots[self._place])
-        self._meet()
+        _scale(own, scale, slots[self._local_rank])
+        self._barrier()
         total = slots[0]
         for slot in slots[1:]:
             total = combine(total, slot, out=own)
@@ -278,21 +276,22 @@ class SharedMemory:
         self, slices: Sequence[Tensor], combine: Callable[..., Tensor], scale: float
     ) -> None:
         """Reduces each rank's slice on that rank alone, in the tensor itself."""
-        room = CHUNK_BYTES // slices[0].itemsize // self._size  # in a slot for each of the ranks
+        me, size = self._local_rank, self._local_size
+        room = CHUNK_BYTES // slices[0].itemsize // size  # in a slot for each of the ranks
         for start in range(0, len(slices[0]), room):
             parts = [each[start : start + room] for each in slices]
             typed = self._next_slots(parts[0].dtype)
-            slots = [torch.split(slot[: room * self._size], room) for slot in typed]
+            slots = [torch.split(slot[: room * size], room) for slot in typed]
             for rank, part in enumerate(parts):
-                to = part if rank == self._place else slots[self._place][rank][: len(part)]
+                to = part if rank == me else slots[me][rank][: len(part)]
                 _scale(part, scale, to)
-            self._meet()
-            own = parts[self._place]
-            given = [slot[self._place][: len(own)] for slot in slots]
-            unread, given[self._place] = given[self._place], own
+            self._barrier()
+            own = parts[me]
+            given = [slot[me][: len(own)] for slot in slots]
+            unread, given[me] = given[me], own
             total = given[0]
-            for rank in range(1, self._size):
-                total = combine(total, given[rank], out=own if rank >= self._place else unread)
+            for rank in range(1, size):
+                total = combine(total, given[rank], out=own if rank >= me else unread)
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         """Fills every rank's part, of which its own is there already."""
@@ -300,10 +299,10 @@ class SharedMemory:
         for start in range(0, max(1, *map(len, parts)), room):
             pieces = [part[start : start + room] for part in parts]
             slots = self._next_slots(parts[0].dtype)
-            slots[self._place][: len(pieces[self._place])].copy_(pieces[self._place])
-            self._meet()
+            slots[self._local_rank][: len(pieces[self._local_rank])].copy_(pieces[self._local_rank])
+            self._barrier()
             for rank, piece in enumerate(pieces):
-                if rank != self._place:
+                if rank != self._local_rank:
                     piece.copy_(slots[rank][: len(piece)])
 
     def _next_slots(self, dtype: torch.dtype) -> list[Tensor]:
@@ -331,24 +330,24 @@ class SharedMemory:
             yield
             self.completed = self._number
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Returns when all ranks have come, and what they wrote before can be read."""
-        self._meetings += 1
-        turn, words, memory = self._meetings & 1, self._unchecked, self._memory
-        _NUMBER.pack_into(memory, self._layout.meetings(self._place), self._meetings)
-        places = [self._layout.words(r, turn) for r in range(self._size)] if words else []
+        self._barriers += 1
+        turn, words, memory = self._barriers & 1, self._unchecked, self._memory
+        _NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
+        places = self._calls_at[turn]
         if words is not None:
-            memory[places[self._place] : places[self._place] + _WORDS] = words
-        own = self._semaphores[turn][self._place]
+            memory[places[self._local_rank] : places[self._local_rank] + _WORDS] = words
+        own = self._semaphores[turn][self._local_rank]
         for semaphore in self._semaphores[turn]:
             if semaphore != own:
                 self._functions.post(semaphore)
-        for _ in range(self._size - 1):
+        for _ in range(self._local_size - 1):
             self._wait(own)
         if words is not None:
             self._unchecked = None
             heard = [memory[at : at + _WORDS] for at in places]
-            if heard.count(words) != self._size:
+            if heard.count(words) != self._local_size:
                 raise self._differ(heard)
 
     def _wait(self, semaphore: int) -> None:
@@ -370,10 +369,9 @@ class SharedMemory:
                 )
 
     def _absent(self) -> list[int]:
-        """The ranks that have not come to this meeting."""
-        places = map(self._layout.meetings, range(self._size))
-        come = (_NUMBER.unpack_from(self._memory, place) for place in places)
-        return [r for r, (n,) in zip(self._ranks, come, strict=True) if n < self._meetings]
+        """The ranks that have not come to this barrier."""
+        come = (_NUMBER.unpack_from(self._memory, place) for place in self._barriers_at)
+        return [r for r, (n,) in zip(self._ranks, come, strict=True) if n < self._barriers]
 
     def _differ(self, heard: Sequence[bytes]) -> RanksDifferError:
         pairs = zip(self._ranks, heard, strict=True)

@@ -104,7 +104,7 @@ _WAITING_FILES = (
 _INNER = re.compile(
     r"_new_process_group_helper|_create_\w+_process_group|_store_based_barrier|"
     r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler|"
-    r"_meet|_wait|posted_within"
+    r"_barrier|_wait|posted_within"
 )
 # Elsewhere, functions in which nothing but waiting takes time.
 _WAITING = {
