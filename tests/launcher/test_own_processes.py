@@ -220,8 +220,25 @@ if __name__ == "__main__":
 """
 
 
-def test_a_deadlock_among_them_is_told(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "ours", DEADLOCK)
+# Torch's tutorial "Writing distributed applications"; before them a process that is no rank.
+BY_PROCESS = """
+    context, port = mp.get_context("METHOD"), free_port()
+    waits = context.Event()
+    processes = [context.Process(target=waits.wait, daemon=True)]
+    processes += [context.Process(target=work, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes[1:]:
+        process.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["mp.start_processes", "fork", "spawn"])
+def test_a_deadlock_among_them_is_told(tmp_path: Path, how: str) -> None:
+    source, call = DEADLOCK, DEADLOCK.splitlines()[-1]
+    if how != "mp.start_processes":
+        source = source.replace(call, BY_PROCESS.replace("METHOD", how).strip("\n"))
+    folder = folder_with(tmp_path / "ours", source)
     ran = launch(["run", "--log-dir", "logs", "train.py"], folder)
     assert ran.returncode == 70, ran.stderr
     assert "deadlock: ranks 0-1 wait in collectives that do not match" in ran.stderr

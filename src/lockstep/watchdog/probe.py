@@ -19,6 +19,8 @@ import faulthandler
 import itertools
 import json
 import mmap
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import struct
@@ -246,6 +248,10 @@ def _stacks() -> dict[int, list[tuple[str, int, str]]]:
     }
 
 
+_visible: set[int] = set()
+"""Processes that have a probe: this one, and those that it is a fork of."""
+
+
 def install(folder: Path, own: int | None = None) -> Probe:
     """Makes this process visible, until it ends, in the files of `folder`; torch has been imported.
 
@@ -256,12 +262,18 @@ def install(folder: Path, own: int | None = None) -> Probe:
     Raises:
         OSError: the folder cannot be written.
     """
+    _visible.add(os.getpid())
     return Probe(folder, own)
 
 
 def install_in_own_processes(folder: Path) -> None:
-    """What the script starts by `torch.multiprocessing` gets folders as ranks have them."""
+    """What the script starts by multiprocessing gets folders as ranks have them.
+
+    What `mp.spawn` starts are ranks from the beginning, a `Process` is one when it opens a group.
+    """
     calls = itertools.count()
+    started_together: list[multiprocessing.process.BaseProcess] = []
+    together, script = folder, os.getpid()
 
     def started(
         start: Any, fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **named: Any
@@ -271,21 +283,34 @@ def install_in_own_processes(folder: Path) -> None:
         place = folder / f"own_{next(calls):06}_{nprocs}"
         return start(partial(_run_watched, place, nprocs, fn), args, nprocs, *others, **named)
 
+    def start(process: multiprocessing.process.BaseProcess) -> None:
+        nonlocal together
+        if os.getpid() == script:
+            if not any(other.is_alive() for other in started_together):
+                started_together.clear()
+                together = folder / f"own_{next(calls):06}"
+            started_together.append(process)
+            run = partial(_run_watched_in_group, together, process.run)
+            process.run = run  # type: ignore[method-assign]
+        start_process(process)
+
     on_start_processes(started)
+    start_process = multiprocessing.process.BaseProcess.start
+    multiprocessing.process.BaseProcess.start = start  # type: ignore
 
 
 def on_start_processes(instead: Callable[..., Any]) -> None:
     """From now on `mp.spawn` and `mp.start_processes` call this, with the latter as an argument."""
-    multiprocessing: Any = import_module("torch.multiprocessing")
+    package: Any = import_module("torch.multiprocessing")
     module: Any = import_module("torch.multiprocessing.spawn")
     made = wraps(module.start_processes)(partial(instead, module.start_processes))
-    module.start_processes = multiprocessing.start_processes = made
+    module.start_processes = package.start_processes = made
 
 
 def _run_watched(
     folder: Path, size: int, program: Callable[..., object], index: int, *args: Any
 ) -> None:
-    """In a process that the script has started."""
+    """In a process that `mp.spawn` has started."""
 
     def check(group: Any) -> None:
         if (group.rank(), group.size()) != (index, size):
@@ -295,3 +320,24 @@ def _run_watched(
     torch_compat.on_default_group(check)
     program(index, *args)
     (folder / f"rank_{index}" / RETURNED).touch()
+
+
+def _run_watched_in_group(together: Path, run: Callable[[], object]) -> None:
+    """In a `Process` that the script has started."""
+    places: list[Path] = []
+
+    def opened(group: Any) -> None:
+        if os.getpid() in _visible or threading.current_thread() is not threading.main_thread():
+            return  # signals are set up in the main thread alone
+        folder = together.with_name(f"{together.name}_{group.size()}")
+        place = folder / f"rank_{group.rank()}"
+        if place.exists():  # several groups
+            (folder / UNLIKE).touch()
+            return
+        places.append(place)
+        install(place, own=group.rank())
+
+    torch_compat.on_default_group(opened)
+    run()
+    for place in places:
+        (place / RETURNED).touch()
