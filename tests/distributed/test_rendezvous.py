@@ -160,8 +160,8 @@ Place = tuple[str | None, Callable[[int], Any]]
 
 def test_a_missing_rank(place: Place, tmp_path: Path) -> None:
     init_method, environment = place
-    outcomes = run_ranks(try_to_join, 2, init_method, 3, environment=environment(3))
-    same(outcomes, MissingRankError, "rank 2 did not come within 3 s; came: ranks 0-1 on ")
+    outcomes = run_ranks(try_to_join, 2, init_method, 6, environment=environment(3))
+    same(outcomes, MissingRankError, "rank 2 did not come within 6 s; came: ranks 0-1 on ")
     assert not list(tmp_path.iterdir())  # this run's file has gone with it
 
 

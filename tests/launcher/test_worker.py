@@ -164,6 +164,25 @@ def test_ranks_do_not_share_their_random_numbers(tmp_path: Path) -> None:
     assert len({pair[0] for pair in drawn}) == len({pair[1] for pair in drawn}) == 3
 
 
+TRAINING = """
+import torch, torch.distributed as dist
+weight = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+weight.backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_ranks_that_train_without_each_other_are_told(tmp_path: Path, joined: bool) -> None:
+    join = "dist.init_process_group('gloo'); dist.destroy_process_group()\n"
+    (tmp_path / "script.py").write_text(TRAINING + join * joined)
+    done = launch(["run", "--nproc", "2", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = "no process group was opened, but the optimizer took 1 step: each"
+    assert done.stderr.count(text) == (not joined)
+
+
 @pytest.mark.parametrize(
     ("flag", "warm"), [("--local_rank", "--warm"), ("--local-rank", "--no-warm")]
 )

@@ -167,8 +167,9 @@ def run_recorded(
     from lockstep.watchdog import exit_status, probe
 
     try:
-        probe.install(folder)
+        installed = probe.install(folder)
         body(folder)
+        installed.warn_if_alone()
     except BaseException as error:
         error.__traceback__ = _of_the_program(error.__traceback__)
         if not isinstance(error, SystemExit):

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.distributed import torch_compat
+from lockstep.errors import counted, warn
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -136,6 +137,18 @@ class Probe:
             self._stopping = True
             os.write(self._ask, b"\n")
             self._thread.join()
+
+    def warn_if_alone(self) -> None:
+        """At the end of the program: warns where the ranks have trained without each other."""
+        size = os.environ.get("WORLD_SIZE", "1")
+        if self._steps and not _kept_groups and size != "1" and os.environ.get("RANK") == "0":
+            steps = counted(self._steps, "step")
+            warn(
+                f"{size} processes",
+                f"no process group was opened, but the optimizer took {steps}: each process has "
+                "trained a model of its own",
+                "join them by lockstep.init() and world.prepare(...), or run one process",
+            )
 
     def forget(self) -> None:
         """In a forked child: it is not the rank, and has none of its threads."""
