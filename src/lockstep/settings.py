@@ -86,6 +86,8 @@ class Settings:
     """Folder where every rank writes down which samples it trains; None: nowhere."""
     min_micro_batches: int = 1
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
+    uncompressed: bool = False
+    """Gradients are sent as they are, whatever was chosen; `lockstep verify` compares so."""
 
 
 def _whole_number_or_auto(text: str) -> int | str:

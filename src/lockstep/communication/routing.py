@@ -1,13 +1,17 @@
 """Which way a collective takes: shared memory on one machine, torch.distributed everywhere else.
 
-Asynchronous ones, and those of groups that the user or torch has opened, are torch's own.
+Those of groups that the user or torch has opened are torch's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
 
 _shared: SharedMemory | None = None
@@ -36,6 +40,18 @@ def all_reduce(
         _shared.all_reduce(tensor, op)
     else:
         dist.all_reduce(tensor, op, group)
+
+
+def start_all_reduce(tensor: Tensor) -> Callable[[], None]:
+    """The sum over all ranks in two halves: what this returns waits for it.
+
+    Between them others may be started; all are to be ended in the same order.
+    """
+    if _shared is not None and _shared.takes(tensor):
+        return _shared.start_all_reduce(tensor)
+    work = cast(dist.Work, dist.all_reduce(tensor, async_op=True))
+    traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size())
+    return lambda: cast(None, work.wait())
 
 
 def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -31,13 +31,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError, name_ranks
 
 CHUNK_BYTES = 2**20
@@ -201,24 +202,36 @@ class SharedMemory:
             return
         with self._calling("all_reduce", tensor):
             self._reduce_by_all(own, _COMBINE[op], scale)
+        traffic.shared += own.nbytes
 
     def start_all_reduce(
-        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, scale: float = 1.0
+        self,
+        tensor: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        scale: float = 1.0,
+        between: Callable[[Tensor], Callable[[], object]] | None = None,
     ) -> Callable[[], None]:
         """The same in two halves: what this returns waits for the other machines.
 
         Between them other all-reduces may be started; all are to be ended in the same order.
+        `between` may begin the exchange with the other machines, of this rank's slice of what this
+        machine gives, in another way; what it returns ends it.
         """
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
         with self._calling("all_reduce", tensor):
             self._reduce_scatter(slices, _COMBINE[op], scale)
-        mine, work = slices[self._local_rank], None
-        if self.across is not None and mine.numel():
-            work = dist.all_reduce(mine, op, self.across, async_op=True)
+        mine, wait = slices[self._local_rank], cast("Callable[[], object] | None", None)
+        traffic.shared += tensor.nbytes
+        if between is not None:
+            wait = between(mine)
+        elif self.across is not None and mine.numel():
+            wait = dist.all_reduce(mine, op, self.across, async_op=True).wait
+            traffic.sent += all_reduce_bytes(mine.nbytes, dist.get_world_size(self.across))
 
         def end() -> None:
-            if work is not None:
-                work.wait()
+            if wait is not None:
+                wait()
             with self._calling("all_gather", tensor):
                 self._gather(slices)
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.communication import routing
+from lockstep.communication import compression, routing
+from lockstep.communication.compression import CompressedMeans, Compression
 from lockstep.communication.shared_memory import SharedMemory
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
-from lockstep.errors import SettingError, UsageError, some
+from lockstep.errors import SettingError, UsageError, not_among, some
 from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.step import CHECK_EVERY
 from lockstep.strategies import base
@@ -54,8 +55,19 @@ class DDP(base.Strategy):
     """The same parameters are used in every step: torch may then reorder more freely."""
     check_every: int = CHECK_EVERY
     """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
+    compress: Compression | None = None
+    """How gradients are sent to other machines, or to other ranks where there is one machine."""
+    powersgd_rank: int = 1
+    """Columns of the matrices that stand for a gradient."""
+    powersgd_start: int = 100
+    """Global batches before that begins, as in the code of its authors."""
 
     def __post_init__(self) -> None:
+        if self.compress is not None and self.compress not in get_args(Compression):
+            known = get_args(Compression)
+            raise not_among(f"compress={self.compress!r}", self.compress, "the ways", known)
+        check_whole_number(f"powersgd_rank={self.powersgd_rank}", self.powersgd_rank)
+        check_whole_number(f"powersgd_start={self.powersgd_start}", self.powersgd_start, 0)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise SettingError(
                 f"bucket_cap_mb={self.bucket_cap_mb}",
@@ -93,10 +105,12 @@ class DDP(base.Strategy):
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.Wrapped(module=module, choices=choices)
+        compress = self._compression(module, run)
         wrapped = ExactDDP(
             module,
             run,
             self,
+            compress,
             device_ids=[run.device.index] if run.device.type == "cuda" and not spread else None,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
@@ -106,9 +120,15 @@ class DDP(base.Strategy):
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         in_place = Choice("gradients", sized(size), "averaged in buckets during backward, in place")
+        choices += [in_place, self._bucket_choice(size)]
+        if compress is not None:
+            told = (
+                f"gradients {compression.sent_between(run.device)}; not the numbers of one device"
+            )
+            choices.append(Choice("compression", compress, told))
         return base.Wrapped(
             module=wrapped,
-            choices=[*choices, in_place, self._bucket_choice(size)],
+            choices=choices,
             replicas=lambda: [base.Replicas.of(module)],
             check_every=self.check_every,
             before_backward=wrapped.expect_backward,
@@ -116,6 +136,29 @@ class DDP(base.Strategy):
             after_step=MovingBuffers(module, run.step).follow,
             release=wrapped.release,
         )
+
+    def _compression(self, module: nn.Module, run: Run) -> Compression | None:
+        """How the gradients of a module are sent.
+
+        Raises:
+            SettingError: they cannot be sent so.
+        """
+        if self.compress is None or run.settings.uncompressed:
+            return None
+        if self.compress != "bf16" and run.settings.precision == "fp16":
+            raise SettingError(
+                f"compress={self.compress!r} with precision='fp16'",
+                "what is lost in one step is sent in the next, where the loss may be scaled "
+                "otherwise",
+                "use precision='bf16', or compress='bf16'",
+            )
+        if any(getattr(part, "sparse", False) for part in module.modules()):
+            raise SettingError(
+                f"compress={self.compress!r} of a model with sparse gradients",
+                "they are sent as they are, and others are not there to be compressed",
+                "make its embeddings without sparse=True, or leave compress out",
+            )
+        return self.compress
 
     def _bucket_choice(self, size: int) -> Choice:
         if self.bucket_cap_mb is not None:
@@ -193,7 +236,14 @@ class _AroundWrapper:
 class ExactDDP(base.Around, DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
-    def __init__(self, module: nn.Module, run: Run, options: DDP, **torch_options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Run,
+        options: DDP,
+        compress: Compression | None,
+        **torch_options: Any,
+    ) -> None:
         super().__init__(module, **torch_options)
         self.run = run
         self.options = options
@@ -202,9 +252,15 @@ class ExactDDP(base.Around, DistributedDataParallel):
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
         shared = routing.shared_memory() if run.device.type == "cpu" else None
+        self._means: _BucketMeans | CompressedMeans | None
         self._means = None if shared is None else _BucketMeans(shared)
         """What averages the gradients from the first step on, where the user registers nothing."""
+        self.compressed: CompressedMeans | None = None
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if compress is not None:
+            parameters = [parameter for _, parameter in self._trained]
+            options_of = options.powersgd_rank, options.powersgd_start
+            self._means = self.compressed = CompressedMeans(parameters, compress, *options_of)
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
         self._complete = True
@@ -281,6 +337,12 @@ class ExactDDP(base.Around, DistributedDataParallel):
     @partial(never_compiled, recursive=True)  # called in a forward pass, see there
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Torch's; the user's own takes the place of shared memory."""
+        if self.compressed is not None and state is not self.compressed:
+            raise UsageError(
+                "register_comm_hook of a model that was prepared with DDP(compress=...)",
+                "either sends the gradients in a way of its own",
+                "leave one of them out",
+            )
         self._means = None
         super().register_comm_hook(state, hook)
 
@@ -292,6 +354,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
         of C++, and the process aborts ("terminate called without an active exception").
         """
         self.reducer = self.logger = self.process_group = None  # type: ignore[assignment]
+        self._means = self.compressed = None
 
     def will_sync_module_buffers(self) -> bool:
         """Never before a forward pass, which torch asks about: they are shared after each step."""

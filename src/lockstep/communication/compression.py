@@ -1,0 +1,408 @@
+"""Means over the ranks of vectors that are sent compressed.
+
+`bf16` rounds. `int8` and `int4` are whole numbers, with a scale for every 128 of them (blocks as of
+Dettmers et al., arXiv 2110.02861). `powersgd` sends two narrow matrices in the place of a wide one
+(Vogels et al., arXiv 1905.13727). All but bf16 have error feedback (Karimireddy et al., arXiv
+1901.09847): what was lost is added to what is sent the next time.
+
+Who sends is a *part*: a machine, where the ranks of each sum up in shared memory first, else a
+rank. What is lost, and so the numbers of a training, depends on how many parts there are.
+
+Torch has hooks of this kind (`torch.distributed.algorithms.ddp_comm_hooks`). With Gloo those for
+bf16 are refused, that for PowerSGD waits in Gloo's own threads and so for ever as soon as there are
+three buckets, and the quantizing ones raise; nor is their state part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.communication import routing
+from lockstep.communication.link import traffic
+from lockstep.communication.shared_memory import SharedMemory
+
+Method = Literal["bf16", "int8", "int4"]
+"""How numbers are quantized."""
+Compression = Literal["bf16", "int8", "powersgd"]
+"""How gradients are sent."""
+
+BLOCK = 128
+"""Values that have one scale."""
+_LARGEST = {"int8": 127, "int4": 7}
+_UNIT_BYTES = 8 * 2**20
+"""Gradients that are sent together: the first are on their way while others are computed."""
+_MIN_GAIN = 2
+"""Matrices that PowerSGD would not make smaller by this factor are sent as they are."""
+
+
+def encode(values: Tensor, method: Method) -> Tensor:
+    """Rows of numbers as rows of bytes.
+
+    Args:
+        values: `(rows, n)`, contiguous; n is a multiple of `BLOCK`.
+        method: how.
+
+    Returns:
+        Of dtype uint8: `(rows, 2 n)` for bf16, `(rows, n + 4 n / BLOCK)` for int8, half of the
+        first term for int4. A block with a value that is not finite has none when it is decoded.
+    """
+    if method == "bf16":
+        return values.to(torch.bfloat16).view(torch.uint8)
+    rows, length = values.shape
+    blocks = values.view(rows, -1, BLOCK)
+    low, high = blocks.aminmax(dim=2)
+    scales = torch.maximum(high, -low).float().div_(_LARGEST[method])
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = (blocks / scales.unsqueeze(2)).round_().to(torch.int8).view(rows, length)
+    if method == "int4":
+        first, second = codes.tensor_split(2, dim=1)
+        codes = (first & 15) | (second << 4)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+
+
+def decode(encoded: Tensor, method: Method, dtype: torch.dtype) -> Tensor:
+    """What `encode` has made bytes of, as far as they tell: `(rows, n)`."""
+    if method == "bf16":
+        return encoded.view(torch.bfloat16).to(dtype)
+    rows, length = encoded.shape
+    of_block = BLOCK if method == "int8" else BLOCK // 2
+    numbers = length // (of_block + 4) * of_block
+    codes = encoded[:, :numbers].view(torch.int8)
+    if method == "int4":
+        codes = torch.cat([(codes << 4) >> 4, codes >> 4], dim=1)
+    scales = encoded[:, numbers:].contiguous().view(torch.float32)
+    blocks = codes.reshape(rows, -1, BLOCK).to(dtype)
+    return blocks.mul_(scales.unsqueeze(2)).view(rows, -1)
+
+
+class _Parts(NamedTuple):
+    """Who sends to whom."""
+
+    size: int
+    number: int
+    """That of this rank."""
+    shared: SharedMemory | None = None
+    """In which the ranks of a part sum up before."""
+    local_size: int = 1
+    """Ranks of a part."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """One rank of each part; None: all ranks. It is not kept here, and so ends with the run."""
+        return None if self.shared is None else self.shared.across
+
+
+def _parts(device: torch.device) -> _Parts:
+    shared = routing.shared_memory() if device.type == "cpu" else None
+    if shared is None or shared.across is None:
+        return _Parts(dist.get_world_size(), dist.get_rank())
+    size, number = dist.get_world_size(shared.across), dist.get_rank(shared.across)
+    return _Parts(size, number, shared, dist.get_world_size() // size)
+
+
+def sent_between(device: torch.device) -> str:
+    """Whose tensors of a device are compressed, in words."""
+    found = _parts(device)
+    return f"between {found.size} {'ranks' if found.shared is None else 'machines'}"
+
+
+class QuantizedSum:
+    """The sum over all ranks of one vector, again and again.
+
+    As in other all-reduces each part sums one piece of the vector up, over the parts in their
+    order, and all take its sum; what is sent, once to the one and once by it, is quantized.
+    All ranks have the same bits.
+
+    Args:
+        length: of the vector.
+        like: the sum has its device, and its dtype or float32.
+        method: how it is quantized; what that loses is kept for the next time, but with bf16.
+    """
+
+    def __init__(self, length: int, like: Tensor, method: Method) -> None:
+        self._method, self._parts = method, _parts(like.device)
+        step = BLOCK * self._parts.size * self._parts.local_size
+        whole = _zeros(-(-length // step) * step, like)
+        self.values = whole[:length]
+        """What this rank gives, before `start`; the sum over all ranks, after `end`."""
+        self.state: dict[str, Tensor] = {}
+        """What a checkpoint has to hold, of this rank alone."""
+        if method != "bf16":
+            self.state["residual"] = _zeros(len(whole) // self._parts.local_size, like)
+        self._whole = whole
+        self._finish: Callable[[], None] = _nothing
+        self._work: dist.Work
+        self._received: Tensor
+
+    def start(self) -> None:
+        """Begins to send. `turn` and `end` follow; other vectors' may come between them.
+
+        All ranks do all of it in the same order.
+        """
+        shared = self._parts.shared
+        if shared is None:
+            self._finish = self._send(self._whole)
+        else:
+            self._finish = shared.start_all_reduce(self._whole, between=self._send)
+
+    def turn(self) -> None:
+        """Waits for what the other parts have sent, and sends them the sum of it."""
+        size, index, pieces = self._parts.size, self._parts.number, self._pieces
+        self._work.wait()
+        came = decode(self._received, self._method, pieces.dtype)
+        came[index] = pieces[index]
+        total = came[:1].clone()
+        for row in came[1:]:
+            total += row
+        sent = encode(total, self._method)
+        self._keep(total, sent, slice(index, index + 1))
+        self._received = sent.new_empty(size, sent.numel())
+        work = dist.all_gather([*self._received], sent[0], self._parts.group, async_op=True)
+        self._work = cast(dist.Work, work)
+        traffic.sent += (size - 1) * sent.nbytes
+
+    def end(self) -> None:
+        """Returns when `values` is the sum."""
+        self._finish()
+        self._finish = _nothing
+
+    def _send(self, mine: Tensor) -> Callable[[], None]:
+        """Begins the exchange of what this rank's place in each part is to send."""
+        parts = self._parts
+        self._pieces = mine.view(parts.size, -1)
+        if "residual" in self.state:
+            mine += self.state["residual"]
+        sent = encode(self._pieces, self._method)
+        self._keep(self._pieces, sent, slice(None))  # what of its own piece is lost, `turn` knows
+        self._received = torch.empty_like(sent)
+        work = dist.all_to_all_single(self._received, sent, group=parts.group, async_op=True)
+        self._work = cast(dist.Work, work)
+        traffic.sent += (parts.size - 1) * sent[0].nbytes
+        return self._take
+
+    def _take(self) -> None:
+        self._work.wait()
+        self._pieces.copy_(decode(self._received, self._method, self._pieces.dtype))
+
+    def _keep(self, values: Tensor, sent: Tensor, rows: slice) -> None:
+        if "residual" in self.state:
+            arrives = decode(sent, self._method, values.dtype)
+            residual = self.state["residual"].view(self._parts.size, -1)[rows]
+            # What is not finite is seen in the sum, and must not come back for ever.
+            torch.sub(values, arrives, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class LowRankSum:
+    """The sum over all ranks of matrices, as two narrow ones each, again and again.
+
+    One step of a power iteration each time, from where the last one came to (algorithms 1 and 2 of
+    Vogels et al.). It is linear: the sum depends on the sum of what the ranks give, not on who
+    gives it, up to rounding.
+
+    Args:
+        shapes: of the tensors; their first axis is that of the matrices' rows.
+        like: the sums have its device, and its dtype or float32.
+        rank: columns of the narrow matrices.
+        start: how often everything is sent as it is, before that begins.
+        seed: of the narrow matrices that it begins with.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        like: Tensor,
+        *,
+        rank: int,
+        start: int,
+        seed: int = 0,
+    ) -> None:
+        sizes = [shape.numel() for shape in shapes]
+        self.values = _zeros(sum(sizes), like)
+        """What this rank gives, before `start`; the sum over all ranks, after `end`."""
+        self._start, self._matrices, self._rest = start, list[Tensor](), list[Tensor]()
+        for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
+            matrix = part.view(shape[0] if shape else 1, -1)
+            narrow = min(rank, *matrix.shape) * sum(matrix.shape)
+            if narrow * _MIN_GAIN < matrix.numel():
+                self._matrices.append(matrix)
+            else:
+                self._rest.append(part)
+        self._widths = [min(rank, *matrix.shape) for matrix in self._matrices]
+        right = sum(m.shape[1] * w for m, w in zip(self._matrices, self._widths, strict=True))
+        generator = torch.Generator().manual_seed(seed)
+        self.state = {
+            "right": torch.randn(right, generator=generator).to(self.values),
+            "residual": self.values.new_zeros(sum(m.numel() for m in self._matrices)),
+            "times": torch.zeros((), dtype=torch.int64),
+        }
+        """What a checkpoint has to hold, of this rank alone."""
+        self._finish: Callable[[], None] = _nothing
+
+    def start(self) -> None:
+        """Begins to send. `turn` and `end` follow; other vectors' may come between them.
+
+        All ranks do all of it in the same order.
+        """
+        if self.state["times"] < self._start:
+            self._finish = routing.start_all_reduce(self.values)
+            return
+        for matrix, lost in zip(self._matrices, self._residuals(), strict=True):
+            matrix += lost
+        pairs = zip(self._matrices, self._right(), strict=True)
+        self._lefts = [matrix @ right for matrix, right in pairs]
+        self._sent = torch.cat([part.view(-1) for part in (*self._lefts, *self._rest)])
+        self._finish = routing.start_all_reduce(self._sent)
+
+    def turn(self) -> None:
+        """Waits for the first of the narrow matrices, and sends the second."""
+        self._finish()
+        if self.state["times"] < self._start:
+            self._finish = _nothing
+            return
+        sizes = [part.numel() for part in (*self._lefts, *self._rest)]
+        came = torch.split(self._sent, sizes)
+        for part, sums in zip(self._rest, came[len(self._lefts) :], strict=True):
+            part.copy_(sums)
+        for number, (left, sums) in enumerate(zip(self._lefts, came, strict=False)):
+            self._lefts[number] = torch.linalg.qr(sums.view_as(left)).Q
+        for matrix, left, right in zip(self._matrices, self._lefts, self._right(), strict=True):
+            torch.mm(matrix.T, left, out=right)
+        self._finish = routing.start_all_reduce(self.state["right"])
+
+    def end(self) -> None:
+        """Returns when `values` is the sum."""
+        self._finish()
+        if self.state["times"] >= self._start:
+            size = dist.get_world_size()
+            found = zip(self._matrices, self._lefts, self._right(), self._residuals(), strict=True)
+            for matrix, left, right, lost in found:
+                sums = left @ right.T
+                torch.sub(matrix, sums, alpha=1.0 / size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+                matrix.copy_(sums)
+        self._finish = _nothing
+        self.state["times"] += 1
+
+    def _right(self) -> list[Tensor]:
+        sizes = [m.shape[1] * w for m, w in zip(self._matrices, self._widths, strict=True)]
+        parts = torch.split(self.state["right"], sizes)
+        return [part.view(-1, w) for part, w in zip(parts, self._widths, strict=True)]
+
+    def _residuals(self) -> list[Tensor]:
+        parts = torch.split(self.state["residual"], [m.numel() for m in self._matrices])
+        return [part.view_as(m) for part, m in zip(parts, self._matrices, strict=True)]
+
+
+Sum = QuantizedSum | LowRankSum
+
+
+class CompressedMeans:
+    """What a communication hook of DDP does: the mean over the ranks, in the bucket itself.
+
+    DDP makes its buckets anew after the first step, and in a run that is resumed. What is lost in
+    one step is needed in the next, so gradients are put together here, always the same ones.
+
+    Args:
+        parameters: those that DDP trains, in its order.
+        method: how they are sent.
+        rank: of `LowRankSum`.
+        start: likewise.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], method: Compression, rank: int = 1, start: int = 100
+    ) -> None:
+        self._scale = 1.0 / dist.get_world_size()
+        units = _units(parameters)
+        self.sums: list[Sum] = []
+        for number, unit in enumerate(units):
+            if method == "powersgd":
+                shapes = [parameter.shape for parameter in unit]
+                made: Sum = LowRankSum(shapes, unit[0], rank=rank, start=start, seed=number)
+            else:
+                length = sum(parameter.numel() for parameter in unit)
+                made = QuantizedSum(length, unit[0], method)
+            self.sums.append(made)
+        self._counts = list(map(len, units))
+        self._places: dict[Tensor, tuple[int, Tensor]] = {}
+        for number, (unit, own) in enumerate(zip(units, self.sums, strict=True)):
+            parts = torch.split(own.values, [parameter.numel() for parameter in unit])
+            for parameter, part in zip(unit, parts, strict=True):
+                self._places[parameter] = number, part.view(parameter.shape)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = list(self._counts)
+        self._started: list[Sum] = []
+        self._ends: list[Callable[[], None]] = []
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Takes a bucket; its future is there when the last of the buckets has come."""
+        if bucket.index() == 0:
+            self._begin()  # a backward pass before may have raised
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        means = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else [])
+        places = [self._places[parameter] for parameter in bucket.parameters()]
+        for gradient, (number, place) in zip(gradients, places, strict=True):
+            torch.mul(gradient.to(place.dtype), self._scale, out=place)
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                self.sums[number].start()
+                self._started.append(self.sums[number])
+
+        def end() -> None:
+            for gradient, (_, place) in zip(gradients, places, strict=True):
+                gradient.copy_(place)
+            means.set_result(buffer)
+
+        self._ends.append(end)
+        if bucket.is_last():
+            for one in self._started:
+                one.turn()
+            for one in self._started:
+                one.end()
+            for each in self._ends:
+                each()
+            self._begin()
+        return means
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank has lost and not sent yet, and the like."""
+        return {f"{n}.{name}": t for n, s in enumerate(self.sums) for name, t in s.state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> bool:
+        """Takes it up again; False: it is of other parts, or of another method, and left out."""
+        own = self.state_dict()
+        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state.items()}:
+            return False
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        return True
+
+
+def _units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that are sent together, in about the order in which a backward pass comes to them."""
+    units: dict[Any, list[list[Tensor]]] = {}
+    sizes: dict[Any, int] = {}
+    for parameter in reversed([*parameters]):
+        kind = parameter.dtype, parameter.device
+        size = parameter.numel() * parameter.element_size()
+        if sizes.get(kind, _UNIT_BYTES) + size > _UNIT_BYTES:
+            units.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        units[kind][-1].append(parameter)
+        sizes[kind] += size
+    return [unit for of_kind in units.values() for unit in of_kind]
+
+
+def _zeros(count: int, like: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.zeros(count, dtype=dtype, device=like.device)
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
