@@ -352,16 +352,22 @@ class World:
         return Checkpoint(folder, self._run, policy, state, world=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run itself has to remember: epoch, step, the loss scaler."""
+        """What the run itself has to remember: epoch, step, the loss scaler.
+
+        Under `state`, by rank, what this one has not sent yet of its gradients, if it compresses.
+        """
         self._preparer.guards.settle()
         scaler = self._preparer.precision.state_dict()
-        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": scaler}
+        unsent = self._preparer.unsent()
+        own = {"state": {self.rank: unsent}} if unsent else {}
+        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": scaler, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
         self._preparer.precision.load_state_dict(state["scaler"])
+        self._preparer.load_unsent(state.get("state", {}))
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""

@@ -240,6 +240,40 @@ def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
             assert difference(own, first[name][0]) == 0
 
 
+def resumed(folder: str, sizes: tuple[int, ...], method: Any, resume: bool) -> Any:
+    """Weights after 8 steps, of which the last 4 may be those of a run that is resumed."""
+    as_on_machines(sizes)
+    options = DDP(compress=method, powersgd_start=1, bucket_cap_mb=0.001)
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out), lockstep.init(options, device="cpu") as world:
+        inner = nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, 4))
+        model, optimizer = world.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        loader = world.loader(tensors(dtype=torch.float32), 12)
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+        assert checkpoint.resume() is resume
+        for _ in world.epochs(2):
+            for batch in loader:
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if world.step == 4 and not resume:
+                    checkpoint.save()
+        checkpoint.wait()
+        return weights(model), out.getvalue()
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd"])
+def test_what_is_not_sent_yet_is_in_checkpoints(tmp_path: Any, method: str) -> None:
+    expected = run_ranks(resumed, 4, str(tmp_path), (2, 2), method, False)
+    for weights_of, said in run_ranks(resumed, 4, str(tmp_path), (2, 2), method, True):
+        assert difference(weights_of, expected[0][0]) == 0
+        assert said == ""
+    found = run_ranks(resumed, 2, str(tmp_path), (1, 1), method, True)
+    assert difference(found[0][0], expected[0][0]) < (0.01 if method == "int8" else 1e-5)
+    assert ("does not fit" in found[0][1]) is (method == "int8")
+    assert found[1][1] == ""
+
+
 def refused() -> list[str]:
     found = []
     with lockstep.init(DDP(compress="int8"), device="cpu") as world:

@@ -296,6 +296,8 @@ class Checkpoint:
     def _held(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:
         """Of states of which this rank may have a part only: the entries that it has."""
         held = {}
+        if "state" in states["world"]:
+            held["world"] = [*states["world"]["state"]]
         for name, value in self._state.items():
             if isinstance(value, nn.Module):
                 here = [key for key, own in states[name].items() if not sharding.is_meta(own)]

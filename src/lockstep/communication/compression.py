@@ -80,6 +80,9 @@ def decode(encoded: Tensor, method: Method, dtype: torch.dtype) -> Tensor:
     return blocks.mul_(scales.unsqueeze(2)).view(rows, -1)
 
 
+State = Mapping[str, Tensor]
+
+
 class _Parts(NamedTuple):
     """Who sends to whom."""
 
@@ -133,6 +136,8 @@ class QuantizedSum:
         self.state: dict[str, Tensor] = {}
         """What a checkpoint has to hold, of this rank alone."""
         if method != "bf16":
+            of = self._parts.size, self._parts.local_size, self._parts.number
+            self.state["part"] = torch.tensor(of)
             self.state["residual"] = _zeros(len(whole) // self._parts.local_size, like)
         self._whole = whole
         self._finish: Callable[[], None] = _nothing
@@ -170,6 +175,13 @@ class QuantizedSum:
         """Returns when `values` is the sum."""
         self._finish()
         self._finish = _nothing
+
+    def load(self, own: State, ranks: Sequence[State]) -> bool:
+        """Takes up what this rank's `state` was; False: there were other parts, and it is left."""
+        if not _alike(own, self.state) or not torch.equal(own["part"], self.state["part"]):
+            return False
+        self.state["residual"].copy_(own["residual"])
+        return True
 
     def _send(self, mine: Tensor) -> Callable[[], None]:
         """Begins the exchange of what this rank's place in each part is to send."""
@@ -287,6 +299,20 @@ class LowRankSum:
         self._finish = _nothing
         self.state["times"] += 1
 
+    def load(self, own: State, ranks: Sequence[State]) -> bool:
+        """Takes up what this rank's `state` was; of another number of ranks, what all had lost."""
+        if not ranks or not _alike(ranks[0], self.state):
+            return False
+        for name in ("right", "times"):
+            self.state[name].copy_(ranks[0][name])
+        size = dist.get_world_size()
+        if len(ranks) == size:
+            self.state["residual"].copy_(own["residual"])
+        else:
+            total = torch.stack([rank["residual"] for rank in ranks]).sum(0)
+            self.state["residual"].copy_(total / size)
+        return True
+
     def _right(self) -> list[Tensor]:
         sizes = [m.shape[1] * w for m, w in zip(self._matrices, self._widths, strict=True)]
         parts = torch.split(self.state["right"], sizes)
@@ -371,17 +397,28 @@ class CompressedMeans:
         return means
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank has lost and not sent yet, and the like."""
+        """What this rank alone has to remember."""
         return {f"{n}.{name}": t for n, s in enumerate(self.sums) for name, t in s.state.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> bool:
-        """Takes it up again; False: it is of other parts, or of another method, and left out."""
-        own = self.state_dict()
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state.items()}:
-            return False
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-        return True
+    def load_state_dict(self, own: State, ranks: Sequence[State]) -> bool:
+        """Takes up what this rank and all ranks had to remember.
+
+        Returns:
+            Whether nothing is lost: quantized sums keep what is theirs only with the same parts.
+        """
+        taken = []
+        for number, each in enumerate(self.sums):
+            begin = f"{number}."
+            mine, *others = (
+                {k.removeprefix(begin): t for k, t in state.items() if k.startswith(begin)}
+                for state in (own, *ranks)
+            )
+            taken.append(each.load(mine, others))
+        return all(taken)
+
+
+def _alike(state: State, own: State) -> bool:
+    return {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in own.items()}
 
 
 def _units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

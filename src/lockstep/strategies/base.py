@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.communication.compression import CompressedMeans
 from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
@@ -144,6 +145,8 @@ class Wrapped:
     """Raises UsageError where the gradients are not those of the global batch."""
     after_step: Callable[[], None] = _nothing
     """Makes buffers that move equal on all ranks."""
+    compressed: CompressedMeans | None = None
+    """How gradients are sent; what it still has to send belongs into checkpoints."""
     release: Callable[[], None] = _nothing
     """Lets go of the process group when the run is left; the module may still evaluate."""
 

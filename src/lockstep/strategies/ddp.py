@@ -134,6 +134,7 @@ class DDP(base.Strategy):
             before_backward=wrapped.expect_backward,
             before_step=wrapped.check_gradients,
             after_step=MovingBuffers(module, run.step).follow,
+            compressed=wrapped.compressed,
             release=wrapped.release,
         )
 

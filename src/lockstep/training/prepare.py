@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lockstep.communication.compression import CompressedMeans
 from lockstep.data.consistency import check_samples
 from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
@@ -31,7 +32,7 @@ from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import RanksDifferError, UsageError, some
+from lockstep.errors import RanksDifferError, UsageError, some, warn
 from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
@@ -145,6 +146,36 @@ class Preparer:
         for loader in things:
             if isinstance(loader, Loader):
                 check_samples(loader.source, loader.seed, self.run.collectives)
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What this rank has to remember of how it sends gradients; empty: nothing."""
+        return {
+            f"{number}.{name}": tensor
+            for number, each in enumerate(self._compressed())
+            for name, tensor in each.state_dict().items()
+        }
+
+    def load_unsent(self, ranks: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Takes up what all ranks had to remember; warns where that does not fit."""
+        lost = False
+        for number, each in enumerate(self._compressed()):
+            begin = f"{number}."
+            states = {
+                rank: {k.removeprefix(begin): t for k, t in state.items() if k.startswith(begin)}
+                for rank, state in ranks.items()
+            }
+            own = states.get(self.run.topology.rank, {})
+            lost |= not each.load_state_dict(own, [*states.values()])
+        if lost:
+            warn(
+                "resuming with DDP(compress=...)",
+                "the checkpoint is of a run with other ranks or machines, or another compression: "
+                "what they had left to send, a part of one gradient, does not fit",
+                "nothing; this run begins without it",
+            )
+
+    def _compressed(self) -> list[CompressedMeans]:
+        return [each.compressed for each in self._wrapped.values() if each.compressed is not None]
 
     def release(self) -> None:
         """Lets go of the process group."""
