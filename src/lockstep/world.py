@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
+from lockstep.communication.link import traffic
 from lockstep.data.loader import Epochs, Loader
 from lockstep.data.micro_batches import Weight
 from lockstep.data.source import Shard, make_source
@@ -384,7 +385,7 @@ class World:
         if not failed:
             self._preparer.guards.settle()
         if self.is_main and not failed:
-            print_closing(self._run.step, self._folders)
+            print_closing(self._run.step, self._folders, traffic)
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""

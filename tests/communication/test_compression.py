@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.communication import compression
 from lockstep.communication.compression import BLOCK, LowRankSum, QuantizedSum, decode, encode
+from lockstep.communication.link import traffic
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP
 
@@ -195,8 +196,8 @@ def test_low_rank_sums_do_not_depend_on_who_gives_what() -> None:
     assert float(lost.norm()) < 2.5 * float(whole[0][first].norm())
 
 
-def trained(options: dict[str, Any], sizes: tuple[int, ...] = (2,)) -> tuple[Any, str]:
-    """Weights after 40 steps, and the block of choices."""
+def trained(options: dict[str, Any], sizes: tuple[int, ...] = (2,)) -> tuple[Any, str, int]:
+    """Weights after 40 steps, what was printed, and the bytes that were sent."""
     as_on_machines(sizes)
     out = io.StringIO()
     with contextlib.redirect_stdout(out), lockstep.init(DDP(**options), device="cpu") as world:
@@ -211,10 +212,11 @@ def trained(options: dict[str, Any], sizes: tuple[int, ...] = (2,)) -> tuple[Any
                 world.backward(mean_loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-        return weights(model), out.getvalue()
+        found = weights(model)
+    return found, out.getvalue(), traffic.sent
 
 
-def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str]]:
+def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str, int]]:
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
         "bf16": {"compress": "bf16"},
@@ -228,15 +230,25 @@ def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str]]:
 @pytest.mark.parametrize("sizes", [(2,), (1, 1, 1), (2, 2)])
 def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
     results = run_ranks(all_trained, sum(sizes), sizes)
-    between = "2 machines" if sizes == (2, 2) else f"{sum(sizes)} ranks"
+    parts = 2 if sizes == (2, 2) else sum(sizes)
+    between = "2 machines" if sizes == (2, 2) else f"{parts} ranks"
     first = results[0]
     for name, allowed in {"bf16": 0.01, "int8": 0.02, "powersgd": 0.5}.items():
         assert 0 < difference(first["plain"][0], first[name][0]) < allowed
         assert f"gradients between {between};" in " ".join(first[name][1].split())
     assert "compression" not in first["plain"][1]
     assert difference(first["int8"][0], first["small buckets"][0]) == 0
+    count = sum(each.numel() for each in first["plain"][0].values())
+    of_rank = 2 * (parts - 1) / sum(sizes) * count * 40  # numbers, in 40 steps
+    in_memory = sizes == (2,)
+    expected = {"plain": 0 if in_memory else 4, "bf16": 2, "int8": 1 + 4 / BLOCK}
+    for name, of_number in expected.items():
+        assert first[name][2] == pytest.approx(of_number * of_rank, rel=0.2)
+        assert ("by rank 0 to other ranks" in first[name][1]) is (of_number > 0)
+    assert in_memory is (first["powersgd"][2] == 0)
+    assert first["powersgd"][2] < 0.4 * 4 * of_rank
     for found in results[1:]:
-        for name, (own, _) in found.items():
+        for name, (own, *_) in found.items():
             assert difference(own, first[name][0]) == 0
 
 

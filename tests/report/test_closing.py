@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.communication.link import Traffic
 from lockstep.report.progress import print_closing
 from lockstep.step import Step
 
@@ -12,16 +13,20 @@ def test_the_last_lines_of_a_run(
     monkeypatch.setattr(Step, "seconds", 12.4)
     step = Step()
     step.number, step.samples = 3, 36000
-    print_closing(step, ["runs/first", "runs/digits"])
+    traffic = Traffic()
+    traffic.sent, traffic.shared = 3 * 2**20, 2**19
+    print_closing(step, ["runs/first", "runs/digits"], traffic)
     assert capsys.readouterr().out == (
-        "  trained     36 000 samples in 12.4 s, 2 903 samples/s\n  checkpoint  runs/digits\n"
+        "  trained     36 000 samples in 12.4 s, 2 903 samples/s\n"
+        "  sent        3.0 MiB by rank 0 to other ranks, 0.5 MiB into shared memory\n"
+        "  checkpoint  runs/digits\n"
     )
 
 
 def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     step = Step()
-    print_closing(step, ["runs"])
+    print_closing(step, ["runs"], Traffic())
     assert capsys.readouterr().out == ""
     step.number = 1
-    print_closing(step, ["runs"])
+    print_closing(step, ["runs"], Traffic())
     assert capsys.readouterr().out == "  checkpoint  runs\n"

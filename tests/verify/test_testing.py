@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +20,20 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.launcher.spawn import launch
+from lockstep.launcher.worker import Script
+from lockstep.strategies import DDP
 from lockstep.testing import assert_same
+from lockstep.verify.rank import main
+from lockstep.verify.record import Way, record
+from lockstep.verify.verdict import judge
 
 pytestmark = pytest.mark.launcher
 
 
-def train(rate: float = 0.1) -> None:
+def train(rate: float = 0.1, strategy: Any = None) -> None:
     """By Lockstep."""
-    with lockstep.init(seed=0) as world:
+    with lockstep.init(strategy, seed=0) as world:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         train = DataLoader(tensors(), batch_size=8, shuffle=True)
@@ -87,6 +95,27 @@ def test_a_function_that_trains_alike_in_every_way() -> None:
     assert_same(by_copies(train), accumulate=3, shares="1:3", precision="fp32")
     assert_same(by_copies(train), strategy="fsdp")
     assert_same(by_copies(train), nproc=1, accumulate=2)
+
+
+@in_clean_process
+def test_compressed_gradients_are_a_choice_and_all_else_is_compared(tmp_path: Path) -> None:
+    program = partial(by_copies(train), 0.1, DDP(compress="int8"))
+    way = Way(name="2 processes", nproc=2, script=Script(path="train"))
+
+    def start(folder: Path, way: Way) -> str:
+        launch(main, (folder, program), way.nproc, env=way.environment())
+        return ""
+
+    reference = record(way.alone(), tmp_path / "reference", start)
+    verdict = judge(reference, record(way, tmp_path / "other", start))
+    first, second, *_ = verdict.lines()
+    assert first == (
+        "DIFFERENT by choice: gradients are sent as int8; all else is compared without"
+    )
+    assert second.startswith("EQUAL      2 processes: the first 3 optimizer steps")
+    assert (verdict.word, verdict.as_json()["by_choice"]) == (
+        "EQUAL", "gradients are sent as int8"
+    )  # fmt: skip
 
 
 @in_clean_process

@@ -25,6 +25,7 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.communication import routing
+from lockstep.communication.link import traffic
 from lockstep.communication.shared_memory import open_shared_memory
 from lockstep.distributed import network
 from lockstep.distributed.collectives import Collectives
@@ -176,6 +177,7 @@ def _open(
         interface = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *interface))
+    traffic.begin()
     collectives = Collectives(topology, device)
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.communication.link import Traffic
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import UsageError
@@ -32,6 +33,7 @@ from lockstep.report.console import (
     set_bar_console,
 )
 from lockstep.report.metrics import RunningMeans
+from lockstep.settings import sized
 from lockstep.step import Step
 
 if TYPE_CHECKING:
@@ -367,12 +369,13 @@ def summary_line(at: PassState, *, complete: bool) -> str:
     return _GAP.join(word for word in words if word)
 
 
-def print_closing(step: Step, folders: Sequence[str]) -> None:
+def print_closing(step: Step, folders: Sequence[str], traffic: Traffic) -> None:
     """Prints the last lines of a training; for rank 0 alone.
 
     Args:
         step: of the run.
         folders: of its checkpoints.
+        traffic: what rank 0 has sent.
     """
     samples, seconds = step.samples, step.seconds
     if not step.number:
@@ -380,5 +383,8 @@ def print_closing(step: Step, folders: Sequence[str]) -> None:
     if samples:
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_line(f"  trained     {speed}")
+    if traffic.sent:
+        within = f", {sized(traffic.shared)} into shared memory" if traffic.shared else ""
+        print_line(f"  sent        {sized(traffic.sent)} by rank 0 to other ranks{within}")
     if folders:
         print_line(f"  checkpoint  {folders[-1]}")

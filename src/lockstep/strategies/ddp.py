@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lockstep.communication import compression, routing
 from lockstep.communication.compression import CompressedMeans, Compression
+from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
@@ -257,11 +258,18 @@ class ExactDDP(base.Around, DistributedDataParallel):
         self._means = None if shared is None else _BucketMeans(shared)
         """What averages the gradients from the first step on, where the user registers nothing."""
         self.compressed: CompressedMeans | None = None
+        self.by_choice = ""
+        """What the user has chosen although it gives other numbers, and `verify` has left out."""
+        if options.compress is not None and run.settings.uncompressed:
+            self.by_choice = f"gradients are sent as {options.compress}"
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if compress is not None:
             parameters = [parameter for _, parameter in self._trained]
             options_of = options.powersgd_rank, options.powersgd_start
             self._means = self.compressed = CompressedMeans(parameters, compress, *options_of)
+        size = sum(p.numel() * p.element_size() for _, p in self._trained)
+        self._sent = 0 if self._means else all_reduce_bytes(size, run.topology.size)
+        """Bytes that torch's own reduction sends in a backward pass."""
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
         self._complete = True
@@ -330,6 +338,8 @@ class ExactDDP(base.Around, DistributedDataParallel):
         around = self._around
         fresh = around.forwards - around.at_backward
         around.at_backward = around.forwards
+        if self.require_backward_grad_sync:
+            traffic.sent += self._sent
         if fresh == 1 or not around.forwards or not self.require_backward_grad_sync:
             return
         used = self.options.find_unused_parameters and not self.options.static_graph
@@ -344,7 +354,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
                 "either sends the gradients in a way of its own",
                 "leave one of them out",
             )
-        self._means = None
+        self._means, self._sent = None, 0
         super().register_comm_hook(state, hook)
 
     def release(self) -> None:

@@ -281,7 +281,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         error = None if fine else caught
         raise
     finally:
-        known = {"of_lockstep": recorder.of_lockstep, "until": recorder.until}
+        known = {name: getattr(recorder, name) for name in ("of_lockstep", "until", "by_choice")}
         writer.end(error, patches.notes(), **known)
 
 

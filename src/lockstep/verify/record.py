@@ -78,7 +78,7 @@ class UpdateWriter:
         Args:
             error: with which; None: as it should.
             notes: what was switched off.
-            **known: `of_lockstep` and `until`, as of `Recorded`.
+            **known: `of_lockstep`, `until` and `by_choice`, as of `Recorded`.
         """
         told = {
             "error": "" if error is None else _in_words(error),
@@ -136,7 +136,8 @@ class Way:
         """Of the run's processes."""
         # Sets of strings have another order in every process: here surely, elsewhere by chance.
         own = {"PYTHONHASHSEED": str(self.nproc), **os.environ}
-        return {**own, INSTEAD: json.dumps({"precision": self.precision, **self.instead})}
+        instead = {"precision": self.precision, "uncompressed": True, **self.instead}
+        return {**own, INSTEAD: json.dumps(instead)}
 
 
 def read_way(folder: Path) -> Way:
@@ -163,6 +164,8 @@ class Recorded:
     """Whether the script trains by Lockstep, which alone honours `Way.instead`."""
     until: str = ""
     """Where the script was stopped; empty: it came to its end."""
+    by_choice: str = ""
+    """What the script has chosen that gives other numbers, and was left out; empty: nothing."""
 
     @property
     def steps(self) -> int:
@@ -201,6 +204,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         notes=tuple(dict.fromkeys(note for end in ends.values() for note in end["notes"])),
         of_lockstep=any(end.get("of_lockstep") for end in ends.values()),
         until=next((end["until"] for end in ends.values() if end.get("until")), ""),
+        by_choice=next((end["by_choice"] for end in ends.values() if end.get("by_choice")), ""),
     )
 
 

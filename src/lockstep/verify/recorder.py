@@ -202,6 +202,8 @@ class Recorder(Callback):
         self.models = Models()
         self.of_lockstep = False
         """Whether the script trains by Lockstep."""
+        self.by_choice = ""
+        """What is left out, as the script has chosen it although it gives other numbers."""
         self._writer = writer
         self._way = way
         self.until = ""
@@ -242,6 +244,7 @@ class Recorder(Callback):
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
         self.of_lockstep = True
+        self.by_choice = self.by_choice or vars(module).get("by_choice", "")
         self.models.prepared.add(id(unwrap(module)))
         self._meet(module)
 

@@ -167,6 +167,7 @@ class Verdict:
             "until": self.reference.until,
             "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.other.notes),
+            "by_choice": self.other.by_choice,
             "findings": [found.as_json() for found in self.findings],
         }
 
@@ -175,6 +176,8 @@ class Verdict:
         head = f"{self.word:9}  {self.other.way.name}"
         if self.word == "EQUAL":
             lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
+            if chosen := self.other.by_choice:
+                lines.insert(0, f"DIFFERENT by choice: {chosen}; all else is compared without")
             if self.reference.until:
                 lines.append(f"  until   {self.reference.until}; what comes later is not compared")
             return lines + [line for found in self.findings for line in found.lines("also")]
