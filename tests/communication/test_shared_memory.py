@@ -77,7 +77,7 @@ def naive(values: list[Tensor], op: Any, scale: float) -> Tensor:
     offset=st.integers(0, 3),
     mean=st.booleans(),
     chunk=st.sampled_from((256, 1024, 2**20)),
-    by_all=st.sampled_from((0, 512, 2**17)),
+    by_all=st.sampled_from((0, 512, 2**21)),
 )
 def test_it_is_the_naive_reduction(
     size: int,
@@ -97,7 +97,7 @@ def test_it_is_the_naive_reduction(
     scale = 1.0 / size if mean and dtype.is_floating_point else 1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "CHUNK_BYTES", chunk)
-        patch.setattr(shared_memory, "ALL_TO_ALL_BYTES", min(by_all, chunk))
+        patch.setattr(shared_memory, "ALL_TO_ALL_BYTES", by_all)
         with in_threads(size) as each:
 
             def reduced(shared: SharedMemory) -> list[Tensor]:
@@ -113,13 +113,21 @@ def test_it_is_the_naive_reduction(
                     shared.all_gather(places, tensor)
                 return parts
 
-            sums, parts = each(reduced), each(gathered)
+            def broadcast(shared: SharedMemory) -> list[list[Tensor]]:
+                came = [[t.clone() for t in given[number(shared)]] for _ in range(size)]
+                for source, tensors in enumerate(came):
+                    for tensor in tensors:
+                        shared.broadcast(tensor, source)
+                return came
+
+            sums, parts, came = each(reduced), each(gathered), each(broadcast)
     for place in range(len(lengths)):
         values = [given[rank][place] for rank in range(size)]
         expected = naive(values, op, scale)
         for rank in range(size):
             assert torch.equal(sums[rank][place], expected)
             assert all(map(torch.equal, parts[rank][place], values))
+            assert all(torch.equal(came[rank][r][place], values[r]) for r in range(size))
 
 
 def against_gloo() -> list[bool]:

@@ -61,3 +61,12 @@ def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | N
         dist.all_gather(parts, tensor, group)
     else:
         shared.all_gather(parts, tensor)
+
+
+def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.distributed.broadcast` from a rank of the group; None is the group of all ranks."""
+    shared = _shared if group is None else None
+    if shared is None or shared.across is not None or not shared.takes(tensor):
+        dist.broadcast(tensor, group=group, group_src=source)
+    else:
+        shared.broadcast(tensor, source)

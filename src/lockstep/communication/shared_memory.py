@@ -43,11 +43,12 @@ from lockstep.errors import RanksDifferError, name_ranks
 
 CHUNK_BYTES = 2**20
 """Of a slot. What is larger goes piece by piece, which the processors' caches hold."""
-ALL_TO_ALL_BYTES = 2**17
-"""Up to so many, which a slot must hold, every rank sums all: a second barrier costs more than to
-read more memory."""
-_TRIES = 40
-"""To find a semaphore posted before the rank sleeps: some 15 microseconds."""
+ALL_TO_ALL_BYTES = 2**21
+"""Up to so many of all ranks together every rank sums all, where a slot holds it: a second barrier
+costs more than to read more memory."""
+_TRIES, _TRIES_IN_TURN = 300, 40
+"""To find a semaphore posted before a rank sleeps: some 100 microseconds, about what it costs to
+sleep and be woken (Karlin et al., SODA 1990); 15 where ranks take turns on cores."""
 _CALLS_KEPT = 64
 _LOOK_S = 1.0
 """How often a rank that sleeps looks whether the others are still there."""
@@ -152,6 +153,8 @@ class SharedMemory:
         self._processes = dict(processes)
         self._ranks = list(processes)
         self._local_rank, self._local_size = self._ranks.index(rank), len(processes)
+        cores = set[int]().union(*(os.sched_getaffinity(p.pid) for p in processes.values()))
+        self._tries = _TRIES if self._local_size <= len(cores) else _TRIES_IN_TURN
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         """The latest ones, the oldest first; the watchdog's thread reads them."""
         self.completed = 0
@@ -197,7 +200,8 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a rank has ended, or did not come in time.
         """
         own = tensor.detach().view(-1)
-        if self.across is not None or own.nbytes > ALL_TO_ALL_BYTES:
+        most = min(CHUNK_BYTES, ALL_TO_ALL_BYTES // self._local_size)
+        if self.across is not None or own.nbytes > most:
             self.start_all_reduce(tensor, op, scale=scale)()
             return
         with self._calling("all_reduce", tensor):
@@ -246,6 +250,16 @@ class SharedMemory:
             places = [part.detach().view(-1) for part in parts]
             places[self._local_rank].copy_(tensor.detach().view(-1))
             self._gather(places)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Gives all ranks, which are on this machine, the values of rank `source`.
+
+        Errors are as of `all_reduce`.
+        """
+        own = tensor.detach().view(-1)
+        parts = [own if rank == source else own[:0] for rank in self._ranks]
+        with self._calling("broadcast", tensor):
+            self._gather(parts)
 
     def close(self) -> None:
         """Lets go of the memory; a model whose communication hook has this may live on."""
@@ -315,7 +329,7 @@ class SharedMemory:
             slots[self._local_rank][: len(pieces[self._local_rank])].copy_(pieces[self._local_rank])
             self._barrier()
             for rank, piece in enumerate(pieces):
-                if rank != self._local_rank:
+                if rank != self._local_rank and len(piece):
                     piece.copy_(slots[rank][: len(piece)])
 
     def _next_slots(self, dtype: torch.dtype) -> list[Tensor]:
@@ -364,7 +378,7 @@ class SharedMemory:
                 raise self._differ(heard)
 
     def _wait(self, semaphore: int) -> None:
-        for _ in range(_TRIES):
+        for _ in range(self._tries):
             if self._functions.try_wait(semaphore) == 0:
                 return
         deadline = time.monotonic() + self._timeout_s

@@ -262,7 +262,7 @@ class Collectives:
             carrier = torch.empty(size, dtype=torch.uint8, device=self.device)
         else:
             carrier = to_bytes(own).to(self.device, copy=True)
-        dist.broadcast(carrier, source)
+        routing.broadcast(carrier, source)
         received = from_bytes(carrier, dtype, shape)
         return received if own is None else received.to(own.device)
 

@@ -59,7 +59,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     for bucket in _buckets(filled, attrgetter("device")):
         data = [collectives.to_bytes(tensor) for tensor in bucket]
         flat = torch.cat(data) if len(data) > 1 else data[0]
-        dist.broadcast(flat, group=group, group_src=0)
+        routing.broadcast(flat, group=group)
         parts = torch.split(flat, [len(each) for each in data])
         for tensor, came in zip(bucket, parts, strict=True):
             if came.data_ptr() != tensor.data_ptr():  # its own memory has come already
