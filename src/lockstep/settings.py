@@ -82,6 +82,8 @@ class Settings:
     collective_timeout_s: float | None = None
     """Seconds that a collective may take; None: torch's default for the backend."""
     sync_batchnorm: bool = True
+    measure_link: bool = True
+    """Measure the network between machines when the run begins."""
     ledger: str | None = None
     """Folder where every rank writes down which samples it trains; None: nowhere."""
     min_micro_batches: int = 1

@@ -28,7 +28,13 @@ from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
 from lockstep.report.console import print_choices, print_line, title_of
 from lockstep.report.metrics import RunningMeans
-from lockstep.report.progress import check_loader, check_shown, print_closing, progress
+from lockstep.report.progress import (
+    NetworkAdvice,
+    check_loader,
+    check_shown,
+    print_closing,
+    progress,
+)
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies import find_strategy
 from lockstep.strategies.base import Strategy, StrategyPlan
@@ -418,6 +424,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     ledger: str | Path | None = None,
     join_timeout: float | timedelta | None = None,
     collective_timeout: float | timedelta | None = None,
+    measure_link: bool = True,
 ) -> World:
     """Joins the run: process group, device, seeds. Started plainly, the run is one process.
 
@@ -443,6 +450,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             out, nothing is written. `lockstep ledger` reads it.
         join_timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
+        measure_link: False leaves out to measure the network between machines, half a second here,
+            and what other ways of training would gain on it.
 
     Raises:
         JoinError: the ranks did not come together; the subclass says why.
@@ -464,6 +473,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         ledger=ledger if ledger is None else str(ledger),
         join_timeout=join_timeout,
         collective_timeout=collective_timeout,
+        measure_link=measure_link,
     )
     run, choices = process_group.join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
@@ -476,6 +486,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
         world = World(run, chosen, plan, choices)
+        if run.link is not None and chosen.name == "ddp":
+            run.step.callbacks.append(NetworkAdvice(run, run.link))
         if settings.ledger is not None:
             from lockstep.data.ledger import Ledger  # not all runs keep one
 

@@ -1,10 +1,22 @@
-"""What goes from rank to rank: counted."""
+"""What goes from machine to machine: counted, measured, and foretold of other ways to train."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+_FIRST_BYTES, _MOST_BYTES, _LONG_S = 2**16, 2**24, 0.03
+"""Messages grow until one takes so long that its time tells the bandwidth."""
+_PINGS = 15
+_DILOCO_EVERY = 50
+_OF_INT8 = (1 + 4 / 128) / 4
+"""Bytes of a gradient as int8, of those in float32: a scale for every 128 values."""
+
 
 class Traffic:
-    """Bytes that this rank has moved since the run began, as far as Lockstep moves them itself."""
+    """What this rank has moved since the run began, as far as Lockstep moves it itself."""
 
     def __init__(self) -> None:
         self.begin()
@@ -12,9 +24,17 @@ class Traffic:
     def begin(self) -> None:
         """Counts from 0."""
         self.sent = 0
-        """By the backend, to other ranks; headers of packets are not counted."""
+        """Bytes sent by the backend to other ranks; headers of packets are not counted."""
         self.shared = 0
-        """Into memory that the ranks of a machine share."""
+        """Bytes written into memory that the ranks of a machine share."""
+        self.waited_s = 0.0
+        """Seconds in which it waited for what other ranks were to send by the backend."""
+
+    def wait(self, work: Callable[[], object]) -> None:
+        """Calls what waits for the other ranks."""
+        begin = time.perf_counter()
+        work()
+        self.waited_s += time.perf_counter() - begin
 
 
 traffic = Traffic()
@@ -23,3 +43,130 @@ traffic = Traffic()
 def all_reduce_bytes(nbytes: int, size: int) -> int:
     """What each of so many ranks sends for the all-reduce of a tensor: Gloo's, in a ring."""
     return 2 * nbytes * (size - 1) // size
+
+
+class Link(NamedTuple):
+    """Between machines, the slowest of them; each sends and receives at a time."""
+
+    latency_s: float
+    """From one machine to the next."""
+    bandwidth: float
+    """Bytes a second."""
+    machines: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth * 8 / 1e6:.4g} Mb/s"
+
+
+def measure(
+    shift: Callable[[int], float], agree: Callable[[float], float], machines: int = 2
+) -> Link:
+    """Sends messages round all machines until one takes long enough; well below a second.
+
+    Args:
+        shift: sends so many bytes to the next machine, receives as many from the one before, and
+            gives the seconds that took.
+        agree: the largest of all ranks' values.
+        machines: how many there are.
+    """
+    for _ in range(3):
+        shift(1)  # connects
+    latency = agree(statistics.median(shift(1) for _ in range(_PINGS)))
+    size = _FIRST_BYTES
+    while True:
+        seconds = agree(shift(size))
+        if seconds >= _LONG_S or size >= _MOST_BYTES:
+            return Link(latency, size / max(seconds - latency, 1e-9), machines)
+        size *= 4
+
+
+def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float = 0.0) -> float:
+    """How long a step takes.
+
+    Args:
+        compute_s: seconds of computing, encoding among it.
+        nbytes: that each machine sends in an all-reduce: in two halves, one after the other.
+        link: between the machines.
+        hidden_s: how much of the sending goes on while gradients are still computed.
+    """
+    sending = nbytes / link.bandwidth + 2 * link.latency_s
+    return compute_s + max(0.0, sending - hidden_s)
+
+
+class Network(NamedTuple):
+    """What was seen in the first steps."""
+
+    compute_s: float
+    """Seconds of a step but those of waiting."""
+    waiting_s: float
+    """Seconds of a step in which the rank that waits least waits for other machines."""
+    gradient_bytes: int
+    """Of the whole model, in float32."""
+    local_size: int
+    """Ranks of each machine."""
+    hierarchical: bool
+    """The ranks of a machine sum up before one of them sends."""
+    compressed: bool = False
+    """Gradients are sent compressed."""
+
+    @property
+    def part(self) -> float:
+        """Of a step that is waiting."""
+        return self.waiting_s / (self.compute_s + self.waiting_s)
+
+    def sent_bytes(self, machines: int, *, hierarchical: bool) -> float:
+        """What each machine sends for one all-reduce of all gradients."""
+        ring = machines if hierarchical else machines * self.local_size
+        return all_reduce_bytes(self.gradient_bytes, ring)
+
+
+def other_ways(
+    seen: Network, link: Link, encode_s: Mapping[str, float] | None = None
+) -> list[tuple[str, float, bool]]:
+    """What other ways of training would give on this link.
+
+    Args:
+        seen: of the present way.
+        link: as it was measured.
+        encode_s: seconds of a step that encoding takes, by way.
+
+    Returns:
+        Each way, how many times as fast a step would be, and whether its numbers are the same.
+    """
+    if seen.compressed:
+        return []  # how much of it is encoding is not known
+    encode_s = encode_s or {}
+    now = seen.sent_bytes(link.machines, hierarchical=seen.hierarchical)
+    # What is seen counts: sending that was hidden, and a link that carries less than was measured.
+    sending = now / link.bandwidth + 2 * link.latency_s
+    hidden = max(0.0, sending - seen.waiting_s)
+    slower = max(1.0, seen.waiting_s / sending)
+    real = Link(link.latency_s * slower, link.bandwidth / slower, link.machines)
+    summed = seen.sent_bytes(link.machines, hierarchical=True)
+    ways = [] if seen.hierarchical or seen.local_size == 1 else [("hierarchical", summed, True)]
+    ways += [("bf16", summed / 2, False), ("int8", summed * _OF_INT8, False)]
+    total = seen.compute_s + seen.waiting_s
+    found = [
+        (name, total / step_seconds(seen.compute_s + encode_s.get(name, 0.0), nbytes, real,
+                                    hidden_s=hidden), same)
+        for name, nbytes, same in ways
+    ]  # fmt: skip
+    # Its exchange is hidden by nothing, once in so many steps.
+    once = step_seconds(0.0, summed, real) / _DILOCO_EVERY
+    return [*found, (f"diloco every={_DILOCO_EVERY}", total / (seen.compute_s + once), False)]
+
+
+def advice(seen: Network, link: Link, encode_s: Mapping[str, float] | None = None) -> str:
+    """The network's part of a step in words, and where it is over a fifth what would help."""
+    text = (
+        f"a step computes for {seen.compute_s * 1e3:.3g} ms and waits for other machines for "
+        f"{seen.waiting_s * 1e3:.3g} ms ({seen.part:.0%})"
+    )
+    if seen.part <= 0.2:
+        return text
+    words = [
+        f"{name}: {'same' if same else 'other'} numbers, about {times:.1f} times as fast"
+        for name, times, same in other_ways(seen, link, encode_s)
+        if times >= 1.05
+    ]
+    return "; ".join([text, *words])

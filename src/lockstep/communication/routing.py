@@ -6,6 +6,7 @@ Those of groups that the user or torch has opened are torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def start_all_reduce(tensor: Tensor) -> Callable[[], None]:
         return _shared.start_all_reduce(tensor)
     work = cast(dist.Work, dist.all_reduce(tensor, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size())
-    return lambda: cast(None, work.wait())
+    return partial(traffic.wait, work.wait)
 
 
 def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

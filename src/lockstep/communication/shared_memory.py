@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import psutil
@@ -230,7 +231,8 @@ class SharedMemory:
         if between is not None:
             wait = between(mine)
         elif self.across is not None and mine.numel():
-            wait = dist.all_reduce(mine, op, self.across, async_op=True).wait
+            work = cast(dist.Work, dist.all_reduce(mine, op, self.across, async_op=True))
+            wait = partial(traffic.wait, work.wait)
             traffic.sent += all_reduce_bytes(mine.nbytes, dist.get_world_size(self.across))
 
         def end() -> None:

@@ -25,7 +25,7 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.communication import routing
-from lockstep.communication.link import traffic
+from lockstep.communication.link import Link, measure, traffic
 from lockstep.communication.shared_memory import open_shared_memory
 from lockstep.distributed import network
 from lockstep.distributed.collectives import Collectives
@@ -62,6 +62,8 @@ class Run:
     """The store that the ranks met at; None on one process."""
     examples: list[Callable[[], Any]] = field(default_factory=list)
     """Each gives a batch of a loader that is being prepared, for strategies that measure."""
+    link: Link | None = None
+    """Between machines; None: there is one, or it was not measured."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """What the strategy has opened beside the group of all ranks; closed with it."""
     at_end: list[Callable[[bool], None]] = field(default_factory=list)
@@ -181,6 +183,13 @@ def _open(
     collectives = Collectives(topology, device)
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))
+    link = None
+    if joined is not None and backend == "gloo" and settings.measure_link:
+        link = _measure_link(collectives)
+    if link is not None:
+        reason = "measured: each machine sends and receives at a time"
+        latency = f"{link.latency_s * 1e3:.2g} ms from one machine to the next"
+        choices.append(Choice("link", str(link), f"{reason}; {latency}"))
     run = Run(
         topology=topology,
         device=device,
@@ -189,8 +198,31 @@ def _open(
         step=Step(),
         settings=settings,
         joined=joined,
+        link=link,
     )
     return run, choices
+
+
+def _measure_link(collectives: Collectives) -> Link | None:
+    """Between the first ranks of all machines; None: there is one machine."""
+    nodes = collectives.exchange(collectives.topology.node_rank)
+    ranks = [nodes.index(node) for node in dict.fromkeys(nodes)]
+    if len(ranks) == 1:
+        return None
+    place = ranks.index(own) if (own := collectives.topology.rank) in ranks else None
+
+    def shift(size: int) -> float:
+        if place is None:
+            return 0.0
+        given, taken = torch.zeros(2, size, dtype=torch.uint8)
+        begin = time.perf_counter()
+        after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+        for work in (dist.isend(given, after), dist.irecv(taken, before)):
+            if work is not None:
+                work.wait()
+        return time.perf_counter() - begin
+
+    return measure(shift, collectives.max, len(ranks))
 
 
 def _share_memory(
@@ -351,7 +383,7 @@ def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, objec
     alike = ("seed", "precision", "backend", "shares", "micro_batch_size", "sync_batchnorm")
     return {
         "strategy": getattr(settings.strategy, "name", settings.strategy),
-        **{name: getattr(settings, name) for name in alike},
+        **{name: getattr(settings, name) for name in (*alike, "measure_link")},
         "ledger": settings.ledger is not None,
         "threads": environ.get("OMP_NUM_THREADS"),
     }

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.communication.link import Traffic
+from lockstep.communication import routing
+from lockstep.communication.compression import encoding_seconds
+from lockstep.communication.link import Link, Network, Traffic, advice, traffic
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.report.console import (
     encodable,
@@ -34,7 +37,7 @@ from lockstep.report.console import (
 )
 from lockstep.report.metrics import RunningMeans
 from lockstep.settings import sized
-from lockstep.step import Step
+from lockstep.step import Callback, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -369,13 +372,56 @@ def summary_line(at: PassState, *, complete: bool) -> str:
     return _GAP.join(word for word in words if word)
 
 
-def print_closing(step: Step, folders: Sequence[str], traffic: Traffic) -> None:
+class NetworkAdvice(Callback):
+    """Says once, after the first steps, what the network takes of a step and what would help.
+
+    Communication: one small exchange.
+    """
+
+    def __init__(self, run: Run, link: Link) -> None:
+        self._run, self._link, self._count = run, link, 0
+
+    def stepped(self, number: int) -> None:
+        """Counts; the first steps make buckets and fill caches."""
+        self._count += 1
+        now = time.perf_counter(), traffic.waited_s
+        if self._count == _ADVICE_FROM:
+            self._begin = now
+        elif self._count == _ADVICE_FROM + _ADVICE_STEPS:
+            seconds, waited = (
+                (b - a) / _ADVICE_STEPS for a, b in zip(self._begin, now, strict=True)
+            )
+            self._tell(seconds, self._run.collectives.min(waited))
+
+    def _tell(self, seconds: float, waited: float) -> None:
+        run = self._run
+        if not run.topology.is_main:
+            return
+        models = [made for prepared in run.prepared if (made := prepared()) is not None]
+        trained = [p for m in models for p in m.parameters() if p.requires_grad]
+        machines = self._link.machines
+        seen = Network(
+            compute_s=seconds - waited,
+            waiting_s=waited,
+            gradient_bytes=4 * sum(p.numel() for p in trained),
+            local_size=run.topology.size // machines,
+            hierarchical=routing.shared_memory() is not None,
+            compressed=any(getattr(m, "compressed", None) is not None for m in models),
+        )
+        encoding = encoding_seconds(seen.gradient_bytes // 4 // seen.local_size, machines)
+        print_line(f"  network     {advice(seen, self._link, encoding)}")
+
+
+_ADVICE_FROM, _ADVICE_STEPS = 3, 10
+
+
+def print_closing(step: Step, folders: Sequence[str], moved: Traffic) -> None:
     """Prints the last lines of a training; for rank 0 alone.
 
     Args:
         step: of the run.
         folders: of its checkpoints.
-        traffic: what rank 0 has sent.
+        moved: what rank 0 has sent.
     """
     samples, seconds = step.samples, step.seconds
     if not step.number:
@@ -383,8 +429,8 @@ def print_closing(step: Step, folders: Sequence[str], traffic: Traffic) -> None:
     if samples:
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_line(f"  trained     {speed}")
-    if traffic.sent:
-        within = f", {sized(traffic.shared)} into shared memory" if traffic.shared else ""
-        print_line(f"  sent        {sized(traffic.sent)} by rank 0 to other ranks{within}")
+    if moved.sent:
+        within = f", {sized(moved.shared)} into shared memory" if moved.shared else ""
+        print_line(f"  sent        {sized(moved.sent)} by rank 0 to other ranks{within}")
     if folders:
         print_line(f"  checkpoint  {folders[-1]}")

@@ -177,24 +177,27 @@ class _BucketMeans:
     Between machines the buckets are on their way together, until the last one is there.
     """
 
-    def __init__(self, shared: SharedMemory) -> None:
+    def __init__(self, shared: SharedMemory | None) -> None:
         self._shared = shared
         self._scale = 1.0 / dist.get_world_size()
         self._under_way: list[Callable[[], None]] = []
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients, means = bucket.buffer(), torch.futures.Future[Tensor]()
-        if not self._shared.takes(gradients):  # those of `Embedding(sparse=True)`
+        if gradients.layout is not torch.strided:  # those of `Embedding(sparse=True)`
             work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
         if bucket.index() == 0:
             self._under_way.clear()  # of a backward pass that has raised
-        if self._shared.across is None:
+        if self._shared is not None and self._shared.across is None:
             self._shared.all_reduce(gradients, scale=self._scale)
             means.set_result(gradients)
             return means
-        end = self._shared.start_all_reduce(gradients, scale=self._scale)
+        if self._shared is None:
+            end = routing.start_all_reduce(gradients.mul_(self._scale))
+        else:
+            end = self._shared.start_all_reduce(gradients, scale=self._scale)
         self._under_way += [end, partial(means.set_result, gradients)]
         if bucket.is_last():
             for each in self._under_way:
@@ -254,8 +257,11 @@ class ExactDDP(base.Around, DistributedDataParallel):
         self._seen: dict[int, int] = {}
         """Forward passes at the last step of each optimizer, by its id."""
         shared = routing.shared_memory() if run.device.type == "cpu" else None
-        self._means: _BucketMeans | CompressedMeans | None
-        self._means = None if shared is None else _BucketMeans(shared)
+        self._means: _BucketMeans | CompressedMeans | None = None
+        if shared is not None or (
+            run.link is not None and run.device.type == "cpu"
+        ):  # to know how long is waited for others
+            self._means = _BucketMeans(shared)
         """What averages the gradients from the first step on, where the user registers nothing."""
         self.compressed: CompressedMeans | None = None
         self.by_choice = ""

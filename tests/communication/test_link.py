@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+
+import pytest
+import torch
+from problems import mean_loss, mlp, tensors
+from ranks import run_ranks
+
+import lockstep
+from lockstep.communication.link import (
+    Link,
+    Network,
+    advice,
+    all_reduce_bytes,
+    measure,
+    other_ways,
+    step_seconds,
+)
+
+GIGABIT = Link(0.0001, 125e6)
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 12.5e6, 125e6, 1.25e9, 1e11])
+def test_a_link_is_measured_by_messages_that_grow(bandwidth: float) -> None:
+    took: list[float] = []
+
+    def shift(size: int) -> float:
+        took.append(0.0002 + size / bandwidth)
+        return took[-1]
+
+    found = measure(shift, lambda seconds: seconds)
+    assert found.latency_s == pytest.approx(0.0002, rel=0.1)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=0.02)
+    assert sum(took) < 1.0
+
+
+def test_the_slowest_of_the_machines_counts() -> None:
+    found = measure(lambda size: 0.0, lambda seconds: 0.05)  # this rank takes no part
+    assert found.latency_s == 0.05
+
+
+def test_the_time_of_a_step() -> None:
+    assert step_seconds(0.1, 125e6, Link(0.01, 125e6)) == pytest.approx(1.12)
+    assert step_seconds(0.1, 125e6, Link(0.01, 125e6), hidden_s=0.5) == pytest.approx(0.62)
+    assert step_seconds(0.1, 125e6, GIGABIT, hidden_s=2.0) == pytest.approx(0.1)
+    assert all_reduce_bytes(12, 2) == 12
+    assert all_reduce_bytes(12, 4) == 18
+
+
+def seen(waiting_s: float, **other: object) -> Network:
+    values = {"compute_s": 0.08, "local_size": 2, "hierarchical": False, **other}
+    return Network(waiting_s=waiting_s, gradient_bytes=44_000_000, **values)  # type: ignore[arg-type]
+
+
+def test_other_ways_are_foretold_from_what_was_seen() -> None:
+    sending = 66e6 / 125e6 + 0.0002
+    ways = {name: (times, same) for name, times, same in other_ways(seen(sending), GIGABIT)}
+    total = 0.08 + sending
+    assert ways["hierarchical"] == (pytest.approx(total / (0.08 + 0.352), rel=0.001), True)
+    assert ways["bf16"] == (pytest.approx(total / (0.08 + 0.176), rel=0.002), False)
+    assert ways["int8"][0] == pytest.approx(total / (0.08 + 0.352 * 0.258), rel=0.002)
+    assert ways["diloco every=50"][0] == pytest.approx(total / (0.08 + 0.352 / 50), rel=0.001)
+    slower = {n: t for n, t, _ in other_ways(seen(sending), GIGABIT, {"bf16": 1.0})}
+    assert slower["bf16"] < 1 < slower["int8"]
+
+
+def test_what_is_hidden_or_slower_than_measured_stays_so() -> None:
+    hidden = {n: t for n, t, _ in other_ways(seen(0.352 - 0.05, hierarchical=True), GIGABIT)}
+    assert "hierarchical" not in hidden
+    assert hidden["bf16"] == pytest.approx((0.08 + 0.302) / (0.08 + 0.126), rel=0.002)
+    slow = {n: t for n, t, _ in other_ways(seen(0.704, hierarchical=True), GIGABIT)}
+    assert slow["bf16"] == pytest.approx((0.08 + 0.704) / (0.08 + 0.352), rel=0.002)
+    assert other_ways(seen(0.3, compressed=True), GIGABIT) == []
+
+
+def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:
+    assert advice(seen(0.019), GIGABIT) == (
+        "a step computes for 80 ms and waits for other machines for 19 ms (19%)"
+    )
+    assert advice(seen(0.528), GIGABIT).startswith(
+        "a step computes for 80 ms and waits for other machines for 528 ms (87%); "
+        "hierarchical: same numbers, about 1.4 times as fast; "
+        "bf16: other numbers, about 2.4 times as fast; int8: "
+    )
+
+
+def trained(measured: bool) -> str:
+    rank = int(os.environ["RANK"])
+    os.environ.update({"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        lockstep.init(device="cpu", measure_link=measured) as world,
+    ):
+        model = mlp()
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = world.loader(tensors(), 10)
+        for _ in world.epochs(3):
+            for batch in loader:
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return out.getvalue()
+
+
+def test_a_run_on_several_machines_tells_what_the_network_takes() -> None:
+    first, *others = run_ranks(trained, 3, True)
+    assert others == ["", ""]
+    [choice] = [line.split() for line in first.splitlines() if line.startswith("  link ")]
+    assert choice[2] == "Mb/s", choice
+    [told] = [
+        line for line in first.splitlines() if line.startswith("  network  ") and "step" in line
+    ]
+    assert "a step computes for" in told
+    without, _ = run_ranks(trained, 2, False)
+    assert "Mb/s" not in without
+    assert "a step computes for" not in without
