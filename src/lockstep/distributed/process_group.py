@@ -184,7 +184,8 @@ def _open(
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))
     link = None
-    if joined is not None and backend == "gloo" and settings.measure_link:
+    several = joined is not None and not topology.one_node
+    if several and backend == "gloo" and settings.measure_link:
         link = _measure_link(collectives)
     if link is not None:
         reason = "measured: each machine sends and receives at a time"
@@ -204,10 +205,10 @@ def _open(
 
 
 def _measure_link(collectives: Collectives) -> Link | None:
-    """Between the first ranks of all machines; None: there is one machine."""
+    """Between the first ranks of all machines; None: there is one."""
     nodes = collectives.exchange(collectives.topology.node_rank)
     ranks = [nodes.index(node) for node in dict.fromkeys(nodes)]
-    if len(ranks) == 1:
+    if len(ranks) == 1:  # the environment says otherwise
         return None
     place = ranks.index(own) if (own := collectives.topology.rank) in ranks else None
 
