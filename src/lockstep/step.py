@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,12 +47,35 @@ class MicroBatch:
     """Micro-batches of the global batch."""
     scale: float = 1.0
     """What the loss is multiplied by, so that the average over ranks of the accumulated gradients
-    is the gradient of the mean over the global batch."""
+    is the gradient of the mean over the global batch; over the part of one replica, where there are
+    several that train apart."""
     plain: bool = True
     """The scale is 1 on every rank and there is one micro-batch: `loss.backward()` is right too."""
+    replica: int | None = None
+    """Which of the replicas that train apart computes it; None: there are none."""
+    turns: int = 1
+    """How many of these this process computes, one after the other."""
+    begins_turn: bool = False
+    ends_turn: bool = False
+    """Whether it is the first and the last of its replica in the global batch."""
+
+    def of_all(self) -> MicroBatch:
+        """The same, where the replicas train as one: each counts alike."""
+        own = {"replica": None, "turns": 1, "begins_turn": False, "ends_turn": False}
+        return replace(self, scale=self.scale / self.turns, **own)  # type: ignore[arg-type]
+
+    @property
+    def opens(self) -> bool:
+        """No gradients of the same step come before it."""
+        return self.first or self.begins_turn
+
+    @property
+    def closes(self) -> bool:
+        """The optimizer steps after it."""
+        return self.last or self.ends_turn
 
 
-_weight = attrgetter("scale", "first", "last", "plain")
+_weight = attrgetter("scale", "opens", "closes", "plain", "replica")
 """What must be alike where two loaders are trained on at a time."""
 
 
@@ -97,6 +120,8 @@ class Pass:
         self.micro_batch = MicroBatch()
         self.number = 0
         """Global batches begun."""
+        self.turns = 0
+        """Likewise; where replicas take turns, each of these counts."""
         self.backwards = 0
         """Calls of `World.backward` for the present micro-batch."""
         self.loss: Tensor | float = 0.0
@@ -108,6 +133,9 @@ class Pass:
         self.trained = False
         """Whether one has stepped at all: a pass with gradients may be an evaluation."""
 
+
+Turn = tuple[Pass, int, int]
+"""A pass, which of its global batches, and which of its turns."""
 
 _of_every_run: list[Callback] = []
 
@@ -133,7 +161,15 @@ class Step:
         self.clear_gradients: list[Callable[[], None]] = []
         """Of the prepared optimizers."""
         self.batch_begins: list[Callable[[], None]] = []
-        """Called before the first micro-batch of a global batch."""
+        """Called before the first micro-batch of a global batch, or of a replica's part of it."""
+        self.micro_batch_begins: list[Callable[[], None]] = []
+        """Called when a micro-batch is about to be handed out, and is the current one."""
+        self.pass_ends: list[Callable[[], None]] = []
+        """Called when a training loop is left."""
+        self.replica: int | None = None
+        """Whose part the present micro-batch is of, also as long as they train together."""
+        self.together = 0
+        """Global batches, from the first, in which replicas do not train apart yet."""
         self.callbacks: list[Callback] = [*_of_every_run]
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
@@ -152,25 +188,23 @@ class Step:
         return self.running.micro_batch
 
     @property
-    def batch(self) -> tuple[Pass, int]:
-        """Tells the present global batch from all others."""
-        return self.running, self.running.number
+    def batch(self) -> Turn:
+        """Tells what the present optimizer step is made of from all others."""
+        return self.running, self.running.number, self.running.turns
 
-    def begin(self, running: Pass, micro_batch: MicroBatch) -> None:
+    def begin(self, running: Pass, micro_batch: MicroBatch) -> MicroBatch:
         """A pass hands out a micro-batch to train on.
+
+        Returns:
+            The same; one of all replicas, where they train together.
 
         Raises:
             UsageError: another loader is being trained on, and its parts weigh differently.
         """
-        for other in self._passes:
-            if other is not running and _weight(other.micro_batch) != _weight(micro_batch):
-                raise UsageError(
-                    "training on two prepared loaders at a time",
-                    "this rank's parts of their global batches weigh differently, so one "
-                    "world.backward cannot be exact for both",
-                    "evaluate under torch.no_grad(); to train on two datasets use one loader over "
-                    "both, or equal shares, batch sizes that divide and drop_last=True",
-                )
+        self.replica = micro_batch.replica
+        if self.replica is not None and self.number < self.together:
+            micro_batch = micro_batch.of_all()
+        self._check_alike(running, micro_batch)
         if running in self._passes:
             self._passes.remove(running)
         self._passes.append(running)
@@ -181,12 +215,28 @@ class Step:
             running.number += 1
             running.stepped = running.accumulated = False
             running.loss = 0.0
-            for begins in self.batch_begins:
-                begins()
         elif running.backwards:
             running.accumulated = True
+        if micro_batch.opens:
+            running.turns += 1
+            for begins in self.batch_begins:
+                begins()
         running.micro_batch = self.seen = micro_batch
         running.backwards = 0
+        for begins in self.micro_batch_begins:
+            begins()
+        return micro_batch
+
+    def _check_alike(self, running: Pass, micro_batch: MicroBatch) -> None:
+        for other in self._passes:
+            if other is not running and _weight(other.micro_batch) != _weight(micro_batch):
+                raise UsageError(
+                    "training on two prepared loaders at a time",
+                    "this rank's parts of their global batches weigh differently, so one "
+                    "world.backward cannot be exact for both",
+                    "evaluate under torch.no_grad(); to train on two datasets use one loader over "
+                    "both, or equal shares, batch sizes that divide and drop_last=True",
+                )
 
     def end(self, running: Pass) -> None:
         """The pass is over; gradients of a global batch broken off in its middle are dropped."""
@@ -194,9 +244,12 @@ class Step:
             return
         self._passes.remove(running)
         self.running = self._passes[-1] if self._passes else self._outside
+        self.replica = self.replica if self._passes else None
         if not running.micro_batch.last and (running.accumulated or running.backwards):
             for clear in self.clear_gradients:
                 clear()
+        for ends in self.pass_ends:
+            ends()
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss of the present micro-batch, as much as it counts in that of the global batch."""
@@ -209,7 +262,8 @@ class Step:
             callback.backward(counted)
         if running is self._outside and running.stepped:  # no loader says what a global batch is
             running.loss, running.stepped = 0.0, False
-        running.loss = counted.detach() + running.loss
+        turns, part = running.micro_batch.turns, counted.detach()
+        running.loss = (part if turns == 1 else part / turns) + running.loss
         return weighted
 
     def mark_stepped(self) -> None:

@@ -243,7 +243,7 @@ class World:
         Returns:
             The norm before clipping; None on micro-batches that do not close a global batch.
         """
-        if not self.is_last_micro_batch:
+        if not self._run.step.current.closes:
             return None
         return self._preparer.clip(model, max_norm, norm_type)
 
@@ -356,7 +356,8 @@ class World:
                     "prepared with it is not: a resumed run would begin its schedule anew",
                     "name it too: world.checkpoint(..., scheduler=scheduler)",
                 )
-        return Checkpoint(folder, self._run, policy, state, world=self)
+        replicas = self._preparer.replicas
+        return Checkpoint(folder, self._run, policy, state, world=self, replicas=replicas)
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler.
@@ -432,7 +433,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     LOCKSTEP_PRECISION=bf16; a contradiction is an error.
 
     Args:
-        strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, or options such as
+        strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, `diloco`, or options such as
             `lockstep.strategies.DDP(...)`; left out, `single` on one process, `ddp` on several.
         seed: of everything random (left out: 0).
         precision: `fp32` (left out), `bf16`, `fp16` or `fp64`.

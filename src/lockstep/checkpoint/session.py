@@ -49,7 +49,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, UsageError
 
-RESERVED = frozenset({"training", "manifest", "world", "random"})
+RESERVED = frozenset({"training", "manifest", "world", "random", "replicas"})
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
 _BUILD = "build {} as it was in the run that saved it"
@@ -84,6 +84,8 @@ class Checkpoint:
             `state_dict` and `load_state_dict`. Modules are saved under the names of the bare
             module, each in a file of its own, so that they fit a run of any size and any wrapper.
         world: the run's own state.
+        replicas: what replicas that train apart have each of its own; None: none do. It has
+            `state_dict`, `load_state_dict` and `check`.
 
     Raises:
         UsageError: there is nothing to save, or something that has no state.
@@ -97,6 +99,7 @@ class Checkpoint:
         state: Mapping[str, Any],
         *,
         world: CheckpointWorld,
+        replicas: Any = None,
     ) -> None:
         _check_state(state)
         self.folder = Path(folder)
@@ -107,7 +110,7 @@ class Checkpoint:
         self._progress = run.step
         self._policy = policy
         self._state = dict(state)
-        self._world = world
+        self._world, self._replicas = world, replicas
         self._doing = f"saving a checkpoint in {self.folder}"
         self._passed_over: tuple[str, ...] = ()
         self._copies = HostCopies()
@@ -281,7 +284,7 @@ class Checkpoint:
         if not skip:
             self._writer.finish()
         states: dict[str, Any] = {"world": self._world.state_dict()}
-        for name, value in self._state.items():
+        for name, value in self._stateful().items():
             module = isinstance(value, nn.Module)
             states[name] = plain_state_dict(value) if module else value.state_dict()
         held = self._held(states)
@@ -298,7 +301,7 @@ class Checkpoint:
         held = {}
         if "state" in states["world"]:
             held["world"] = [*states["world"]["state"]]
-        for name, value in self._state.items():
+        for name, value in self._stateful().items():
             if isinstance(value, nn.Module):
                 here = [key for key, own in states[name].items() if not sharding.is_meta(own)]
                 if len(here) < len(states[name]):
@@ -350,6 +353,8 @@ class Checkpoint:
         others = training if isinstance(training, dict) else {}
         saved = {"manifest": manifest, **others, **modules}
         _check_fits(path, self._state, saved)
+        if self._replicas is not None and "replicas" in saved:
+            self._replicas.check(saved["replicas"])
         return saved
 
     def _apply_all(self, path: Path, loaded: Mapping[str, Any]) -> str:
@@ -366,6 +371,11 @@ class Checkpoint:
                     target.load_state_dict(sharding.reshard_optimizer(loaded[name], target))
                 else:
                     target.load_state_dict(sharding.in_memory(loaded[name]))
+        if self._replicas is not None:
+            with _explained(f"resuming the replicas from {path}", _BUILD.format("the model")):
+                self._replicas.load_state_dict(loaded.get("replicas"))
+        elif "replicas" in loaded:
+            notes += "; its replicas are left out, the training goes on from their shared weights"
         manifest, topology = loaded["manifest"], self._collectives.topology
         size = manifest["world_size"]
         note = f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}, "
@@ -405,6 +415,11 @@ class Checkpoint:
             "modules": {name: trees[name] for name in self._modules()},
             "training": trees[layout.TRAINING],
         }
+
+    def _stateful(self) -> dict[str, Any]:
+        """All that is saved but the world's own state."""
+        more = {} if self._replicas is None else {"replicas": self._replicas}
+        return {**self._state, **more}
 
     def _modules(self) -> list[str]:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]

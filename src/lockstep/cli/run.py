@@ -13,7 +13,7 @@ from lockstep.settings import seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
 """In a command's context: torchrun's flags as given, and as click is to know them."""
-STRATEGIES = ("single", "dp", "ddp", "fsdp", "hsdp", "pipeline")
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "hsdp", "pipeline", "diloco")
 """As in `lockstep.strategies`, which imports torch."""
 
 

@@ -43,15 +43,15 @@ def all_reduce(
         dist.all_reduce(tensor, op, group)
 
 
-def start_all_reduce(tensor: Tensor) -> Callable[[], None]:
-    """The sum over all ranks in two halves: what this returns waits for it.
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
+    """The sum over a group, None being all ranks, in two halves: what this returns waits for it.
 
     Between them others may be started; all are to be ended in the same order.
     """
-    if _shared is not None and _shared.takes(tensor):
+    if group is None and _shared is not None and _shared.takes(tensor):
         return _shared.start_all_reduce(tensor)
-    work = cast(dist.Work, dist.all_reduce(tensor, async_op=True))
-    traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size())
+    work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
+    traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
 
 

@@ -100,7 +100,9 @@ def shuffled(length: int, *, seed: int, epoch: int) -> Indices:
 
 
 @lru_cache(maxsize=256)
-def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> Indices:
+def split_batch(
+    count: int, shares: tuple[int, ...], micro_batches: int = 1, replicas: int | None = None
+) -> Indices:
     """Who computes which samples of a global batch.
 
     Every rank's part is within one sample of its share of the whole batch, and micro-batches
@@ -111,10 +113,13 @@ def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> 
         count: samples in the global batch.
         shares: one weight a rank, `(1, 2)`: rank 1 computes twice as much as rank 0.
         micro_batches: how many pieces the batch is computed in, one after the other.
+        replicas: of the model, that train apart; see `_split_for_replicas`. None: there are none.
 
     Returns:
         An array of shape `(micro-batches, ranks, 2)`: begin and end within the global batch.
     """
+    if replicas is not None:
+        return _split_for_replicas(count, len(shares), micro_batches, replicas)
     micro_batches = max(1, min(micro_batches, count))
     of_rank = parts(count, shares)
     # Spread each rank's samples evenly over the batch, then cut: the totals stay exact.
@@ -126,6 +131,36 @@ def split_batch(count: int, shares: tuple[int, ...], micro_batches: int = 1) -> 
         sizes = np.bincount(owners[cuts[j] : cuts[j + 1]], minlength=len(shares))
         stops = cuts[j] + np.cumsum(sizes)
         found[j, :, 0], found[j, :, 1] = stops - sizes, stops
+    found.setflags(write=False)
+    return found
+
+
+def _split_for_replicas(count: int, ranks: int, micro_batches: int, replicas: int) -> Indices:
+    """Who computes which samples where replicas of the model train apart on parts of a batch.
+
+    Each replica has a part of its own, which does not depend on the number of ranks. Where there
+    are fewer ranks, each computes several replicas in turn; where there are more, as many
+    neighbouring ranks compute one together.
+
+    Args:
+        count: samples in the global batch.
+        ranks: divides `replicas`, or is a multiple of it.
+        micro_batches: pieces in which each part is computed; of a part with fewer samples fewer.
+        replicas: how many.
+
+    Returns:
+        As of `split_batch`, the micro-batches of a rank's first replica first.
+    """
+    turns, group = max(1, replicas // ranks), max(1, ranks // replicas)
+    sizes = parts(count, (1,) * replicas)
+    micro_batches = max(1, min(micro_batches, *sizes))
+    begins = np.cumsum([0, *sizes])
+    found = np.empty((turns * micro_batches, ranks, 2), dtype=np.int64)
+    for replica in range(replicas):
+        of_replica = begins[replica] + split_batch(sizes[replica], (1,) * group, micro_batches)
+        first, turn = replica // turns * group, replica % turns
+        rows = slice(turn * micro_batches, (turn + 1) * micro_batches)
+        found[rows, first : first + group] = of_replica
     found.setflags(write=False)
     return found
 

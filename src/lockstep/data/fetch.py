@@ -166,6 +166,8 @@ class GlobalBatchKey(NamedTuple):
     position: int
     shares: tuple[int, ...]
     micro_batches: int
+    """Of it, or of the part of each replica."""
+    replicas: int | None
     compare: bool
     """Whether the samples are to be compared between ranks."""
 
@@ -226,7 +228,7 @@ class IterableFetch(Dataset[Any]):
         if shard is None:
             samples = self.read_whole(key.epoch, key.position)
             first, step, ended = begin, 1, not samples
-            parts = split_batch(len(samples), key.shares, key.micro_batches)
+            parts = split_batch(len(samples), key.shares, key.micro_batches, key.replicas)
             sizes, own = parts[..., 1] - parts[..., 0], parts[:, rank]
         else:
             sizes = self._planned_sizes(key)

@@ -56,6 +56,13 @@ class IterableLoader(Loader):
                 "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
+        if source.shard is not None and self._plan.replicas is not None:
+            raise SettingError(
+                "strategy='diloco' for a stream with shard=",
+                "each replica has a part of every global batch, whoever computes it, so every rank "
+                "reads the whole stream",
+                "leave shard out",
+            )
         if callable(source.shard) and len(set(self.shares)) > 1:
             raise SettingError(
                 f"shares {':'.join(map(str, self.shares))} for a stream with shard=",
@@ -100,7 +107,9 @@ class IterableLoader(Loader):
                 position += 1
             rest = self._rest(epoch, position, training)
             if self.weight is not None and training:
-                rest = weighted(rest, self.weight, self._collectives, epoch)
+                rest = weighted(
+                    rest, self.weight, self._collectives, epoch, replicas=self._plan.replicas
+                )
             yield from to_device(rest, self._collectives.device)
         finally:
             self._iterable.close()
@@ -117,6 +126,8 @@ class IterableLoader(Loader):
         everywhere = training or self._evaluates_together
         outer = self._collectives.blocked
         for own in self._counted(epoch, position, training):
+            if training:
+                self._plan.check_trained(int(own.counts.sum()))
             for planned, batch in self._micro_batches(epoch, own):
                 if not everywhere:
                     if not planned.micro_batch.local:
@@ -131,7 +142,9 @@ class IterableLoader(Loader):
         sizes = np.clip(own.counts - before, 0, own.sizes)
         some = np.flatnonzero(sizes.sum(axis=1))
         rank, count = self._collectives.data_parallel.rank, int(own.counts.sum())
-        for j, micro in zip(some, micro_batches(sizes[some], rank, count), strict=True):
+        replicas = self._plan.replicas
+        of_rank = micro_batches(sizes[some], rank, count, replicas=replicas)
+        for j, micro in zip(some, of_rank, strict=True):
             batch = own.batches[j]
             if micro.local:
                 self._keep_example(batch, micro.local)
@@ -183,9 +196,12 @@ class IterableLoader(Loader):
         self, epoch: int, begin: int, *, compares: bool, endless: bool
     ) -> Iterator[RankBatch]:
         """What this rank has of the global batches; with `endless` also where that is nothing."""
-        shares, needed = self._plan.shares, self._plan.num_micro_batches
+        plan = self._plan
+        needed, replicas = plan.num_micro_batches // plan.turns, plan.replicas
         keys = (
-            GlobalBatchKey(epoch, t, shares, needed, compares and _is_compared(t, begin))
+            GlobalBatchKey(
+                epoch, t, plan.shares, needed, replicas, compares and _is_compared(t, begin)
+            )
             for t in itertools.count(begin)
         )
         # Workers begin a pass of their own; here the one that is open goes on.

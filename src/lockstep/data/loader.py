@@ -259,8 +259,8 @@ class Loader:
             for planned, batch in pairs:
                 self.current = step.seen = step.latest = planned.micro_batch
                 if training:
-                    step.begin(running, planned.micro_batch)
-                    self._tell(epoch, planned, batch)
+                    self.current = step.latest = step.begin(running, planned.micro_batch)
+                    self._tell(epoch, planned._replace(micro_batch=self.current), batch)
                     if self._running is running:
                         self._position = planned.step
                 yield batch
@@ -302,7 +302,14 @@ class Loader:
                     if ahead:
                         whole = list(read)
                         handed, read = weigh(self.weight, *whole[0]), iter(whole)
-                    scaled = weighted(read, self.weight, self._collectives, epoch, weight_before)
+                    scaled = weighted(
+                        read,
+                        self.weight,
+                        self._collectives,
+                        epoch,
+                        weight_before,
+                        self._plan.replicas,
+                    )
                     pairs, weight_before = islice(scaled, len(wanted)), handed
                 yield from to_device(pairs, self._collectives.device)
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,7 @@ from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, s
 from lockstep.data.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import DataError, RanksDifferError
+from lockstep.errors import DataError, RanksDifferError, SettingError
 from lockstep.step import MicroBatch
 
 Weight = Callable[[Any], float | Tensor]
@@ -113,11 +114,19 @@ class MicroBatchPlan:
     """The most samples a rank computes at a time, likewise; None: its whole part."""
     min_micro_batches: int = 1
     """Of a global batch."""
+    replicas: int | None = None
+    """That train apart, on equal parts of it; None: there are none."""
     request: AutotuneRequest
     """What is found in the first pass that trains."""
 
     def __post_init__(self) -> None:
         self._needed(self.batch_size)  # refuses a size that cannot be
+        if self.replicas is not None and len(set(self.first_shares)) > 1:
+            raise SettingError(
+                f"shares {':'.join(map(str, self.first_shares))} for {self.replicas} replicas",
+                "each of them trains on an equal part of the global batch, wherever it is computed",
+                "leave shares out",
+            )
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -133,14 +142,19 @@ class MicroBatchPlan:
         return self.first_micro_batch_size
 
     @property
+    def turns(self) -> int:
+        """Replicas that a rank computes, one after the other."""
+        return max(1, (self.replicas or 1) // len(self.shares))
+
+    @property
     def num_micro_batches(self) -> int:
         """Of a full global batch."""
-        return self._needed(self.batch_size)
+        return len(self.split(self.batch_size))
 
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
-        needed = self._needed(count) if self.varying else self.num_micro_batches
-        return split_batch(count, self.shares, needed)
+        needed = self._needed(count if self.varying else self.batch_size)
+        return split_batch(count, self.shares, needed, self.replicas)
 
     def of_epoch(self, plan: EpochPlan, start: int) -> list[PlannedMicroBatch]:
         """All of this rank's micro-batches from a step on."""
@@ -150,8 +164,18 @@ class MicroBatchPlan:
             for micro in self._of_rank(step, plan[step], self.split(len(plan[step])))
         ]
 
+    def check_trained(self, smallest: int) -> None:
+        """Raises DataError where a replica would get nothing of a global batch of this size."""
+        if self.replicas is not None and smallest < self.replicas:
+            raise DataError(
+                f"a global batch of {smallest} samples for {self.replicas} replicas",
+                "each of them makes a step with its own part, and some would have none",
+                "leave a short last batch out with drop_last=True, or use fewer replicas",
+            )
+
     def segments(self, plan: EpochPlan, start: int) -> Generator[Segment, None, None]:
         """A pass that trains, from a step on; in its first global batches finds what is open."""
+        self.check_trained(int(np.diff(plan.bounds[start:]).min(initial=self.batch_size)))
         while start < len(plan) and self.request.undecided:
             yield from self.autotuned(start, plan[start])
             start += 1
@@ -174,6 +198,12 @@ class MicroBatchPlan:
             yield Segment(self._of_rank(step, batch, self._rest(count, done)))
 
     def _needed(self, count: int) -> int:
+        """Micro-batches of a global batch, or of the part of one replica."""
+        if self.replicas is not None:
+            group = (1,) * max(1, len(self.shares) // self.replicas)
+            largest = -(-count // self.replicas)
+            needed = micro_batches_needed(largest, group, self.micro_batch_size)
+            return max(needed, min(self.min_micro_batches, count // self.replicas))
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(needed, min(self.min_micro_batches, count))
 
@@ -194,7 +224,9 @@ class MicroBatchPlan:
         return [
             PlannedMicroBatch(step, micro, batch[begin:end], bool(of_ranks.all()))
             for micro, (begin, end), of_ranks in zip(
-                micro_batches(sizes, rank, len(batch), opens=opens, closes=closes),
+                micro_batches(
+                    sizes, rank, len(batch), opens=opens, closes=closes, replicas=self.replicas
+                ),
                 parts[:, rank],
                 sizes,
                 strict=True,
@@ -203,7 +235,13 @@ class MicroBatchPlan:
 
 
 def micro_batches(
-    sizes: Indices, rank: int, count: int, *, opens: bool = True, closes: bool = True
+    sizes: Indices,
+    rank: int,
+    count: int,
+    *,
+    opens: bool = True,
+    closes: bool = True,
+    replicas: int | None = None,
 ) -> list[MicroBatch]:
     """A rank's consecutive micro-batches of a global batch.
 
@@ -213,8 +251,11 @@ def micro_batches(
         count: samples of the whole global batch.
         opens: the first of them is the first of the global batch.
         closes: the last of them is the last.
+        replicas: that train apart, each on a part of its own; None: there are none.
     """
     number, ranks = sizes.shape
+    if replicas is not None:
+        return _in_turns(sizes, rank, count, replicas)
     plain = opens and closes and number == 1 and count > 0 and bool((sizes == sizes[0, 0]).all())
     return [
         MicroBatch(
@@ -230,12 +271,39 @@ def micro_batches(
     ]
 
 
+def _in_turns(sizes: Indices, rank: int, count: int, replicas: int) -> list[MicroBatch]:
+    """Those of the replicas that a rank computes, one replica after the other."""
+    number, ranks = sizes.shape
+    turns, group = max(1, replicas // ranks), max(1, ranks // replicas)
+    pieces, first = max(1, number // turns), rank // group * group
+    found = []
+    for j, local in enumerate(sizes[:, rank].tolist()):
+        turn, piece = divmod(j, pieces)
+        part = int(sizes[turn * pieces : (turn + 1) * pieces, first : first + group].sum())
+        micro = MicroBatch(
+            count=count,
+            local=local,
+            first=j == 0,
+            last=j == number - 1,
+            num_micro_batches=number,
+            scale=local * group / max(1, part),
+            plain=False,
+            replica=rank // group * turns + turn,
+            turns=turns,
+            begins_turn=piece == 0,
+            ends_turn=piece == pieces - 1,
+        )
+        found.append(micro)
+    return found
+
+
 def _begin_sum(
     pairs: list[WithBatch],
     weight: Weight,
     collectives: Collectives,
     epoch: int,
     weight_before: float,
+    replicas: int,
 ) -> Callable[[], list[WithBatch]]:
     """Begins to sum up the weight of one global batch; see `weighted`.
 
@@ -244,18 +312,22 @@ def _begin_sum(
         RanksDifferError where another rank is at another global batch.
     """
     weights = [weigh(weight, *pair) for pair in pairs]
-    own = weight_before + sum(weights) if collectives.contributes else 0.0
+    own = [weight_before, *[0.0] * (replicas - 1)]
+    for (planned, _), each in zip(pairs, weights, strict=True):
+        own[planned.micro_batch.replica or 0] += each
+    if not collectives.contributes:
+        own = [0.0] * replicas
     place = epoch, pairs[0][0].step
-    # Over the ranks: weight, epoch, position.
-    sums = torch.tensor([own, *place], dtype=torch.float64)
+    # Over the ranks: weight of each replica's part, or of all, epoch, position.
+    sums = torch.tensor([*own, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(sums, async_op=True)
 
     def scaled() -> list[WithBatch]:
         topology, ranks = collectives.topology, collectives.data_parallel.size
         if work is not None:
             work.wait()
-        total, *places = sums.tolist()
-        if places != [topology.size * number for number in place]:
+        *totals, at_epoch, at_step = sums.tolist()
+        if [at_epoch, at_step] != [topology.size * number for number in place]:
             raise RanksDifferError(
                 "the same global batch on every rank, which weight= sums up over the ranks",
                 f"rank {topology.rank} is at number {place[1]} of epoch {place[0]}, and another "
@@ -264,9 +336,11 @@ def _begin_sum(
                 "and return by what is equal everywhere, such as the step or world.mean(loss)",
             )
         alone = ranks == 1 and len(pairs) == 1 and pairs[0][0].micro_batch.first
+        alone = alone and pairs[0][0].micro_batch.replica is None
         found = []
         for (planned, batch), own in zip(pairs, weights, strict=True):
-            scale = own * ranks / total if total else 0.0
+            total = totals[planned.micro_batch.replica or 0]
+            scale = own * max(1, ranks // replicas) / total if total else 0.0
             micro = replace(planned.micro_batch, scale=scale, plain=alone)
             found.append((planned._replace(micro_batch=micro), batch))
         return found
@@ -280,6 +354,7 @@ def weighted(
     collectives: Collectives,
     epoch: int,
     weight_before: float = 0.0,
+    replicas: int | None = None,
 ) -> Iterator[WithBatch]:
     """The same micro-batches with the exact scale of `weight` instead of that of samples.
 
@@ -289,6 +364,7 @@ def weighted(
         collectives: of the run.
         epoch: of the pass.
         weight_before: of what this rank was handed of the first global batch before.
+        replicas: that train apart, each with a mean of its own; None: there are none.
 
     Raises:
         RanksDifferError: another rank is at another global batch.
@@ -300,7 +376,7 @@ def weighted(
         if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
             ready = ahead()
-            ahead = _begin_sum(group, weight, collectives, epoch, weight_before)
+            ahead = _begin_sum(group, weight, collectives, epoch, weight_before, replicas or 1)
             group, weight_before = [], 0.0
             yield from ready
     yield from ahead()

@@ -25,7 +25,7 @@ class GradientVersionGuard(Guard):
 
     def after_backward(self, loss: Any) -> None:
         """The gradients wait, for further micro-batches or for the loss scaler."""
-        if not self.run.step.current.last or self.precision.scaler is not None:
+        if not self.run.step.current.closes or self.precision.scaler is not None:
             self._marks = [
                 (p, id(g), g._version)
                 for wrapped in self.wrapped
@@ -37,7 +37,7 @@ class GradientVersionGuard(Guard):
     def before_backward(self, loss: Any) -> None:
         """Raises UsageError where the gradients of earlier micro-batches were written to."""
         running = self.run.step.running
-        if running.micro_batch.first or running.backwards:
+        if running.micro_batch.opens or running.backwards:
             return
         if any(map(_changed, self._marks)):
             raise UsageError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Single as Single
     from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
+    from lockstep.strategies.diloco import DiLoCo as DiLoCo
     from lockstep.strategies.fsdp import FSDP as FSDP
     from lockstep.strategies.fsdp import HSDP as HSDP
     from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
@@ -25,6 +26,7 @@ _CLASSES = {
     "Single": "lockstep.strategies.base",
     "DP": "lockstep.strategies.data_parallel.strategy",
     "DDP": "lockstep.strategies.ddp",
+    "DiLoCo": "lockstep.strategies.diloco",
     "FSDP": "lockstep.strategies.fsdp",
     "HSDP": "lockstep.strategies.fsdp",
     "Pipeline": "lockstep.strategies.pipeline.strategy",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,8 @@ class StrategyPlan:
     number of samples without other ranks."""
     static_graph: bool = False
     """Every forward pass of the training has to be alike."""
+    replicas: int | None = None
+    """That train apart for a while, each on an equal part of every global batch; None: none do."""
 
     def micro_batch_size(self, of_device: int | str | None) -> int | str | None:
         """The most samples this process computes at a time, of which no device gets more than set.
@@ -96,6 +98,14 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     )
 
 
+def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
+    """Opens a process group of each row of ranks, for the run; this rank's is returned."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    run.groups[name] = group
+    return group
+
+
 def _nothing(*_: Any) -> None:
     """What most strategies do around a backward pass, a step, and at the end."""
 
@@ -112,6 +122,22 @@ class Replicas(NamedTuple):
     def of(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> Replicas:
         """All that a module holds."""
         return cls(dict(module.named_parameters()), dict(module.named_buffers()), group)
+
+
+class ApartState(Protocol):
+    """Of the replicas of a module that train apart, what checkpoints keep."""
+
+    own: Sequence[int]
+    """Those that this process computes."""
+
+    def shared_state(self) -> Any:
+        """What all ranks have alike, besides the module's own state."""
+
+    def replica_state(self, replica: int) -> Any:
+        """What one of this process's replicas has."""
+
+    def load(self, shared: Any, replicas: Mapping[int, Any]) -> None:
+        """Takes up what both gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +173,10 @@ class Wrapped:
     """Makes buffers that move equal on all ranks."""
     compressed: CompressedMeans | None = None
     """How gradients are sent; what it still has to send belongs into checkpoints."""
+    optimizer_prepared: Callable[[Optimizer], None] = _nothing
+    """Is told of each optimizer that holds parameters of the module."""
+    apart: ApartState | None = None
+    """What its replicas have each of its own, where they train apart."""
     release: Callable[[], None] = _nothing
     """Lets go of the process group when the run is left; the module may still evaluate."""
 

@@ -68,7 +68,39 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def start_sum(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """Begins to replace tensors by their sums over the ranks of a group.
+
+    Args:
+        tensors: dense; equal in number, shape and dtype on all ranks.
+        group: None: all ranks.
+
+    Returns:
+        What waits for the sums and writes them; called on all ranks in one order.
+    """
+    sent = []
+    for bucket in _buckets(tensors, attrgetter("device", "dtype")):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        carried = flat.to(carrier_device(flat.device, group))
+        sent.append((bucket, carried, routing.start_all_reduce(carried, group)))
+
+    @torch.no_grad()
+    def end() -> None:
+        for bucket, carried, wait in sent:
+            wait()
+            parts = torch.split(carried.to(bucket[0].device), [tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    return end
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+) -> None:
     """Replaces every gradient by its mean over the ranks of a group, where no wrapper does.
 
     A gradient that a rank has not got counts as zero where another has it, and stays away where
@@ -76,7 +108,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
 
     Args:
         parameters: the same on all ranks, in the same order.
-        group: the ranks.
+        group: the ranks; None: all of them.
 
     Raises:
         UsageError: a gradient is sparse.
@@ -92,18 +124,13 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     gradients = [p.grad for p in trained if p.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients):
         raise UsageError(
-            "an average of sparse gradients over pipelines side by side",
+            "an average of sparse gradients over pipelines, or over the ranks of a replica",
             "a layer was built with sparse=True",
-            "leave sparse=True out, or use one pipeline: Pipeline(stages=<world size>)",
+            "leave sparse=True out, or use one pipeline, or no more ranks than replicas",
         )
-    for bucket in _buckets(gradients, attrgetter("device", "dtype")):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        carried = flat.to(carrier_device(flat.device, group))
-        routing.all_reduce(carried, group=group)
-        mean = carried.div_(dist.get_world_size(group)).to(flat.device)
-        parts = torch.split(mean, [gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+    start_sum(gradients, group)()
+    for gradient in gradients:
+        gradient.div_(dist.get_world_size(group))
 
 
 def norm_over_ranks(

@@ -6,6 +6,8 @@ The training loop runs once per micro-batch. On all but the last of a global bat
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -18,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.distributed.collectives import Collectives, check_same_metric
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
-from lockstep.step import Pass, Step
+from lockstep.step import Step, Turn
 from lockstep.strategies.base import parameters_of
 
 # Their CPU implementations over lists of tensors give the same bits as those over single tensors,
@@ -72,11 +74,11 @@ class PreparedOptimizer(_Around, Optimizer):
         self._before = before
         self._after = after
         self._whole = whole
-        self._asked: tuple[Pass, int] | None = None
-        """The global batch in which `step()` was last called."""
+        self._asked: Turn | None = None
+        """The global batch, or the replica's turn, in which `step()` was last called."""
         self._rates: list[Any] = []
         """The learning rates then."""
-        self._taken: tuple[Pass, int] | None = None
+        self._taken: Turn | None = None
         """That in which a step was last taken."""
         self.places: list[list[int]] | None = None
         """Where the parameters of each group stand among all, of which other ranks have some."""
@@ -85,8 +87,12 @@ class PreparedOptimizer(_Around, Optimizer):
         self.scheduled = False
         """A scheduler that drives it is prepared, or it was warned of one that is not."""
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
-        self._dropped: tuple[Pass, int] | None = None
+        self._dropped: Turn | None = None
         """The global batch in which a clearing was last put off."""
+        self._replica: int | None = None
+        """Whose state the inner optimizer has; None: all replicas' alike, or there are none."""
+        self._states: dict[int | None, Any] = {}
+        """The states of all, but for that one."""
         step.clear_gradients.append(inner.zero_grad)
         step.batch_begins.append(self._clear_dropped)
 
@@ -111,14 +117,18 @@ class PreparedOptimizer(_Around, Optimizer):
             )
         self._check_rates()
         self._asked = batch = self._step.batch
-        if not present.last:
+        if not present.closes:
             return None
+        self._take_turn(present.replica)
+        if len(self._states) == present.turns:  # all of them have begun
+            self._states.pop(None, None)
         if closure is None:
             self._before()
         evaluate = None if closure is None else partial(self._evaluate, closure)
         result, self.skipped = self._precision.step(self.inner, evaluate)
         self._taken = batch
-        self._step.mark_stepped()
+        if present.last:
+            self._step.mark_stepped()
         self._after()
         return result
 
@@ -129,7 +139,7 @@ class PreparedOptimizer(_Around, Optimizer):
         the clearing comes after it), and are done when it was taken.
         """
         present = self._step.current
-        if not (present.first and present.last):
+        if not (present.opens and present.closes):
             batch = self._step.batch
             if self._asked == batch and self._taken != batch:
                 self._dropped = batch
@@ -161,8 +171,10 @@ class PreparedOptimizer(_Around, Optimizer):
         """The inner optimizer's state: that of plain torch.
 
         Under a pipeline it numbers the parameters as on one device, and has the entries of those
-        that are on this rank.
+        that are on this rank. Where replicas train apart it is that of the first on this rank.
         """
+        if self._replica is not None:
+            self._take_turn(min(r for r in (*self._states, self._replica) if r is not None))
         state = self.inner.state_dict()
         if self.places is None:
             return state
@@ -176,7 +188,35 @@ class PreparedOptimizer(_Around, Optimizer):
             saved, numbers = state_dict["state"], enumerate(chain(*self.places))
             entries = {local: saved[number] for local, number in numbers if number in saved}
             state_dict = _numbered(state_dict, entries, [len(places) for places in self.places])
+        self._replica = None
+        self._states.clear()
         self.inner.load_state_dict(state_dict)
+
+    def replica_state(self, replica: int) -> Any:
+        """The state of one of the replicas that train apart, as `state_dict` has it; None: none."""
+        if self._replica is None:
+            return None
+        self._take_turn(replica)
+        return self.inner.state_dict()["state"]
+
+    def load_replica_state(self, replica: int, state: Any) -> None:
+        """Takes up what `replica_state` gave."""
+        if state is not None:
+            self._take_turn(replica)
+            self._states.pop(None, None)
+            self.inner.load_state_dict({**self.inner.state_dict(), "state": state})
+
+    def _take_turn(self, replica: int | None) -> None:
+        """Puts the state of a replica in place; each begins with what was there before."""
+        if replica == self._replica or replica is None:
+            return
+        self._states[self._replica] = self.inner.state
+        if replica not in self._states:
+            kept = self._states.get(None, {})
+            own = {parameter: copy.deepcopy(entry) for parameter, entry in kept.items()}
+            self._states[replica] = defaultdict(dict, own)
+        self.inner.state = self._states.pop(replica)
+        self._replica = replica
 
     @property
     def partial(self) -> bool:
@@ -248,7 +288,7 @@ class PreparedOptimizer(_Around, Optimizer):
         # A rate that is a tensor is changed in place: it is one object, and nobody waits for it.
         if self._asked is None or self._asked[0] is not batch[0] or rates == before:
             return
-        if self._asked == batch and not self._step.current.first:
+        if self._asked[:2] == batch[:2] and not self._step.current.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
                 f"it was {_shown(before)} and is {_shown(rates)}: a step once per micro-batch",

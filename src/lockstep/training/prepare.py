@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lockstep.checkpoint.sharding import in_memory
 from lockstep.communication.compression import CompressedMeans
 from lockstep.data.consistency import check_samples
 from lockstep.data.iterable_loader import make_loader
@@ -32,12 +33,18 @@ from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import RanksDifferError, UsageError, some, warn
+from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
 from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.strategies import sync_batchnorm
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, parameters_of
+from lockstep.strategies.base import (
+    ApartState,
+    Strategy,
+    StrategyPlan,
+    Wrapped,
+    parameters_of,
+)
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -64,6 +71,11 @@ class Preparer:
         self.schedulers: list[PreparedScheduler] = []
         self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self._optimizers)
         self._end_advice = add_memory_advice_at_end(run.step)
+        self.replicas: ReplicaStates | None = None
+        if plan.replicas is not None:
+            self.replicas = ReplicaStates(
+                plan.replicas, run.topology.is_main, self._wrapped, self._optimizers
+            )
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
         """The prepared objects in the order given.
@@ -119,6 +131,7 @@ class Preparer:
             first_shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
             min_micro_batches=plan.num_micro_batches,
+            replicas=plan.replicas,
         )
         made = make_loader(
             source,
@@ -254,7 +267,7 @@ class Preparer:
         """
         running = self.run.step.running
         present = running.micro_batch
-        if present.first and present.last:
+        if present.opens and present.closes:
             return
         if running.backwards and len(self._optimizers) > 1:
             raise UsageError(
@@ -264,7 +277,7 @@ class Preparer:
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
         apart = any(wrapped.gradients_apart for wrapped in self._wrapped.values())
-        if present.first or running.backwards or apart:
+        if present.opens or running.backwards or apart:
             return
         parameters = (p for module in self._wrapped for p in module.parameters())
         if self._wrapped and not self._optimizers and all(p.grad is None for p in parameters):
@@ -339,7 +352,9 @@ class Preparer:
             return
         if self.run.settings.sync_batchnorm:
             names = sync_batchnorm.convert(module, self.run.groups.get(self._plan.statistics_group))
-            self.choices += names.choices(each="rank", of="the global batch, as on one device")
+            of = "the global batch, as on one device"
+            of = of if self._plan.replicas is None else "the replica's part of the global batch"
+            self.choices += names.choices(each="rank", of=of)
         else:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
@@ -360,7 +375,8 @@ class Preparer:
         def after() -> None:
             for module in modules:
                 self._wrapped[module].after_step()
-            self.guards.after_step()
+            if self.run.step.current.last:
+                self.guards.after_step()
 
         prepared = PreparedOptimizer(
             optimizer, self.run.step, self.precision, before, after, self._whole_loss
@@ -368,6 +384,8 @@ class Preparer:
         if any(new is None for new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
         self._optimizers.append(prepared)
+        for module in modules:
+            self._wrapped[module].optimizer_prepared(optimizer)
         return prepared
 
     def _whole_loss(self, loss: Any) -> Any:
@@ -426,6 +444,77 @@ class Preparer:
 
     def _choose(self, name: str, value: str, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+class ReplicaStates:
+    """What replicas that train apart have each of its own: weights, buffers, optimizer states.
+
+    Of each the first rank that computes it stores it; `state_dict` has what this rank has.
+
+    Args:
+        count: of the replicas.
+        stores_shared: this rank stores what all have alike.
+        wrapped: all modules; it grows.
+        optimizers: likewise.
+    """
+
+    partial = True
+
+    def __init__(
+        self,
+        count: int,
+        stores_shared: bool,
+        wrapped: Mapping[nn.Module, Wrapped],
+        optimizers: Sequence[PreparedOptimizer],
+    ) -> None:
+        self.count = count
+        self._stores_shared = stores_shared
+        self._wrapped, self._optimizers = wrapped, optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Entries for each of this rank's replicas, and, on one rank, what all have alike."""
+        modules = self._modules()
+        shared = [module.shared_state() for module in modules]
+        entries = {
+            replica: {
+                "modules": [module.replica_state(replica) for module in modules],
+                "optimizers": [each.replica_state(replica) for each in self._optimizers],
+            }
+            for replica in (modules[0].own if modules else ())
+        }
+        return {
+            "replicas": self.count,
+            "shared": shared if self._stores_shared else None,
+            "state": entries,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where what was saved is not of such replicas."""
+        if state["replicas"] != self.count:
+            raise CheckpointError(
+                f"resuming with DiLoCo(replicas={self.count})",
+                f"the checkpoint has {state['replicas']} replicas, each with weights and optimizer "
+                "states of its own",
+                "continue with as many, on any number of devices; or begin anew from the shared "
+                "weights: lockstep.load_weights(model, folder)",
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up this rank's part; None: all replicas begin with what the run has now."""
+        modules = self._modules()
+        if state is None:
+            return
+        saved = state["state"]
+        own = {r: in_memory(saved[r]) for r in (modules[0].own if modules else ())}
+        for number, module in enumerate(modules):
+            of_module = {replica: entry["modules"][number] for replica, entry in own.items()}
+            module.load(in_memory(state["shared"][number]), of_module)
+        for number, optimizer in enumerate(self._optimizers):
+            for replica, entry in own.items():
+                optimizer.load_replica_state(replica, entry["optimizers"][number])
+
+    def _modules(self) -> list[ApartState]:
+        return [w.apart for w in self._wrapped.values() if w.apart is not None]
 
 
 def _not_prepared(found: str) -> UsageError:

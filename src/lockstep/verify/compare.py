@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -324,15 +324,21 @@ def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update
             names[name] = next((n for n in fits if np.array_equal(free[n], array)), fits[0])
             del free[names[name]]
 
+    def own(name: str) -> str:
+        return names.get(name, name)
+
+    return [Update(renamed(rank, own) for rank in u) for u in other] if names else list(other)
+
+
+def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
+    """The same with other names for the tensors."""
+
     def of(values: Mapping[str, Any]) -> Any:
-        return {names.get(name, name): value for name, value in values.items()}
+        return {change(name): value for name, value in values.items()}
 
-    def renamed(rank: RankUpdate) -> RankUpdate:
-        values: dict[str, Any] = {what: of(getattr(rank, what)) for what in _BY_NAME}
-        values |= {what: [*of(dict.fromkeys(getattr(rank, what)))] for what in _NAMES}
-        return replace(rank, **values, local=list(map(of, rank.local)))
-
-    return [Update(map(renamed, update)) for update in other] if names else list(other)
+    values: dict[str, Any] = {what: of(getattr(rank, what)) for what in _BY_NAME}
+    values |= {what: [*of(dict.fromkeys(getattr(rank, what)))] for what in _NAMES}
+    return replace(rank, **values, local=list(map(of, rank.local)))
 
 
 def _same_end(one: str, other: str) -> bool:

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, grouped
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import RankUpdate, Update
+from lockstep.verify.compare import RankUpdate, Update, renamed
 from lockstep.watchdog.exit_status import describe
 
 OWN_PROCESSES = (
@@ -53,8 +54,12 @@ class UpdateWriter:
         self._count = 0
         self._owner = os.getpid()
 
-    def write(self, update: RankUpdate) -> None:
+    def write(self, update: RankUpdate, replica: int | None = None) -> None:
         """One more update; its file has its name when all of it is there.
+
+        Args:
+            update: it.
+            replica: of the model, where several train apart, each with tensors of its own.
 
         Raises:
             UsageError: it was made in a copy of the process that is recorded.
@@ -65,6 +70,8 @@ class UpdateWriter:
                 "lockstep verify records only the processes that it starts",
                 OWN_PROCESSES,
             )
+        if replica is not None:
+            update = renamed(update, lambda name: f"{name} (replica {replica})")
         unfinished = self.folder / "unfinished"
         with unfinished.open("wb") as file:
             pickle.dump(update, file)
@@ -107,6 +114,11 @@ def _read_rank(folder: Path) -> Iterator[RankUpdate]:
         with path.open("rb") as file:
             yield pickle.load(file)  # written by our own processes, in a folder of this user alone
         number += 1
+
+
+def _in_steps(updates: list[RankUpdate]) -> list[list[RankUpdate]]:
+    """A rank's updates by optimizer and step; of replicas that take turns, each has one."""
+    return [*grouped(((each.optimizer, each.step), each) for each in updates).values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +209,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     lost = "the loss of a process" if len(ends) < way.nproc else ""
     return Recorded(
         way,
-        list(map(Update, zip(*updates, strict=False))),
+        [Update(chain(*ranks)) for ranks in zip(*map(_in_steps, updates), strict=False)],
         first.get("error", lost),
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",

@@ -31,7 +31,7 @@ from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
 from lockstep.errors import user_line
-from lockstep.step import BatchEvent, Callback
+from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.patches import DeterminismPatches, mark, marks_of, terms_of
@@ -236,6 +236,7 @@ class Recorder(Callback):
         self._hooked: dict[int, Tensor] = {}
         self._depth = 0
         self._stepping: list[Optimizer] = []
+        self._micro_batch = MicroBatch()  # the last one of a loader of Lockstep's
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
 
@@ -250,7 +251,7 @@ class Recorder(Callback):
 
     def delivered(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
-        self._update.counts = event.counts
+        self._update.counts, self._micro_batch = event.counts, event.micro_batch
         ids = event.samples.tolist()
         taken = look_at(event.batch, event.micro_batch.local, epoch=event.epoch, ids=ids)
         if len(taken.contents) != len(ids):
@@ -486,8 +487,8 @@ class Recorder(Callback):
         named = self.models.parameters()
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
-        self._writer.write(update)
-        self._taken[optimizer] += 1
+        self._writer.write(update, self._micro_batch.replica)
+        self._taken[optimizer] += self._micro_batch.replica is None or self._micro_batch.last
         self._begun = min(self._begun, time.monotonic())
         self._update = RankUpdate(counts=update.counts, taken=self._ahead)
         self._beside = _Beside()
@@ -496,9 +497,10 @@ class Recorder(Callback):
 
     def end_if_enough(self) -> None:
         """Ends the script where its steps have been recorded."""
-        done, way = next(iter(self._taken.values()), 0), self._way
+        done, way, micro = next(iter(self._taken.values()), 0), self._way, self._micro_batch
         late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
-        if done >= way.steps or (done >= LEAST_STEPS and late):
+        others = micro.replica is not None and (self._update.taken or not micro.last)
+        if not others and (done >= way.steps or (done >= LEAST_STEPS and late)):
             self.until = f"step {done}{self._place}"
             raise Finished(0)
 

@@ -31,7 +31,7 @@ from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import NotOnStageError, RanksDifferError, UsageError, counted
 from lockstep.optim.precision import Precision
-from lockstep.step import Pass, check_due
+from lockstep.step import Turn, check_due
 from lockstep.strategies.base import Around, Replicas
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
@@ -415,7 +415,7 @@ def _check_rates(optimizer: Optimizer, run: Run) -> None:
 class Batch:
     """A global batch under way."""
 
-    of: tuple[Pass, int]
+    of: Turn
     """Tells it from others."""
     num_micro_batches: int
     """Its micro-batches."""

@@ -29,7 +29,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, counted
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, plan_for
+from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, open_group, plan_for
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
@@ -221,16 +221,16 @@ class Pipeline(Strategy):
         ranks = torch.arange(run.topology.size).view(place.positions, place.replicas)
         cuts = 1 if self.interleave == 1 else place.last_stage
         for what, cut in itertools.product(("activations", "gradients"), range(cuts)):
-            _open(run, f"{what} {cut}", ranks.T)
+            open_group(run, f"{what} {cut}", ranks.T)
         if place.replicas > 1:
-            _open(run, "replicas", ranks)
+            open_group(run, "replicas", ranks)
 
     def _share_statistics(self, module: nn.Module, run: Run) -> None:
         """Layers that would take statistics of all ranks take those of equal stages."""
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")
         if layers and group is None:
-            group = _open(run, "alone", torch.arange(run.topology.size)[:, None])
+            group = open_group(run, "alone", torch.arange(run.topology.size)[:, None])
         for layer in layers:
             if isinstance(layer, nn.SyncBatchNorm):  # torch's knows no CPU, and no shapes
                 convert(layer, group)
@@ -266,11 +266,3 @@ class Pipeline(Strategy):
         parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
         shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
         return split(module, cuts), f"{shown} {reason}"
-
-
-def _open(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
-    """A group of each row; this rank's is returned."""
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
-    run.groups[name] = group
-    return group

@@ -1,0 +1,604 @@
+"""DiLoCo: replicas that train apart and meet every so many steps, whatever they are computed on.
+
+The replicas are part of the recipe, as the global batch is: each trains on an equal part of every
+global batch, with an inner optimizer of its own. Every `every` steps the outer optimizer, SGD with
+Nesterov momentum, takes the mean over replicas of (shared weights - replica's weights) as gradient
+of the shared weights, and all replicas start again from these (Douillard et al., "DiLoCo", arXiv
+2311.08105, algorithm 1). Without momentum and at a rate of 1 this is local SGD (Stich, arXiv
+1805.09767), which may begin later (post-local SGD, Lin et al., arXiv 1808.07217).
+
+The model may be exchanged in fragments, one after the other, and what was sent be applied some
+steps later, while training goes on; each replica then takes the mean of its own weights and the
+shared ones (Donchev et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm 2, with alpha = 0.5).
+
+A process with several replicas computes them in turn: from a replica's first micro-batch to its
+step its weights, buffers and optimizer state are in the place of the shared ones. Where a replica
+is on several ranks they average its gradient. Communication between replicas: one all-reduce of a
+fragment when it is due; nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import never_compiled
+from lockstep.errors import SettingError, UsageError, counted, warn
+from lockstep.settings import Choice, check_whole_number, sized
+from lockstep.strategies.base import (
+    Replicas,
+    Strategy,
+    StrategyPlan,
+    Wrapped,
+    open_group,
+    place,
+)
+from lockstep.strategies.replication import (
+    MovingBuffers,
+    average_gradients,
+    start_sum,
+    take_from_first,
+)
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+
+_MIXING = 0.5
+"""Of a replica's own weights, where what it has sent is applied later (alpha in the paper)."""
+_GROUP = "replica"
+"""Name of the group of ranks that compute the same replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Strategy):
+    """Options of DiLoCo. The defaults are those of the paper, which takes 500 for `every`.
+
+    Raises:
+        SettingError: a value out of range, or two that do not go together.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    replicas: int = 2
+    """Of the model. It is divided by the world size, or divides it."""
+    every: int = 50
+    """Steps from one exchange to the next."""
+    outer_lr: float = 0.7
+    """Rate of the outer optimizer; 1 without momentum is the plain mean of the replicas."""
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    """Of nearly equal size, into which the model is cut; they are exchanged at equal intervals."""
+    delay: int = 0
+    """Steps after which what was sent is applied; the network has so long."""
+    start: int = 0
+    """Steps at the beginning in which the replicas train as one, and average every gradient."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("replicas", 1),
+            ("every", 1),
+            ("fragments", 1),
+            ("delay", 0),
+            ("start", 0),
+        ):
+            value = getattr(self, name)
+            check_whole_number(f"DiLoCo({name}={value!r})", value, least)
+        for name, most in (("fragments", self.every), ("delay", self.every - 1)):
+            if getattr(self, name) > most:
+                raise SettingError(
+                    f"DiLoCo({name}={getattr(self, name)}, every={self.every})",
+                    f"with every={self.every} it is at most {most}: a fragment is exchanged, and "
+                    "has come, before it is sent again",
+                    "choose a smaller one, or a larger every",
+                )
+        if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
+            raise SettingError(
+                f"DiLoCo(outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})",
+                "the rate is above 0, and the momentum from 0 to below 1",
+                "choose others; outer_lr=1, outer_momentum=0 is local SGD",
+            )
+
+    def plan(self, run: Run) -> StrategyPlan:
+        """A part of every global batch for each replica.
+
+        Raises:
+            SettingError: a world size that does not fit, or precision fp16.
+        """
+        size = run.topology.size
+        if size % self.replicas and self.replicas % size:
+            raise SettingError(
+                f"DiLoCo(replicas={self.replicas}) on {size} processes",
+                "each process computes equally many replicas, or each replica is computed by "
+                "equally many processes",
+                f"start a divisor or a multiple of {self.replicas} processes; the numbers depend "
+                "on replicas alone",
+            )
+        if run.settings.precision == "fp16":
+            raise SettingError(
+                "strategy='diloco' with precision='fp16'",
+                "its loss scaler would skip steps of one replica and not of the others",
+                "use precision='bf16', which needs none",
+            )
+        if size > 1:
+            ranks = torch.arange(size).view(-1, max(1, size // self.replicas))
+            open_group(run, _GROUP, ranks)
+        run.step.together = self.start
+        return replace(super().plan(run), replicas=self.replicas, statistics_group=_GROUP)
+
+    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+        """The module itself, on its device, which replicas take turns in.
+
+        Raises:
+            SettingError: more fragments than parameters.
+            UsageError: it holds a sparse tensor.
+        """
+        choices = place(module, run.device)
+        _share_statistics(module, run)
+        if run.topology.size > 1:
+            take_from_first([*module.parameters(), *module.buffers()])
+        if not any(p.requires_grad for p in module.parameters()):
+            return Wrapped(module=module, choices=choices)
+        turns = _Turns(module, run, self)
+        module.register_forward_pre_hook(_Hook(turns.before_forward))
+        hooked: Any = module
+        hooked.register_state_dict_pre_hook(_Hook(turns.show_shared))
+        hooked.register_load_state_dict_pre_hook(_Hook(turns.forget))
+        run.step.micro_batch_begins.append(turns.begin)
+        run.step.pass_ends.append(turns.show_shared)
+        run.at_end.append(turns.end)
+        each = max(1, run.topology.size // self.replicas)
+        where = f"{counted(len(turns.own), 'replica')} on each process, in turn"
+        if len(turns.own) == 1:
+            where = f"each on {counted(each, 'process')}"
+        size = sum(p.numel() * p.element_size() for p in turns.parameters)
+        pieces = f" in {self.fragments} fragments" * (self.fragments > 1)
+        later = f", applied {counted(self.delay, 'step')} later" * (self.delay > 0)
+        rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        choices += [
+            Choice("replicas", str(self.replicas), f"train apart; {where}"),
+            Choice(
+                "exchange",
+                f"every {counted(self.every, 'step')}",
+                f"{sized(size)}{pieces}{later}; {rule}",
+            ),
+        ]
+        return Wrapped(
+            module=module,
+            choices=choices,
+            replicas=turns.equal_tensors,
+            before_backward=turns.before_backward,
+            after_backward=turns.after_backward,
+            before_step=turns.before_step,
+            after_step=turns.after_step,
+            optimizer_prepared=turns.optimizers.append,
+            apart=turns,
+            release=turns.release,
+        )
+
+
+def _share_statistics(module: nn.Module, run: Run) -> None:
+    """BatchNorm layers that the user has synchronised take the statistics of a replica's part."""
+    group = run.groups.get(_GROUP)
+    for layer in module.modules():
+        if group is not None and isinstance(layer, nn.SyncBatchNorm):
+            convert(layer, group)
+        if isinstance(layer, SyncBatchNorm) and layer.process_group is None:
+            layer.process_group = group
+
+
+class _Hook:
+    """Of a module; copies of the module, and pickled ones, have one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+    @never_compiled
+    def __call__(self, *given: Any) -> None:
+        if self._call is not None:
+            self._call(*given)
+
+
+class _Versions:
+    """Some tensors of a module, which hold the values of the replicas in turn, or shared ones.
+
+    Args:
+        tensors: gives the present ones; a module may replace its buffers.
+    """
+
+    def __init__(self, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        self._tensors = tensors
+        self.at: int | None = None
+        """Whose values are in the module; None: the shared ones."""
+        self._others: dict[int | None, list[Tensor]] = {}
+
+    def of(self, which: int | None) -> list[Tensor]:
+        """The values of a replica, which begins with the shared ones; or these."""
+        if which == self.at:
+            return [tensor.data for tensor in self._tensors()]
+        if which not in self._others:
+            self._others[which] = [tensor.clone() for tensor in self.of(None)]
+        return self._others[which]
+
+    def put(self, which: int | None) -> None:
+        """Puts the values of a replica, or the shared ones, into the module."""
+        if which != self.at:
+            values = self.of(which)
+            self._others[self.at] = self.of(self.at)
+            for tensor, value in zip(self._tensors(), values, strict=True):
+                tensor.data = value
+            self._others.pop(which, None)
+            self.at = which
+
+    def begun(self, replica: int) -> bool:
+        """Whether a replica has values of its own."""
+        return replica == self.at or replica in self._others
+
+    def forget(self) -> None:
+        """All replicas begin with the shared values."""
+        self.put(None)
+        self._others.clear()
+
+
+class _Sent(NamedTuple):
+    """A fragment on its way."""
+
+    due: int
+    """The step in which it is applied."""
+    means: list[Tensor]
+    """Over replicas, of shared - own; once `wait` was called."""
+    wait: Callable[[], None]
+
+
+class _Turns:
+    """What the replicas of a module have, those that this process computes; see `Wrapped`."""
+
+    def __init__(self, module: nn.Module, run: Run, options: DiLoCo) -> None:
+        self._module, self._run, self._options = module, run, options
+        self._step = run.step
+        size, rank = run.topology.size, run.topology.rank
+        turns, each = max(1, options.replicas // size), max(1, size // options.replicas)
+        first = rank // each * turns
+        self.own: Sequence[int] = range(first, first + turns)
+        self._copies = max(options.replicas, size)
+        """Sums over all ranks have so many terms; a replica on several ranks is in it as often."""
+        self._group = run.groups.get(_GROUP) if each > 1 else None
+        self._names = [n for n, p in module.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        places = [name.rpartition(".")[::2] for name, _ in module.named_buffers()]
+        self._buffer_names = [name for name, _ in module.named_buffers()]
+        self._owners = [(module.get_submodule(path), leaf) for path, leaf in places]
+        self._weights = _Versions(lambda: self.parameters)
+        self._buffers = _Versions(self._present_buffers)
+        self._momentum: dict[int, Tensor] = {}
+        self._fragments = _cut([p.numel() for p in self.parameters], options.fragments)
+        self._sent: dict[int, _Sent] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        """Of replicas, but for the last one that has been in place."""
+        self._last = self.own[0]
+        self.optimizers: list[Optimizer] = []
+        """That hold parameters of the module."""
+        self._stepped: set[int] = set()
+        """Those that have, in this turn, by their ids."""
+        self._unfinished = self._complete = False
+        """A replica has stepped in the present global batch; all of them have had their turn."""
+        self._marks: list[int] = []
+        """How often each parameter was written to, when the shared weights were put in place."""
+        self._moving = None
+        if self._group is not None:
+            self._moving = MovingBuffers(module, run.step, self._group)
+
+    # The turns
+
+    def begin(self) -> None:
+        """A micro-batch that opens a turn, or any other, is handed out."""
+        present = self._step.current
+        if present.first and self._unfinished:
+            if not self._complete:
+                raise UsageError(
+                    "a training loop that was left between the replicas of a global batch",
+                    "some of them have made their step, and others have not",
+                    "leave the loop where world.is_last_micro_batch is true, or by what changes "
+                    "once per global batch, such as world.step",
+                )
+            self._finish()
+        self._complete = present.last
+        if present.opens:
+            self._stepped.clear()
+        self._put_present()
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """An evaluation inside of the training loop sees the shared weights."""
+        if torch.is_grad_enabled() or module.training:
+            if not self._turn_is_over:
+                self._put_present()
+        else:
+            self.show_shared()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """The weights have to be those of the forward pass.
+
+        Raises:
+            UsageError: no prepared loader says whose turn it is, or no optimizer is prepared.
+        """
+        if not (self._step.inside and self.optimizers):
+            raise UsageError(
+                "training under strategy='diloco' without a prepared loader and optimizer",
+                "the loader says which replica a micro-batch belongs to, and the optimizer when "
+                "that has made its step",
+                "train on what world.prepare(model, optimizer, loader) returned",
+            )
+        self._put_present()
+
+    def after_backward(self) -> None:
+        """Averages the gradient over the ranks that compute the replica; all, as long as it is one.
+
+        A gradient of an earlier backward pass of the step is a mean already, which stays as it is.
+        """
+        together = self._step.current.replica is None
+        several = self._group is not None or (together and self._run.topology.size > 1)
+        if several and self._step.current.closes:
+            average_gradients(self.parameters, None if together else self._group)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The replica's weights have to be in place, whatever was evaluated in between.
+
+        Raises:
+            UsageError: a second step in one turn.
+        """
+        if id(optimizer) in self._stepped:
+            raise UsageError(
+                f"several steps of {type(optimizer).__name__} in a global batch",
+                "under strategy='diloco' replicas meet after a number of global batches, and each "
+                "makes one step in it",
+                "call optimizer.step() once for each batch of the loader",
+            )
+        self._put_present()
+        self._unfinished = True
+        self._stepped.add(id(optimizer))
+
+    def after_step(self) -> None:
+        """After the last optimizer of the last turn comes the exchange, where it is due."""
+        if self._turn_is_over:
+            if self._moving is not None:
+                self._moving.follow()
+            if self._step.current.last:
+                self._finish()
+
+    def show_shared(self, *_: Any) -> None:
+        """Puts the shared weights and buffers in place."""
+        self._buffers.put(None)
+        if self._weights.at is not None:
+            self._weights.put(None)
+            self._marks = [p._version for p in self.parameters]
+
+    def _put_present(self) -> None:
+        """Puts what the present micro-batch is computed with in place."""
+        replica = self._step.replica
+        if replica is None:
+            return
+        self._buffers.put(replica)
+        if self._step.current.replica is None:  # they train as one
+            return
+        if self._weights.at is None and self._weights.begun(replica):
+            self._check_unchanged()
+        self._weights.put(replica)
+        if replica != self._last:
+            self._gradients[self._last] = [p.grad for p in self.parameters]
+            kept = self._gradients.pop(replica, [None] * len(self.parameters))
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                parameter.grad = gradient
+            self._last = replica
+
+    def _check_unchanged(self) -> None:
+        if self._marks and self._marks != [p._version for p in self.parameters]:
+            raise UsageError(
+                "weights changed by hand under strategy='diloco'",
+                "outside of a step the model holds the shared weights, and the replicas go on from "
+                "their own until the next exchange",
+                "change them in a hook of the optimizer: register_step_post_hook; or load a state "
+                "dict, with which all replicas begin anew",
+            )
+
+    @property
+    def _turn_is_over(self) -> bool:
+        """Whether all optimizers have stepped since the present replica's first micro-batch."""
+        return len(self._stepped) == len(self.optimizers)
+
+    # The exchange
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """All replicas have stepped."""
+        self._unfinished = False
+        number = self._step.number - self._options.start
+        if number <= 0:
+            self._average_buffers()
+        else:
+            for fragment, sent in list(self._sent.items()):
+                if sent.due <= self._step.number:
+                    self._apply(fragment)
+            for fragment in self._due(number):
+                self._send(fragment)
+                if not self._options.delay:
+                    self._apply(fragment)
+        self.show_shared()
+
+    def _due(self, number: int) -> Iterator[int]:
+        """The fragments that are sent after so many steps."""
+        every, fragments = self._options.every, self._options.fragments
+        for fragment in range(fragments):
+            if number % every == (fragment + 1) * every // fragments % every:
+                yield fragment
+
+    def _send(self, fragment: int) -> None:
+        tensors = self._fragments[fragment]
+        shared, own = self._weights.of(None), [self._weights.of(r) for r in self.own]
+        sums = [sum((shared[i] - of[i] for of in own), torch.zeros(())) for i in tensors]
+        due = self._step.number + self._options.delay
+        self._sent[fragment] = self._begin_means(due, sums)
+
+    def _begin_means(self, due: int, sums: list[Tensor]) -> _Sent:
+        end = start_sum(sums) if self._run.topology.size > 1 else lambda: None
+
+        def wait() -> None:
+            end()
+            for each in sums:
+                each.div_(self._copies)
+
+        return _Sent(due, sums, wait)
+
+    def _apply(self, fragment: int) -> None:
+        """The outer step, and what the replicas take of it."""
+        sent = self._sent.pop(fragment)
+        sent.wait()
+        rate, momentum = self._options.outer_lr, self._options.outer_momentum
+        shared = self._weights.of(None)
+        for i, gradient in zip(self._fragments[fragment], sent.means, strict=True):
+            if momentum:
+                if i not in self._momentum:
+                    self._momentum[i] = torch.zeros_like(gradient)
+                velocity = self._momentum[i].mul_(momentum).add_(gradient)
+                gradient = gradient.add(velocity, alpha=momentum)
+            shared[i].sub_(gradient, alpha=rate)
+            for replica in self.own:
+                own = self._weights.of(replica)[i]
+                own.lerp_(shared[i], 1.0 - _MIXING) if self._options.delay else own.copy_(shared[i])
+        if fragment == self._options.fragments - 1:
+            self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        """Shared buffers become the means of the replicas', and these begin again with them.
+
+        Whole numbers are taken from the first replica. What does not move keeps its bits.
+        """
+        shared, own = self._buffers.of(None), [self._buffers.of(r) for r in self.own]
+        real = [i for i, each in enumerate(shared) if each.is_floating_point()]
+        sums = [
+            sum((_moved(shared[i], of[i]) for of in own), torch.zeros_like(shared[i])) for i in real
+        ]
+        self._begin_means(0, sums).wait()
+        for i, mean in zip(real, sums, strict=True):
+            shared[i].sub_(mean)
+        others = [i for i, each in enumerate(shared) if i not in real]
+        for i in others:
+            shared[i].copy_(own[0][i])
+        if others and self._run.topology.size > 1:
+            take_from_first(shared[i] for i in others)
+        for of in own:
+            for i, each in enumerate(shared):
+                of[i].copy_(each)
+
+    # For guards, checkpoints and the end
+
+    def equal_tensors(self) -> Iterable[Replicas]:
+        """The shared weights are equal everywhere, those of a replica where it is computed."""
+        if self._run.topology.size == 1:
+            return
+        parameters = dict(zip(self._names, self._weights.of(None), strict=True))
+        buffers = dict(zip(self._buffer_names, self._buffers.of(None), strict=True))
+        yield Replicas(parameters, buffers)
+        if self._group is not None and self._weights.begun(self.own[0]):
+            own = self._weights.of(self.own[0])
+            yield Replicas(dict(zip(self._names, own, strict=True)), {}, self._group)
+
+    def shared_state(self) -> Any:
+        """The outer optimizer's momentum, and the fragments on their way, which have come then."""
+        for fragment, sent in self._sent.items():
+            sent.wait()
+            self._sent[fragment] = sent._replace(wait=lambda: None)
+        sent_state = [[f, each.due, each.means] for f, each in self._sent.items()]
+        return {"momentum": self._momentum, "sent": sent_state}
+
+    def replica_state(self, replica: int) -> Any:
+        """Weights and buffers; without weights as long as the replicas train as one."""
+        begun = self._weights.begun(replica)
+        return {
+            "weights": self._weights.of(replica) if begun else None,
+            "buffers": self._buffers.of(replica),
+        }
+
+    @torch.no_grad()
+    def load(self, shared: Any, replicas: Mapping[int, Any]) -> None:
+        """Takes up what both gave."""
+        self.forget()
+        device = self._run.device
+        self._momentum = {i: each.to(device) for i, each in shared["momentum"].items()}
+        for fragment, due, means in shared["sent"]:
+            arrived = [each.to(device) for each in means]
+            self._sent[fragment] = _Sent(due, arrived, lambda: None)
+        for replica, state in replicas.items():
+            for versions, values in (
+                (self._weights, state["weights"]),
+                (self._buffers, state["buffers"]),
+            ):
+                for own, value in zip(versions.of(replica), values or (), strict=False):
+                    own.copy_(value)
+
+    def forget(self, *_: Any) -> None:
+        """The model is given other weights: all replicas begin with them."""
+        self._weights.forget()
+        self._buffers.forget()
+        self._marks = []
+        self._momentum, self._sent, self._gradients = {}, {}, {}
+
+    def end(self, failed: bool) -> None:
+        """Waits for what is on its way; warns where the last steps are in no exchange."""
+        sent, self._sent = self._sent, {}
+        done = self._step.number - self._options.start
+        left = done % self._options.every if done > 0 else 0
+        if failed:
+            return
+        for each in sent.values():
+            each.wait()
+        if left:
+            warn(
+                f"DiLoCo(every={self._options.every}) for {done} steps",
+                f"the last {counted(left, 'step')} of the replicas are not in the shared weights, "
+                "which are evaluated and saved",
+                "let every divide the number of steps",
+            )
+
+    def release(self) -> None:
+        """Lets go of the process group."""
+        group = self._run.groups.get(_GROUP)
+        for layer in self._module.modules():
+            if isinstance(layer, SyncBatchNorm) and layer.process_group is group:
+                layer.process_group = None
+        self._group = self._moving = None
+
+    def _present_buffers(self) -> list[Tensor]:
+        return [getattr(owner, leaf) for owner, leaf in self._owners]
+
+
+def _moved(shared: Tensor, own: Tensor) -> Tensor:
+    """How far a replica's buffer is from the shared one; 0 also where both are infinite."""
+    return torch.where(shared == own, torch.zeros_like(shared), shared - own)
+
+
+def _cut(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Cuts tensors of these sizes, in their order, into fragments of nearly equal size.
+
+    Raises:
+        SettingError: there are fewer tensors.
+    """
+    if count > max(1, len(sizes)):
+        raise SettingError(
+            f"DiLoCo(fragments={count})",
+            f"the model has {counted(len(sizes), 'parameter')} to train",
+            "use fewer fragments",
+        )
+    ends = list(itertools.accumulate(sizes))
+    cuts = [0]
+    for fragment in range(1, count):
+        wanted = ends[-1] * fragment / count
+        room = range(cuts[-1] + 1, len(sizes) - (count - fragment) + 1)
+        cuts.append(min(room, key=lambda at: abs(ends[at - 1] - wanted)))
+    return [list(range(a, b)) for a, b in itertools.pairwise([*cuts, len(sizes)])]
