@@ -11,6 +11,7 @@ Equal between them: tensor (float32), processes, result (compared once a size). 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,6 +27,8 @@ HERE = Path(__file__).resolve()
 SIZES = [4 << 2 * n for n in range(14)]
 """Bytes: 4 B, 16 B, ... 256 MiB."""
 WAYS = ["copy", "gloo", "shared memory"]
+SECONDS = 4.0
+"""For a size, about; of the largest there are three rounds, however long they take."""
 
 
 def time_all(largest: int) -> dict[str, dict[str, list[float]]]:
@@ -52,8 +55,13 @@ def time_all(largest: int) -> dict[str, dict[str, list[float]]]:
             calls["gloo"](), calls["shared memory"]()
             torch.testing.assert_close(own, other)
             times: dict[str, list[float]] = {way: [] for way in WAYS}
-            block = max(1, min(20, (1 << 20) // size))
-            for turn in range(max(7, min(100, (64 << 20) // size))):
+            block, turns, begun = max(1, min(20, (1 << 20) // size)), 3, time.perf_counter()
+            for turn in itertools.count():
+                if turn == 3:  # all ranks take as many as the first one has time for
+                    each = (time.perf_counter() - begun) / turn
+                    turns = world.broadcast(max(3, min(100, int(SECONDS / each))))
+                if turn == turns:
+                    break
                 first = turn % len(WAYS)
                 for way in WAYS[first:] + WAYS[:first]:
                     own.fill_(1.0), other.fill_(1.0)

@@ -39,7 +39,7 @@ def time_all(blocks: int, steps: int) -> dict[str, Any]:
     sent = Path("/sys/class/net/lan/statistics/tx_bytes")
     found: dict[str, Any] = {way: {"seconds": [], "bytes": []} for way in WAYS}
     with lockstep.init("ddp", device="cpu") as world:
-        made = {way: contestant(way, "transformer", True, {"lockstep": world}) for way in WAYS}
+        made = {way: contestant(way, "transformer 16", True, {"lockstep": world}) for way in WAYS}
         streams = {way: made[way][2]() for way in WAYS}
         for turn in range(blocks + 1):
             for way in WAYS:

@@ -29,8 +29,15 @@ from psutil import Process
 
 HERE = Path(__file__).resolve()
 CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
-PROBLEMS = {"mlp": (10, 10), "digits": (5, 4), "transformer": (2, 2), "resnet18": (1, 1)}
-"""Steps in a block, and blocks in a round: the shorter a step, the more of them are needed."""
+PROBLEMS = {
+    "mlp": (10, 10),
+    "digits": (5, 4),
+    "transformer 4": (3, 2),
+    "transformer 16": (2, 2),
+    "resnet18": (1, 1),
+}
+"""Steps in a block, and blocks in a round: the shorter a step, the more of them are needed. The
+transformers read so many tokens a sample; both have 6 blocks and width 256."""
 BY_LOCKSTEP_RUN = "started by lockstep run"
 
 
@@ -55,10 +62,12 @@ def problem(name: str) -> tuple[Any, Any, int]:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # so that weights can be compared
-    elif name == "transformer":
+    elif name.startswith("transformer"):
+        tokens = int(name.split()[1])
         layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        model, shape = nn.Sequential(encoder, nn.Flatten(), nn.Linear(16 * 256, 10)), (16, 256)
+        model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(tokens * 256, 10))
+        shape = tokens, 256
     else:
         sys.path.insert(0, str(HERE.parent.parent / "examples" / "fashion_mnist"))
         from resnet import ResNet18
@@ -295,6 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS))
+    parser.add_argument("--only-steps", action="store_true", help="no memory, no imports")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     import torch
@@ -328,15 +338,18 @@ def main() -> None:
                 middle, low, high = ratio(times, found["times"]["ddp"], 25)
                 interval += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
                 print(f"  {name:<11}{milliseconds:9.3f} ms  {interval}{note}")
+        if options.only_steps:
+            continue
         results["memory"][kind] = memory(kind)
         print(f"\n{kind}: peak resident memory of rank 0, its growth while training, and memory of")
         print("  the whole run, launcher and two ranks, with what they share counted once")
         for name, figures in results["memory"][kind].items():
             shown = (figures["peak"], figures["peak"] - figures["before"], figures["run"])
             print(f"  {name:<24}" + "  ".join(f"{value:8.1f} MiB" for value in shown))
-    results["import"] = import_times(max(5, options.rounds // 3))
-    print("\nimport: median seconds, ratio to torch [95 % interval]")
-    for name, times in results["import"].items():
+    if not options.only_steps:
+        results["import"] = import_times(max(5, options.rounds // 3))
+        print("\nimport: median seconds, ratio to torch [95 % interval]")
+    for name, times in results.get("import", {}).items():
         middle, low, high = ratio(times, results["import"]["torch"])
         print(f"  {name:<11}{median(times):9.3f} s   {middle:6.3f} [{low:.3f}, {high:.3f}]")
     if options.out:

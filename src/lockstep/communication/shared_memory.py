@@ -165,7 +165,8 @@ class SharedMemory:
         self._functions = _Semaphores()
         layout = _Layout(self._local_size)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
-        first = everything.data_ptr()
+        self.address = first = everything.data_ptr()
+        """Of the mapping, whose tensors share one storage."""
         ranks, turns = range(self._local_size), (0, 1)
         self._semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
         self._calls_at = [[layout.call(r, t) for r in ranks] for t in turns]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from lockstep.communication import routing
 from lockstep.data.loader import Loader
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import TorchDispatchMode, is_sharded, own_part, pytree
@@ -554,12 +555,15 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     To be entered around a step, in each of its threads. Every operation says what it takes and
     makes; a storage counts from then until it is freed.
-    Memory that a kernel takes for itself and gives back before it returns is not seen.
+    Memory that a kernel takes for itself and gives back before it returns is not seen, and what
+    all ranks reduce through is not counted: it is there once, whatever the model.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
+        shared = routing.shared_memory()
+        self._left_out = None if shared is None else shared.address
         self._lock = threading.RLock()
         self._sizes: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._bound = 0
@@ -574,7 +578,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts storages that exist."""
         with self._lock:
             for storage in held:
-                if storage.device.type == "cpu":
+                if storage.device.type == "cpu" and storage.data_ptr() != self._left_out:
                     self._bound += max(0, storage.nbytes() - self._sizes.get(storage, 0))
                     self._sizes[storage] = storage.nbytes()
             if self._bound > self.peak:

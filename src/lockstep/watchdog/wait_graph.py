@@ -18,8 +18,8 @@ _IDLE = 0.1
 """Share of the time between two snapshots below which a thread counts as not computing. Answering
 a request takes up to 60 ms, of another thread."""
 
-_DEFAULT_TIMEOUT_S = {"nccl": 600.0}
-"""Of a torch group that was given none; with other backends 1800 s."""
+_NCCL_TIMEOUT_S, _TIMEOUT_S = 600.0, 1800.0
+"""Of a torch group that was given none, and with other backends."""
 
 _POINT_TO_POINT = {
     "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
@@ -313,7 +313,7 @@ class CallTable:
 
     def is_limited(self, call: CollectiveCall) -> bool:
         """Whether its group has a shorter timeout than others, and than torch's default."""
-        default = _DEFAULT_TIMEOUT_S.get(call.backend, 1800.0)
+        default = _NCCL_TIMEOUT_S if call.backend == "nccl" else _TIMEOUT_S
         limit = min(default, self._timeouts[call.backend])
         return call.timeout_s is not None and call.timeout_s < limit
 
