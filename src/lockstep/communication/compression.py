@@ -58,8 +58,8 @@ def encode(values: Tensor, method: Method) -> Tensor:
         return values.to(torch.bfloat16).view(torch.uint8)
     rows, length = values.shape
     blocks = values.view(rows, -1, BLOCK)
-    low, high = blocks.aminmax(dim=2)
-    scales = torch.maximum(high, -low).float().div_(_LARGEST[method])
+    # `aminmax` over a short axis takes twenty times as long.
+    scales = blocks.abs().amax(dim=2).float().div_(_LARGEST[method])
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
     codes = (blocks / scales.unsqueeze(2)).round_().to(torch.int8).view(rows, length)
     if method == "int4":
@@ -88,7 +88,7 @@ def encoding_seconds(count: int, parts: int) -> dict[str, float]:
     found: dict[str, float] = {}
     values = torch.ones(1, _TRIED)
     ways: tuple[tuple[Method, int], ...] = ("bf16", 0), ("int8", 1)
-    for method, kept in ways:
+    for method, kept in ways * 2:  # the first time memory is new
         begin = time.perf_counter()
         sent = encode(values, method)
         middle = time.perf_counter()
