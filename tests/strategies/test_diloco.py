@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from problems import difference, mean_loss, mlp, tensors, weights
 from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.data.batch_plan import plan_epoch
@@ -207,7 +209,66 @@ def train_in_two(options: DiLoCo, folder: str, steps: int) -> tuple[dict[str, Te
         return weights(net), checkpoint.last_resume_note
 
 
-@pytest.mark.parametrize("options", [DiLoCo(replicas=4, every=4, fragments=2, delay=1)], ids=str)
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([tensors()[i] for i in range(50)])
+
+
+def train_otherwise(kind: str) -> tuple[dict[str, Tensor], list[float], float]:
+    """Weights, losses and what an evaluation in the middle of training gives."""
+    with lockstep.init(DiLoCo(replicas=4, every=3), device="cpu") as world:
+        net, losses, evaluated = mlp(), [], 0.0
+        first, *others = net.parameters()
+        optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(others, lr=0.1)]
+        net, *optimizers = world.prepare(net, *optimizers)
+        loader = world.loader(
+            Stream() if kind == "stream" else tensors(),
+            BATCH,
+            weight=(lambda batch: float(batch[1].sum() + 1)) if kind == "weight" else None,
+            micro_batch_size=2 if kind == "micro-batches" else None,
+        )
+        for x, y in chain(loader, loader):
+            weight = (y + 1 / len(y)) if kind == "weight" else torch.ones(len(y))
+            each = F.cross_entropy(net(x), y, reduction="none")
+            world.backward((each * weight).sum() / weight.sum())
+            if (mean := world.loss()) is not None:
+                losses.append(mean)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if world.is_last_micro_batch and world.step == 4:
+                with torch.no_grad():
+                    parts = [mean_loss(net, b) * len(b[1]) for b in world.loader(tensors(), 7)]
+                evaluated = float(world.sum(sum(parts)))
+        return weights(net), losses, evaluated
+
+
+@pytest.mark.parametrize("kind", ["weight", "micro-batches", "stream"])
+def test_so_do_two_optimizers_and_every_kind_of_loader(kind: str) -> None:
+    alone, losses, evaluated = train_otherwise(kind)
+    for found, seen, other in run_ranks(train_otherwise, 2, kind):
+        assert difference(alone, found) < 1e-9
+        assert [*seen, other] == pytest.approx([*losses, evaluated], rel=1e-9)
+
+
+@pytest.mark.parametrize(("method", "bound"), [("bf16", 1e-2), ("int8", 1e-2), ("int4", 0.2)])
+def test_compressed_differences_are_those_of_replicas_too(method: Any, bound: float) -> None:
+    options = DiLoCo(replicas=2, every=2, fragments=2, delay=1, compress=method)
+    exact, _ = train(replace(options, compress=None))
+    alone, _ = train(options)
+    exact["mask"] = alone["mask"]
+    assert 1e-6 < difference(exact, alone) < bound
+    for size in (2, 4):
+        for found, _ in run_ranks(train, size, options):
+            found["mask"] = alone["mask"]
+            assert difference(alone, found) < 1e-9
+
+
+RESUMED = DiLoCo(replicas=4, every=4, fragments=2, delay=1)
+
+
+@pytest.mark.parametrize("options", [RESUMED, replace(RESUMED, compress="int4")], ids=str)
 def test_resumes_in_the_middle_of_a_round_on_other_processes(
     options: DiLoCo, tmp_path: Path
 ) -> None:
@@ -334,7 +395,10 @@ def test_what_would_depend_on_the_processes_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"replicas": 0}, {"fragments": 51}, {"delay": 50}, {"outer_lr": 0}, {"outer_momentum": 1}],
+    [
+        *({"replicas": 0}, {"fragments": 51}, {"delay": 50}),
+        *({"outer_lr": 0}, {"outer_momentum": 1}, {"compress": "int16"}),
+    ],
     ids=str,
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:

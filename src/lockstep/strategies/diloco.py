@@ -14,7 +14,9 @@ shared ones (Donchev et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm 2, 
 A process with several replicas computes them in turn: from a replica's first micro-batch to its
 step its weights, buffers and optimizer state are in the place of the shared ones. Where a replica
 is on several ranks they average its gradient. Communication between replicas: one all-reduce of a
-fragment when it is due; nothing else.
+fragment when it is due; nothing else. Where differences are compressed, one all-gather of what each
+replica's is quantized to, so that the numbers still depend on the replicas alone; what that loses
+is added to the replica's next one (error feedback, Karimireddy et al., arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast, get_args
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.process_group import Run
+from lockstep.communication.compression import BLOCK, Method, decode, encode
+from lockstep.communication.link import traffic
+from lockstep.distributed.process_group import Run, carrier_device
 from lockstep.distributed.torch_compat import never_compiled
-from lockstep.errors import SettingError, UsageError, counted, warn
+from lockstep.errors import SettingError, UsageError, counted, not_among, warn
 from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.strategies.base import (
     Replicas,
@@ -50,8 +57,8 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 
 _MIXING = 0.5
 """Of a replica's own weights, where what it has sent is applied later (alpha in the paper)."""
-_GROUP = "replica"
-"""Name of the group of ranks that compute the same replicas."""
+_GROUP, _ACROSS = "replica", "across replicas"
+"""Names of groups: the ranks that compute the same replicas, and one rank of each replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,9 @@ class DiLoCo(Strategy):
     """Of nearly equal size, into which the model is cut; they are exchanged at equal intervals."""
     delay: int = 0
     """Steps after which what was sent is applied; the network has so long."""
+    compress: Method | None = None
+    """How differences are sent: as `bf16`, or `int8` or `int4` with a scale for every 128; None: as
+    they are."""
     start: int = 0
     """Steps at the beginning in which the replicas train as one, and average every gradient."""
 
@@ -96,6 +106,9 @@ class DiLoCo(Strategy):
                     "has come, before it is sent again",
                     "choose a smaller one, or a larger every",
                 )
+        if self.compress not in (None, *get_args(Method)):
+            methods = get_args(Method)
+            raise not_among(f"DiLoCo(compress={self.compress!r})", self.compress, "ways", methods)
         if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
             raise SettingError(
                 f"DiLoCo(outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})",
@@ -127,6 +140,8 @@ class DiLoCo(Strategy):
         if size > 1:
             ranks = torch.arange(size).view(-1, max(1, size // self.replicas))
             open_group(run, _GROUP, ranks)
+            if self.compress:
+                open_group(run, _ACROSS, ranks.T)
         run.step.together = self.start
         return replace(super().plan(run), replicas=self.replicas, statistics_group=_GROUP)
 
@@ -156,7 +171,8 @@ class DiLoCo(Strategy):
         if len(turns.own) == 1:
             where = f"each on {counted(each, 'process')}"
         size = sum(p.numel() * p.element_size() for p in turns.parameters)
-        pieces = f" in {self.fragments} fragments" * (self.fragments > 1)
+        pieces = f" as {self.compress}" * (self.compress is not None)
+        pieces += f" in {self.fragments} fragments" * (self.fragments > 1)
         later = f", applied {counted(self.delay, 'step')} later" * (self.delay > 0)
         rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
         choices += [
@@ -280,6 +296,8 @@ class _Turns:
         self._momentum: dict[int, Tensor] = {}
         self._fragments = _cut([p.numel() for p in self.parameters], options.fragments)
         self._sent: dict[int, _Sent] = {}
+        self._lost: dict[int, dict[int, Tensor]] = {r: {} for r in self.own}
+        """Of each replica and fragment, by quantizing; it is added the next time."""
         self._gradients: dict[int, list[Tensor | None]] = {}
         """Of replicas, but for the last one that has been in place."""
         self._last = self.own[0]
@@ -439,10 +457,13 @@ class _Turns:
                 yield fragment
 
     def _send(self, fragment: int) -> None:
+        due = self._step.number + self._options.delay
+        if self._options.compress is not None:
+            self._sent[fragment] = self._begin_quantized(due, fragment, self._options.compress)
+            return
         tensors = self._fragments[fragment]
         shared, own = self._weights.of(None), [self._weights.of(r) for r in self.own]
         sums = [sum((shared[i] - of[i] for of in own), torch.zeros(())) for i in tensors]
-        due = self._step.number + self._options.delay
         self._sent[fragment] = self._begin_means(due, sums)
 
     def _begin_means(self, due: int, sums: list[Tensor]) -> _Sent:
@@ -454,6 +475,50 @@ class _Turns:
                 each.div_(self._copies)
 
         return _Sent(due, sums, wait)
+
+    def _begin_quantized(self, due: int, fragment: int, method: Method) -> _Sent:
+        """The means of what each replica's differences are quantized to."""
+        shared = [self._weights.of(None)[i] for i in self._fragments[fragment]]
+        sizes = [each.numel() for each in shared]
+        rows = []
+        for replica in self.own:
+            own = self._weights.of(replica)
+            pairs = zip(shared, self._fragments[fragment], strict=True)
+            flat = torch.cat([(each - own[i]).reshape(-1) for each, i in pairs])
+            row = F.pad(flat, (0, -len(flat) % BLOCK))
+            rows.append(row + self._lost[replica].get(fragment, 0.0))
+        values = torch.stack(rows)
+        encoded = encode(values, method)
+        if method != "bf16":
+            lost = values - decode(encoded, method, values.dtype)
+            for replica, row in zip(self.own, lost, strict=True):
+                self._lost[replica][fragment] = row
+        wait, encoded_of_all = self._begin_gather(encoded)
+        means = [torch.empty_like(each) for each in shared]
+
+        def end() -> None:
+            wait()
+            total = torch.zeros_like(values[:1])
+            for each in encoded_of_all:  # in the order of the replicas
+                for row in each.to(total.device).unbind():
+                    total += decode(row.unsqueeze(0), method, total.dtype)
+            mean_of_all = total[0, : sum(sizes)].div_(self._options.replicas)
+            parts = torch.split(mean_of_all, sizes)
+            for mean, part in zip(means, parts, strict=True):
+                mean.copy_(part.view_as(mean))
+
+        return _Sent(due, means, end)
+
+    def _begin_gather(self, own: Tensor) -> tuple[Callable[[], None], list[Tensor]]:
+        """Begins to bring together what the ranks have of all replicas; and where it comes to."""
+        group = self._run.groups.get(_ACROSS)
+        if group is None or dist.get_world_size(group) == 1:
+            return lambda: None, [own]
+        carried = own.to(carrier_device(own.device, group))
+        parts = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]
+        work = cast(dist.Work, dist.all_gather(parts, carried, group, async_op=True))
+        traffic.sent += carried.nbytes * (len(parts) - 1)
+        return partial(traffic.wait, work.wait), parts
 
     def _apply(self, fragment: int) -> None:
         """The outer step, and what the replicas take of it."""
@@ -523,6 +588,7 @@ class _Turns:
         return {
             "weights": self._weights.of(replica) if begun else None,
             "buffers": self._buffers.of(replica),
+            "lost": self._lost[replica],
         }
 
     @torch.no_grad()
@@ -535,6 +601,7 @@ class _Turns:
             arrived = [each.to(device) for each in means]
             self._sent[fragment] = _Sent(due, arrived, lambda: None)
         for replica, state in replicas.items():
+            self._lost[replica] = {f: each.to(device) for f, each in state["lost"].items()}
             for versions, values in (
                 (self._weights, state["weights"]),
                 (self._buffers, state["buffers"]),
@@ -548,6 +615,7 @@ class _Turns:
         self._buffers.forget()
         self._marks = []
         self._momentum, self._sent, self._gradients = {}, {}, {}
+        self._lost = {replica: {} for replica in self.own}
 
     def end(self, failed: bool) -> None:
         """Waits for what is on its way; warns where the last steps are in no exchange."""
