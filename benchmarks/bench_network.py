@@ -11,6 +11,8 @@ its machine has put on the cable for each step. The weights are compared at the 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
@@ -26,6 +28,7 @@ from bench_step import contestant
 HERE = Path(__file__).resolve()
 ADDRESSES = "10.98.0.1", "10.98.0.2"
 WAYS = ["ddp", "lockstep"]
+COMPRESSED = ["bf16", "int8", "powersgd"]
 
 
 def time_all(blocks: int, steps: int) -> dict[str, Any]:
@@ -55,7 +58,40 @@ def time_all(blocks: int, steps: int) -> dict[str, Any]:
         found["largest difference"] = max(float((a - b).abs().max().detach()) for a, b in pairs)
         for stream in streams.values():
             stream.close()
-        del made
+        del made, streams, pairs
+    for way in [None, *COMPRESSED]:
+        found[way or "advice"] = time_alone(way, max(blocks, 5))
+    return found
+
+
+def time_alone(compress: Any, blocks: int) -> dict[str, Any]:
+    """Seconds and bytes of each step with compressed gradients, and what the run says of them.
+
+    A run has one strategy, so that these do not alternate with others.
+    """
+    import torch.distributed as dist
+
+    import lockstep
+
+    sent = Path("/sys/class/net/lan/statistics/tx_bytes")
+    found: dict[str, Any] = {"seconds": [], "bytes": []}
+    said = io.StringIO()
+    options = lockstep.strategies.DDP(compress=compress, powersgd_start=0)
+    with contextlib.redirect_stdout(said), lockstep.init(options, device="cpu") as world:
+        model, step, batches = contestant("lockstep", "transformer 16", True, {"lockstep": world})
+        stream = batches()
+        for turn in range(13 if compress is None else 3 + blocks):
+            dist.barrier()
+            begin, before = time.perf_counter(), int(sent.read_text())
+            step(next(stream))
+            dist.barrier()
+            if turn >= 3:
+                found["seconds"].append(time.perf_counter() - begin)
+                found["bytes"].append(int(sent.read_text()) - before)
+        stream.close()
+        del model, step, batches, stream
+    lines = [line.strip() for line in said.getvalue().splitlines()]
+    found["said"] = [line for line in lines if line.startswith(("link ", "network  ", "sent "))]
     return found
 
 
@@ -129,13 +165,14 @@ def main() -> None:
         results["links"][str(mbits)] = found
         print(f"\n{mbits} Mb/s; largest difference of weights {found['largest difference']:.1e}")
         base = float(np.median(found["ddp"]["seconds"]))
-        for way in WAYS:
+        for way in [*WAYS, *COMPRESSED]:
             seconds = np.median(found[way]["seconds"])
             sent = np.median(found[way]["bytes"]) / 1e6
             print(
                 f"  {way:<9}{1 / seconds:8.2f} steps/s  {base / seconds:5.2f} times DDP"
                 f"{sent:10.1f} MB a step"
             )
+        print("\n".join(f"  {line}" for line in found["advice"]["said"]))
     if options.out:
         options.out.write_text(json.dumps(results) + "\n")
 

@@ -221,7 +221,7 @@ def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str, int]]:
         "plain": {},
         "bf16": {"compress": "bf16"},
         "int8": {"compress": "int8"},
-        "small buckets": {"compress": "int8", "bucket_cap_mb": 0.001},
+        "small buckets": {"compress": "int8", "bucket_cap_mb": 0.001, "static_graph": True},
         "powersgd": {"compress": "powersgd", "powersgd_start": 3},
     }
     return {name: trained(options, sizes) for name, options in cases.items()}

@@ -235,7 +235,8 @@ class LowRankSum:
 
     One step of a power iteration each time, from where the last one came to (algorithms 1 and 2 of
     Vogels et al.). It is linear: the sum depends on the sum of what the ranks give, not on who
-    gives it, up to rounding.
+    gives it, up to rounding. All ranks have the same bits where their processors are of one kind,
+    as each multiplies the narrow matrices itself.
 
     Args:
         shapes: of the tensors; their first axis is that of the matrices' rows.
