@@ -37,6 +37,14 @@ def test_a_link_is_measured_by_messages_that_grow(bandwidth: float) -> None:
     assert sum(took) < 1.0
 
 
+def test_what_disturbs_one_message_does_not_count() -> None:
+    took = iter([*[0.0002] * 18, 0.09, 0.055, 0.08])
+    found = measure(lambda size: next(took), lambda seconds: seconds)
+    assert found == Link(0.0002, pytest.approx(2**16 / 0.0548), 2)
+    assert str(found) == "9.57 Mb/s"
+    assert str(Link(0.0, 1.25e9)) == "10000 Mb/s"
+
+
 def test_the_slowest_of_the_machines_counts() -> None:
     found = measure(lambda size: 0.0, lambda seconds: 0.05)  # this rank takes no part
     assert found.latency_s == 0.05
