@@ -200,6 +200,8 @@ class QuantizedSum:
 
     def load(self, own: State, ranks: Sequence[State]) -> bool:
         """Takes up what this rank's `state` was; False: there were other parts, and it is left."""
+        if not self.state:
+            return True
         if not _alike(own, self.state) or not torch.equal(own["part"], self.state["part"]):
             return False
         self.state["residual"].copy_(own["residual"])

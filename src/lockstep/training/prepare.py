@@ -179,7 +179,7 @@ class Preparer:
             }
             own = states.get(self.run.topology.rank, {})
             lost |= not each.load_state_dict(own, [*states.values()])
-        if lost:
+        if lost and ranks:  # else nothing was left to send
             warn(
                 "resuming with DDP(compress=...)",
                 "the checkpoint is of a run with other ranks or machines, or another compression: "
