@@ -38,10 +38,11 @@ def test_a_link_is_measured_by_messages_that_grow(bandwidth: float) -> None:
 
 
 def test_what_disturbs_one_message_does_not_count() -> None:
-    took = iter([*[0.0002] * 18, 0.09, 0.055, 0.08])
-    found = measure(lambda size: next(took), lambda seconds: seconds)
-    assert found == Link(0.0002, pytest.approx(2**16 / 0.0548), 2)
-    assert str(found) == "9.57 Mb/s"
+    # What each of three messages takes beyond its bytes, of 64 KiB and then of 256 KiB.
+    took = iter([*[0.0002] * 18, 0.09, 0.02, 0.05, 0.08, 0.15, 0.03])
+    found = measure(lambda size: next(took) + (size > 1) * size / 5e6, lambda seconds: seconds)
+    assert found == Link(0.0002, pytest.approx(196_608 / (0.01 + 196_608 / 5e6)), 2)
+    assert str(found) == "31.9 Mb/s"
     assert str(Link(0.0, 1.25e9)) == "10000 Mb/s"
 
 

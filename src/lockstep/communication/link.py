@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 _FIRST_BYTES, _MOST_BYTES = 2**16, 2**24
-_LONG_S, _TOO_LONG_S = 0.03, 0.2
+_LONG_S, _TOO_LONG_S = 0.06, 0.2
 """Messages grow until one takes so long that its time tells the bandwidth."""
 _PINGS = 15
 _DILOCO_EVERY = 50
@@ -74,15 +74,16 @@ def measure(
     for _ in range(3):
         shift(1)  # connects
     latency = agree(statistics.median(shift(1) for _ in range(_PINGS)))
-    size = _FIRST_BYTES
+    smaller, before, size = 0, latency, _FIRST_BYTES
     while True:
         seconds = agree(shift(size))
+        for _ in range(2):  # a busy machine may have disturbed it
+            if seconds < _TOO_LONG_S:
+                seconds = min(seconds, agree(shift(size)))
         if seconds >= _LONG_S or size >= _MOST_BYTES:
-            for _ in range(2):  # a busy machine may have disturbed it
-                if seconds < _TOO_LONG_S:
-                    seconds = min(seconds, agree(shift(size)))
-            return Link(latency, size / max(seconds - latency, 1e-9), machines)
-        size *= 4
+            # By the difference: TCP takes a while to fill a link.
+            return Link(latency, (size - smaller) / max(seconds - before, 1e-9), machines)
+        smaller, before, size = size, seconds, size * 4
 
 
 def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float = 0.0) -> float:
