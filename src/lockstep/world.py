@@ -451,8 +451,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             out, nothing is written. `lockstep ledger` reads it.
         join_timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
-        measure_link: False leaves out to measure the network between machines, half a second here,
-            and what other ways of training would gain on it.
+        measure_link: False leaves out to measure the network between machines, under a second
+            here, and what other ways of training would gain on it.
 
     Raises:
         JoinError: the ranks did not come together; the subclass says why.

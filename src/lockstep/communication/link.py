@@ -12,6 +12,8 @@ _LONG_S, _TOO_LONG_S = 0.06, 0.2
 """Messages grow until one takes so long that its time tells the bandwidth."""
 _PINGS = 15
 _DILOCO_EVERY = 50
+_MUCH = 0.2
+"""Of a step: where waiting takes more, something can be done about it."""
 _OF_INT8 = (1 + 4 / 128) / 4
 """Bytes of a gradient as int8, of those in float32: a scale for every 128 values."""
 
@@ -165,10 +167,10 @@ def other_ways(
 def advice(seen: Network, link: Link, encode_s: Mapping[str, float] | None = None) -> str:
     """The network's part of a step in words, and where it is over a fifth what would help."""
     text = (
-        f"a step computes for {seen.compute_s * 1e3:.3g} ms and waits for other machines for "
-        f"{seen.waiting_s * 1e3:.3g} ms ({seen.part:.0%})"
+        f"a step computes for {_time(seen.compute_s)} and waits for other machines for "
+        f"{_time(seen.waiting_s)} ({seen.part:.0%})"
     )
-    if seen.part <= 0.2:
+    if seen.part <= _MUCH:
         return text
     words = [
         f"{name}: {'same' if same else 'other'} numbers, about {times:.1f} times as fast"
@@ -176,3 +178,9 @@ def advice(seen: Network, link: Link, encode_s: Mapping[str, float] | None = Non
         if times >= 1.05
     ]
     return "; ".join([text, *words])
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
