@@ -30,7 +30,7 @@ CODES = {
     "17_augment": "LS107",
     "19_spike_guard": "LS405",
     "20_tagger": "LS205",
-    "22_gan": "LS308",
+    "22_gan": "LS106",
     "23_vae": "LS211",
     "21_bigram_chunks": "LS210",  # labels are lost where a document is cut: not known
     "24_sharded_adam": "LS312",
@@ -39,7 +39,7 @@ LATER = {
     "10_lstm_lm": "LS404",
     "15_finetune": "LS303",
     "16_unfreeze": "LS303",
-    "18_spot_check": "LS308",  # the line that draws the order, which is another one on each rank
+    "18_spot_check": "LS105",
 }
 """They begin to differ after the first steps: with as many as the command compares."""
 

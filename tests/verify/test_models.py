@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.verify import patches, recorder
-from lockstep.verify.recorder import Models, compares_samples, look_at
+from lockstep.verify.models import Models, compares_samples
+from lockstep.verify.recorder import look_at
 
 
 def test_what_was_recorded_can_be_freed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -38,6 +38,26 @@ ENTRIES = {
     for each in _TEXTS["entries"]
 }
 """All entries, by code and in its order."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What explains a divergence best."""
+
+    code: str
+    seen: tuple[str, ...]
+    """What it was read from, a sentence each."""
+    names: tuple[str, ...] = ()
+    """Of the tensors that it is about, where they are not all that differ."""
+    ratio: float | None = None
+    """How many times as large as on one process, where it is one number for all."""
+
+
+def shown(things: Sequence[object]) -> str:
+    """The first of several things, in words."""
+    words = [str(t[-1]) if isinstance(t, tuple) else str(t) for t in things[:6]]
+    return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
+
 
 _HEAD = """\
 # Findings

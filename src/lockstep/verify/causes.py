@@ -15,39 +15,37 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.errors import name_ranks, some
+from lockstep.verify.catalogue import Cause, shown
 from lockstep.verify.compare import (
     Array,
     Divergence,
-    Sample,
     ScriptCall,
     Update,
     constant_ratio,
-    contents_that_differ,
     flat,
     near,
     norm,
     proportional,
-    same_samples,
+    scale_of,
     weights,
 )
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What explains a divergence best."""
-
-    code: str
-    seen: tuple[str, ...]
-    """What it was read from, a sentence each."""
-    names: tuple[str, ...] = ()
-    """Of the tensors that it is about, where they are not all that differ."""
-    ratio: float | None = None
-    """How many times as large as on one process, where it is one number for all."""
+from lockstep.verify.samples import (
+    draws_of,
+    inputs_of,
+    of_contents,
+    of_draws,
+    of_inputs,
+    of_loss,
+    of_outputs,
+    of_padding,
+    of_samples,
+    what_is_equal,
+)
 
 
 def _of_initial(case: Divergence) -> Cause:
@@ -87,7 +85,7 @@ def _of_gradients(case: Divergence) -> Cause:
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     if case.what == "gradients" and (_clips(case.one) or _clips(case.many)):
         return _of_clipping(case)
-    return _of_inputs(case) or _of_values(case, expected, found)
+    return of_inputs(case) or _of_values(case, expected, found)
 
 
 def _of_modes(case: Divergence) -> Cause | None:
@@ -97,8 +95,9 @@ def _of_modes(case: Divergence) -> Cause | None:
         apart = {
             n: (alone ^ set(getattr(rank, what))) & rank.held.keys()
             for n, rank in enumerate(case.many)
-            # A model and its copy may have come in another order.
+            # A model and its copy that are met later may have come in another order.
             if Counter(_plain(getattr(rank, what))) != Counter(_plain(alone))
+            or case.reference[0][0].initial.keys() >= alone | set(getattr(rank, what))
         }
         if names := tuple(sorted(set().union(*apart.values()))):
             ranks = name_ranks(n for n, of_rank in apart.items() if of_rank)
@@ -131,7 +130,69 @@ def _of_values(
     ]
     if pieces:
         return Cause("LS404", (pieces[0], *_patterns(case)))
-    return _of_weights(case, expected, found) or _of_coupling(case)
+    return (
+        _of_changes(case, found)
+        or _of_missing(case)
+        or _of_weights(case, expected, found)
+        or _of_coupling(case)
+    )
+
+
+def _of_missing(case: Divergence) -> Cause | None:
+    """LS312: what differs are parameters to which a rank's backward passes do not come."""
+    alone = {name for part in case.one[0].local for name in part}
+    missing = {
+        name
+        for rank in case.many
+        if rank.counts and rank.local
+        for name in alone - {name for part in rank.local for name in part}
+    }
+    if not missing or not {*case.names} <= missing:
+        return None
+    ranks = [n for n, r in enumerate(case.many) if missing - {k for p in r.local for k in p}]
+    seen = f"the backward passes of {name_ranks(ranks)} left no gradient of these parameters"
+    return Cause("LS312", (seen, "on one process they do, and all others are right"), case.names)
+
+
+def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
+    """What was made of gradients after backward passes that were right.
+
+    It needs backward passes whose gradients are on average those that one process's left. LS213
+    goes by a communication hook of the script's; LS404 by ranks that each multiplied theirs by one
+    number before the average, and so to one length; LS406 by gradients that were reduced when they
+    were no longer what the backward passes had left.
+    """
+    ranks = [_left(rank.local, found) for rank in case.many if rank.counts]
+    alone = _left(case.one[0].local, found)
+    if case.size == 1 or not alone or not all(ranks):
+        return None
+    mean = {name: np.asarray(sum(own[name] for own in ranks)) / len(ranks) for name in found}
+    right = constant_ratio(alone, mean, case.exact)
+    if right is None or constant_ratio(mean, found, case.exact) is not None:
+        return None
+    seen = "what the backward passes left is, on average over the ranks, that of one process"
+    if not near(right, 1):
+        seen = f"{seen} times {right:.6g}"
+    if hook := case.many.first("comm_hook"):
+        text = "what DDP's communication hook made of it is not its mean"
+        return Cause("LS213", (seen, text, hook, *_patterns(case)))
+    used = weights(found, ranks, case.exact)
+    if used is not None and not _all_equal(used, case.exact):
+        text = f"each rank multiplied its own before they were added: {_ratio_text(used)}"
+        norms = [norm(flat(own)) * abs(w) for own, w in zip(ranks, used, strict=True)]
+        clipped = "to gradients of one length, as clipping does"
+        return Cause("LS404", (seen, text, *([clipped] if _all_equal(norms, 1e-5) else [])))
+    changed = [call.line for call in _calls(case.many) if call.changed][:1]
+    if changed:
+        text = f"each rank changed its own before they were averaged: {changed[0]}"
+        return Cause("LS406", (seen, text, *_patterns(case)))
+    return Cause("LS210", (f"{seen}; what was made of it afterwards is not", *_patterns(case)))
+
+
+def _left(local: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
+    """What all backward passes have left; empty: it is not known of all names."""
+    found = {n: [part[n] for part in local if n in part] for n in names}
+    return {n: np.asarray(sum(each)) for n, each in found.items()} if all(found.values()) else {}
 
 
 def _calls(update: Update) -> list[ScriptCall]:
@@ -175,52 +236,66 @@ def _of_clipping(case: Divergence) -> Cause:
 def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     """Ranks that step with gradients of their own.
 
-    LS303 goes by what DDP knows, LS304 by clipping that some ranks alone did. The others need
-    ranks that used what their own backward passes left: LS302 forward passes around the wrapper and
-    none through it, LS406 an all-reduce of gradients, now or in the next step, LS311 a model that
-    nothing holds. LS301 is what is left where DDP knows all of them: parameters that the loss does
-    not use, or `no_sync` around the last backward pass, which look the same. Where a rank used
-    something else (noise, a weight of its own after the average) nothing is named.
+    LS303 goes by what DDP knows, LS213 by a communication hook of the script's, LS304 by clipping
+    that some ranks alone did, LS308 by random numbers in gradients. The others need ranks that used
+    what their own backward passes left: LS302 forward passes around the wrapper and none through
+    it, LS406 an all-reduce of these gradients, now or in the next step, LS311 a model that nothing
+    holds. LS301 is what is left where DDP knows all of them (parameters that the loss does not use,
+    or `no_sync` around the last backward pass, which look the same), or where the script reduces
+    others. Where a rank used something else (noise, a weight of its own after the average) nothing
+    is named.
     """
     total = len(case.many.merged("gradients"))
     seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
     new = {name for rank in case.many for name in rank.not_averaged}
     if new and set(names) <= new:
         return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
+    if hook := case.many.first("comm_hook"):
+        return Cause("LS213", (seen, f"DDP was given a communication hook: {hook}"), names)
     clipping = [n for n, rank in enumerate(case.many) if _clips(Update([rank]))]
     if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
         only = f"they were the same until {name_ranks(clipping)} clipped them"
         return Cause("LS304", (seen, only, _clips(case.many)[0].line), names)
-    line = case.many.first("past_wrapper")
-    around = [f"around the wrapper: {line}"] if line else []
     # What comes too late is among the calls before the next update.
     soon = case.other[case.update : case.update + 2]
-    reduced = [call.line for update in soon for call in _calls(update) if call.of_gradient][:1]
-    bare = set(names) <= {name for rank in case.many for name in rank.bare}
+    reduced = [call for update in soon for call in _calls(update) if call.gradient_of]
+    line = case.many.first("past_wrapper")
+    around = [f"around the wrapper: {line}"] if line else []
     own, passes = _passes_of_own(case, names), case.many.backward_passes
     if not own:
-        more = ["they are not what each rank's own backward passes left"]
-        first, *others = (rank.gradients for rank in case.many)
-        ratios = [constant_ratio(first, other, case.exact) for other in others]
-        if None not in ratios:
-            words = (f"{ratio:.6g} times on rank {n}" for n, ratio in enumerate(ratios, 1))
-            more.append(f"they are those of rank 0, {', '.join(words)}")
-        more += [f"gradients were reduced: {line}" for line in reduced]
-        return Cause("LS210", (seen, *more, *around, *_draws(case)), names)
+        return _of_other_gradients(case, names, seen, *around)
     alone = "each rank used what its own backward pass left"
     if own < passes:
         alone = f"what the last {own} of {passes} backward passes left is each rank's own"
     if line and not any(rank.wrapped_passes for rank in case.many):
         return Cause("LS302", (seen, *around), names)
-    if reduced:
-        late = f"gradients were averaged too late, or others than these: {reduced[0]}"
+    if reduced and any(call.gradient_of in names for call in reduced):
+        late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
         return Cause("LS406", (seen, alone, late), names)
-    if bare:
+    if reduced:
+        return Cause("LS301", (seen, alone, f"the script reduces others: {reduced[0].line}"), names)
+    if set(names) <= {name for rank in case.many for name in rank.bare}:
         where = case.many.first("bare_line")
         held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
         return Cause("LS311", (seen, alone, held), names)
     every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
     return Cause("LS301", (seen, alone, *around, *every), names)
+
+
+def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) -> Cause:
+    """Gradients that differ between ranks and are not what each one's backward passes left."""
+    if drawn := case.many.first("gradient_draw"):
+        text = f"they are made of random numbers that each rank drew: {drawn}"
+        return Cause("LS308", (*seen, text), names)
+    more = ["they are not what each rank's own backward passes left"]
+    first, *others = (rank.gradients for rank in case.many)
+    ratios = [constant_ratio(first, other, case.exact) for other in others]
+    if None not in ratios:
+        words = (f"{ratio:.6g} times on rank {n}" for n, ratio in enumerate(ratios, 1))
+        more.append(f"they are those of rank 0, {', '.join(words)}")
+    calls = [call for call in _calls(case.many) if call.gradient_of][:1]
+    more += [f"gradients were reduced: {call.line}" for call in calls]
+    return Cause("LS210", (*seen, *more, *draws_of(case)), names)
 
 
 def _passes_of_own(case: Divergence, names: Sequence[str]) -> int:
@@ -312,48 +387,20 @@ def _of_weights(
 
 
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
-    """What each backward pass may weigh, by what was counted in its batch."""
+    """What each backward pass may weigh, by what was counted in its batch and its loss."""
+    found: dict[str, list[float]] = {}
     batches = case.many.batches
-    if len(batches) != parts:
-        return {}
-    # What is plainest first: samples, labels that count, then what is not padding.
-    kinds = ("samples", "labels", "non-zero", "ones", "values")
-    found = dict.fromkeys(key for batch in batches for key in batch.weights)
-    keys = [key for kind in kinds for key in found if key.startswith(kind)]
-    return {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
-
-
-def _of_inputs(case: Divergence) -> Cause | None:
-    """Batches of no DataLoader, by what the models were called with.
-
-    LS101 goes by ranks that all had the same inputs; LS110 by so many times the inputs of one
-    process, of the same shape, as there are processes. A model that rightly gets a constant would
-    look like LS101.
-    """
-    batches = [batch for rank in (*case.one, *case.many) for batch in rank.taken]
-    one, many = _inputs(case.one), _inputs(case.many)
-    if not one or not many or any(batch.ids is None or batch.ids for batch in batches):
-        return None
-    wanted, total = sum(map(Counter.total, one)), sum(map(Counter.total, many))
-    numbers = f"one process computed {wanted} inputs in this step, {case.size} computed {total}"
-    if repeated(many):
-        return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
-    if total == wanted * case.size > wanted and len({batch.shape for batch in batches}) == 1:
-        return Cause("LS110", (numbers, "no DataLoader made them"))
-    return None
-
-
-def _inputs(update: Update) -> list[Counter[str]]:
-    """What the models of each rank were called with; empty: it is not known."""
-    ranks = [rank for rank in update if rank.counts and rank.inputs]
-    if any(not batch.contents for rank in ranks for batch in rank.inputs):
-        return []
-    return [Counter(c for batch in rank.inputs for c in batch.contents) for rank in ranks]
-
-
-def repeated(ranks: Sequence[Counter[str]]) -> bool:
-    """Whether all ranks had the same, and not by chance or as it is constant."""
-    return len(ranks) > 1 and len(ranks[0]) > 1 and all(rank == ranks[0] for rank in ranks)
+    if len(batches) == parts:
+        # What is plainest first: samples, labels that count, then what is not padding.
+        kinds = ("samples", "labels", "non-zero", "ones", "values")
+        known = dict.fromkeys(key for batch in batches for key in batch.weights)
+        keys = [key for kind in kinds for key in known if key.startswith(kind)]
+        found = {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
+    losses = [loss for rank in case.many if rank.counts for loss in rank.weighed]
+    if len(losses) == parts:
+        keys = [*dict.fromkeys(key for loss in losses for key in loss)]
+        found |= {key: [loss.get(key, 0.0) for loss in losses] for key in keys}
+    return found
 
 
 def _of_coupling(case: Divergence) -> Cause:
@@ -374,28 +421,24 @@ def _of_coupling(case: Divergence) -> Cause:
     terms, told = _of_terms(case)
     if told:
         return Cause("LS211", (*terms, *_loss_line(case), *_patterns(case)))
+    if cause := of_outputs(case):
+        return cause
     if compares := _compares(case):
-        return Cause("LS208", (*compares, *_loss_line(case), *_patterns(case), *_draws(case)))
-    if draws := _draws(case):
-        return Cause("LS308", (*draws, *_patterns(case)))
+        return Cause("LS208", (*compares, *_loss_line(case), *_patterns(case), *draws_of(case)))
+    if cause := of_loss(case) or of_draws(case, *_patterns(case)):
+        return replace(cause, seen=(*cause.seen, *_loss_line(case)))
+    if cause := of_padding(case):
+        return cause
     words = []
     if any(rank.local for rank in case.many) and case.size > 1:
         words.append("no weighting of the ranks' own gradients gives that of one process")
     return _unknown(case, *words, *terms)
 
 
-def _draws(case: Divergence) -> list[str]:
-    """Other random numbers than on one process that the loss is made of, in words."""
-    one, many = (Counter(d for rank in each for d in rank.draws) for each in (case.one, case.many))
-    others = [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
-    text = "the loss is made of random numbers, drawn for this step: {}"
-    return [text.format(line) for line, _ in others[:1]]
-
-
 def _unknown(case: Divergence, *seen: str) -> Cause:
     """What is seen of the way from batches to gradients, where nothing names a cause."""
     words = []
-    one, many = _inputs(case.one), _inputs(case.many)
+    one, many = inputs_of(case.one), inputs_of(case.many)
     if one and many:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
         numbers = [str(sum(map(Counter.total, each))) for each in (one, many)]
@@ -405,19 +448,8 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
             numbers = [f"{n} of {sort}" for n, sort in zip(numbers, sorts, strict=True)]
         text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
         words.append(text.format(numbers[0], case.size, numbers[1], same))
-    expected, found = (
-        {n: _returned(u, n) for n in u.merged("outputs")} for u in (case.one, case.many)
-    )
-    if expected and expected.keys() == found.keys() and np.isfinite([*expected.values()]).all():
-        wrong = [n for n in expected if case.tolerance.differ(expected[n], found[n], 0.0)]
-        what = f"something else: {shown(wrong)}" if wrong else "the same; it is the loss, or later"
-        words.append(f"in sum the models returned {what}")
+    words += what_is_equal(case)
     return Cause("LS210", (*seen, *words, *_loss_line(case), *_patterns(case)))
-
-
-def _returned(update: Update, name: str) -> Array:
-    each = [rank.outputs[name] for rank in update if rank.counts and name in rank.outputs]
-    return np.asarray(sum(each))
 
 
 def _of_terms(case: Divergence) -> tuple[list[str], bool]:
@@ -483,6 +515,8 @@ def _of_rates(case: Divergence) -> Cause:
     by hand, a scheduler of another length, and one that follows a metric are all LS402.
     """
     ranks = (*case.one, *case.many)
+    if len({len(rank.rates) for rank in ranks}) > 1:
+        return Cause("LS403", tuple(_of_optimizers(case)) or ("other parameter groups",))
     texts = [", ".join(f"{rate:.6g}" for rate in rank.rates) for rank in ranks]
     runs = [(case.reference, 0), *((case.other, rank) for rank in range(case.size))]
     turns = [
@@ -519,11 +553,48 @@ def _of_rates(case: Divergence) -> Cause:
 
 
 def _of_parameters(case: Divergence) -> Cause:
+    """LS403 goes by the optimizer's options and by what it kept, LS304 by ranks that differ."""
     apart = case.many.ranks_that_differ("parameters", case.tolerance)
     seen = "gradients and learning rates are equal, and the parameters after the step are not"
+    if others := _of_optimizers(case):
+        return Cause("LS403", (seen, *others))
     if apart:
         return Cause("LS304", (seen, f"rank 0 has others than {_ranks(apart)}"), tuple(apart))
     return Cause("LS403", (seen,))
+
+
+def _of_optimizers(case: Divergence) -> list[str]:
+    """Options of parameter groups, and what the optimizer kept, that are not alike, in words."""
+    ranks = (*case.one, *case.many)
+    places = ["on one process", *(f"on rank {number}" for number in range(case.size))]
+    words = []
+    if len({len(rank.options) for rank in ranks}) > 1:
+        counts = (f"{len(r.options)} {place}" for r, place in zip(ranks, places, strict=True))
+        words.append(f"parameter groups of the optimizer: {', '.join(counts)}")
+    for number, groups in enumerate(zip(*(rank.options for rank in ranks), strict=False), 1):
+        for key in dict.fromkeys(key for group in groups for key in group):
+            values = [group.get(key) for group in groups]
+            if any(value != values[0] for value in values):
+                told = (f"{v} {place}" for v, place in zip(values, places, strict=True))
+                what = "number of parameters" if key == "parameters" else key
+                words.append(f"{what} of parameter group {number}: {', '.join(told)}")
+    first, held = case.one.merged("state"), "what the optimizer kept before the step"
+    for number, rank in enumerate(case.many):
+        keys = first.keys() | rank.state.keys()
+        scale = scale_of(first)
+        whole = [n for n in keys if n not in first or n not in rank.state]
+        whole += [
+            n for n in keys - {*whole} if case.tolerance.differ(first[n], rank.state[n], scale)
+        ]
+        if whole and not words:
+            of = f"is not that of one process on rank {number}"
+            words.append(f"{held} {of}: {shown(sorted(_plain(whole)))}")
+    return words
+
+
+def _of_kept(case: Divergence) -> Cause:
+    seen = f"before step {case.many[0].step + 1} parameters that nothing trains are other ones"
+    return Cause("LS309", (seen, "such as those of a teacher, an average or a target network"))
 
 
 def _of_buffers(case: Divergence) -> Cause:
@@ -574,98 +645,12 @@ def _ranks(apart: Mapping[str, Sequence[int]]) -> str:
     return name_ranks({rank for ranks in apart.values() for rank in ranks})
 
 
-Identity = Callable[[Update], list[Sample] | None]
-
-
-def _of_samples(case: Divergence) -> Cause:
-    # Where indices and contents differ, the contents say more: ranks may have other datasets.
-    by_content = same_samples(case.one, case.many)[1] is not None
-    identity: Identity = Update.contents if by_content else Update.indices
-    expected, found = Counter(identity(case.one)), Counter(identity(case.many))
-    total, wanted = found.total(), expected.total()
-    numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
-    before = _all(case.other[: case.update], identity).keys() - expected.keys()
-    again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
-    again = again if {*(found - expected)} <= {*again} else []
-    if again:
-        per_rank = [Counter(identity(Update([rank]))) for rank in case.many if rank.counts]
-        every = all(one == per_rank[0] for one in per_rank)
-        what = "every rank trained the same ones" if every else _which(again, case)
-        text = f"{len(again)} of them were trained before, or by several ranks: {what}"
-        stream = all(batch.iterable for batch in case.many.batches)
-        return Cause("LS108" if stream else "LS101", (numbers, text))
-    if wanted and total > wanted and total % wanted == 0:
-        text = f"the global batch is {total // wanted} times as large, in as few steps"
-        return Cause("LS110", (numbers, text))
-    if total < wanted and not found - expected:
-        return Cause("LS102", (numbers, f"left out: {_which(expected - found, case)}"))
-    text = "over all steps compared they are the same samples"
-    if _all(case.reference, identity) != _all(case.other, identity):
-        other = (found - expected).total()
-        text = f"{other} of them are in another step of one process, or in none"
-    return Cause("LS109", (numbers, text))
-
-
-def _of_contents(case: Divergence) -> Cause:
-    """Other content under the same index.
-
-    LS105 goes by content that one process has under other indices; LS106 and LS107 by draws while
-    it was read, and by workers, whose draws nobody sees; LS104, before workers, by a rank 0 that
-    has all as it is on one process and by the absence of draws. A private generator that is seeded
-    by the rank looks like LS104 where rank 0 reads what one process reads first.
-    """
-    samples = contents_that_differ(case.one, case.many)
-    text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
-    reference = [batch for update in case.reference for rank in update for batch in rank.taken]
-    known = {digest for batch in reference for digest in batch.contents}
-    batches = [batch for rank in case.many for batch in rank.taken]
-    pairs = (pair for b in batches for pair in zip(b.ids or (), b.contents, strict=False))
-    other = [digest for sample, digest in pairs if sample in samples]
-    moved = sum(digest in known for digest in other)
-    if 2 * moved >= len(other):
-        where = f"{moved} of them stand under another index on one process"
-        return Cause("LS105", (text, where))
-    drawn = [rank.taken[0].drawn for rank in case.many if rank.taken]
-    if not any(drawn) and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
-        return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
-    if any(batch.workers for batch in batches):
-        return Cause("LS107", (text, "worker processes read them, whose draws are not seen"))
-    if any(drawn):
-        where = f": {'; '.join(next(filter(None, drawn)))}"
-        if len(drawn) > 1 and all([*each.values()] == [*drawn[0].values()] for each in drawn):
-            same = f"all ranks drew the same random numbers to read theirs{where}"
-            return Cause("LS106", (text, same))
-        return Cause("LS107", (text, f"random numbers were drawn to read them{where}"))
-    left = "a generator of numpy's or Python's that is the dataset's own, the clock, or the rank"
-    seen = f"no draw from torch or a global stream was seen; what is left is {left}"
-    return Cause("LS107", (text, seen))
-
-
-def _which(samples: Iterable[Sample], case: Divergence) -> str:
-    """Samples by their indices on one process, where those are known."""
-    index_of = {
-        content: index
-        for update in case.reference
-        for content, index in zip(update.contents() or (), update.indices() or (), strict=False)
-    }
-    return shown([index_of.get(sample, sample) for sample in samples])
-
-
-def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:
-    return Counter(sample for update in updates for sample in identity(update) or ())
-
-
-def shown(things: Sequence[object]) -> str:
-    """The first of several things, in words."""
-    words = [str(t[-1]) if isinstance(t, tuple) else str(t) for t in things[:6]]
-    return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
-
-
 KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
     "initial": (_of_initial, "the parameters before the first step"),
     "replicas": (_of_replicas, "the parameters of the ranks"),
-    "samples": (_of_samples, "the samples of the global batch"),
-    "contents": (_of_contents, "the content of samples"),
+    "samples": (of_samples, "the samples of the global batch"),
+    "contents": (of_contents, "the content of samples"),
+    "kept": (_of_kept, "parameters that are not trained"),
     "unclipped": (_of_gradients, "gradients before they were clipped"),
     "gradients": (_of_gradients, "gradients"),
     "loss": (_of_loss, "the loss"),

@@ -54,12 +54,38 @@ class ScriptCall:
     line: str
     of_graph: bool = False
     """Its input carries a gradient."""
-    of_gradient: bool = False
-    """Its input is the gradient of a parameter."""
+    gradient_of: str = ""
+    """The parameter whose gradient its input is."""
+    changed: bool = False
+    """That is no longer what the backward passes left."""
     passes: int = 0
     """How many backward passes of the update came before it."""
     acts: bool = False
     """It has clipped something."""
+
+
+@dataclass(kw_only=True)
+class Forward:
+    """A training forward pass, sample by sample: two numbers that change with what each one has.
+
+    Arrays have shape (samples, 2); empty: there is no row for each sample.
+    """
+
+    model: str
+    """Its class, and which pass since the last backward pass it was."""
+    shape: str
+    """Of a sample; those of one shape can be compared."""
+    inputs: Array
+    """Of its first tensor."""
+    beside: Array
+    """Of its others, such as a hidden state."""
+    outputs: Array = field(default_factory=lambda: np.zeros((0, 2)))
+    slopes: Array = field(default_factory=lambda: np.zeros((0, 2)))
+    """The loss by the outputs."""
+    values: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    """The inputs themselves, one row a sample, where they are few."""
+    targets: Array = field(default_factory=lambda: np.zeros((0, 2)))
+    """What torch's loss functions were given for them."""
 
 
 @dataclass(kw_only=True)
@@ -87,8 +113,26 @@ class RankUpdate:
     """Random numbers that the loss is made of, drawn for this step: the line, and a digest."""
     inputs: list[Taken] = field(default_factory=list)
     """What the first model of each backward pass was called with."""
-    outputs: dict[str, Array] = field(default_factory=dict)
-    """By model and place, sums over what it returned; NaN if that has no row for each sample."""
+    forwards: list[Forward] = field(default_factory=list)
+    """Of all models, up to the last backward pass."""
+    weighed: list[dict[str, float]] = field(default_factory=list)
+    """Of each loss what it may have been divided by, in words."""
+    loss_options: dict[str, Array] = field(default_factory=dict)
+    """What torch's loss functions were given besides outputs and targets, with their line."""
+    comm_hook: str = ""
+    """The line of a communication hook that the script gave DDP."""
+    couples: str = ""
+    """A model in which the output of a sample follows from others of its batch."""
+    options: Sequence[Mapping[str, Any]] = ()
+    """The numbers of each parameter group but for its learning rate."""
+    gradient_draw: str = ""
+    """The line of random numbers that gradients are made of."""
+    state: Mapping[str, Array] = field(default_factory=dict)
+    """Sums over what the optimizer kept before the update."""
+    attributes: Mapping[str, Array] = field(default_factory=dict)
+    """Sums over, and sizes of, tensors of modules that are neither parameters nor buffers."""
+    entered: Mapping[str, Array] = field(default_factory=dict)
+    """The same before the first forward pass."""
     terms: list[list[float]] = field(default_factory=list)
     """What each of the losses was added up from, as far as that was seen."""
     loss_line: str = ""
@@ -217,8 +261,9 @@ def scale_of(arrays: Mapping[str, Array]) -> float:
 
 
 def largest(array: Array) -> float:
-    """Its largest absolute value; 0 where it is empty."""
-    return float(np.abs(array).max()) if array.size else 0.0
+    """Its largest finite absolute value; 0 where it has none."""
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +283,21 @@ class Tolerance:
             b: the other.
             scale: the largest absolute value of all tensors of the kind.
         """
-        return not self.used(a, b, scale) <= 1  # NaN differs from everything
+        return self.used(a, b, scale) > 1
 
     def used(self, a: Array, b: Array, scale: float) -> float:
-        """The part of what is allowed that a difference takes up; above 1 it is one."""
+        """The part of what is allowed that a difference takes up; above 1 it is one.
+
+        What is infinite or NaN on both sides is no difference.
+        """
         if a.shape != b.shape:
             return math.inf
+        other = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+        rest = a[other].astype(np.complex128) - b[other]
+        if not np.isfinite(rest).all():
+            return math.inf
         most = self.relative * max(largest(a), largest(b)) + self.absolute * scale
-        apart = largest(a - b)
-        return apart / most if apart else 0.0
+        return largest(rest) / most if rest.size else 0.0
 
 
 FLOAT64 = Tolerance()
@@ -273,8 +324,8 @@ class Divergence:
     update: int
     """Which update, from 0; what is compared before it counts as of update 0."""
     what: str
-    """`initial`, `replicas`, `samples`, `contents`, `unclipped`, `gradients`, `loss`, `rates`,
-    `parameters`, `buffers` or `length`."""
+    """`initial`, `replicas`, `samples`, `contents`, `kept`, `unclipped`, `gradients`, `loss`,
+    `rates`, `parameters`, `buffers` or `length`."""
     names: tuple[str, ...] = ()
     """Of the tensors that differ."""
     of: int = 0
@@ -301,7 +352,10 @@ class Divergence:
         return max(1e-7, 10 * self.tolerance.relative)
 
 
-_BY_NAME = ("initial", "held", "gradients", "unclipped", "parameters", "buffers")
+_BY_NAME = (
+    *("initial", "held", "gradients", "unclipped", "parameters", "buffers"),
+    *("attributes", "entered", "state"),
+)
 _FIRST = ("buffers", "parameters", "initial")
 _NAMES = ("bare", "not_averaged", "frozen", "evaluating")
 
@@ -310,8 +364,12 @@ def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update
     """`other` with the reference's names for the same tensors.
 
     A wrapper, as a library's, may put something before them, or be met before what is inside. The
-    end of the name and the shape tell, and where several fit, the values and the order.
+    end of the name and the shape tell, and where several fit, the values and the order. Models of
+    one class, as a model and its copy, may have been met in another order; their first values and
+    what of them is frozen tell.
     """
+    if roots := _other_order(reference, other):
+        other = [Update(renamed(r, lambda n: _in_root(n, roots)) for r in u) for u in other]
     expected, found = (
         {n: a for u in run[::-1] for what in _FIRST for n, a in u.merged(what).items()}
         for run in (reference, other)
@@ -341,6 +399,46 @@ def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
     return replace(rank, **values, local=list(map(of, rank.local)))
 
 
+def _in_root(name: str, roots: Mapping[str, str]) -> str:
+    root, _, rest = name.partition("/")
+    return f"{roots.get(root, root)}/{rest}"
+
+
+def _other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
+    """Models whose names several of one class have the other way round; empty: there are none."""
+    runs = [_models(run[0]) if run else {} for run in (reference, other)]
+    if runs[0].keys() != runs[1].keys():
+        return {}
+    free, names = dict(runs[0]), dict[str, str]()
+    for name, (values, frozen) in runs[1].items():
+        kind = name.split("#")[0]
+        fits = [n for n, (own, _) in free.items() if n.split("#")[0] == kind and _same(own, values)]
+        alike = [n for n in fits if free[n][1] == frozen]
+        # The very name goes first, where all else is the same.
+        best = sorted(alike or fits, key=lambda n: n != name)[:1]
+        if not best:
+            return {}
+        names[name] = best[0]
+        del free[best[0]]
+    return names if any(a != b for a, b in names.items()) else {}
+
+
+def _models(update: Update) -> dict[str, tuple[dict[str, Array], set[str]]]:
+    """By model, its parameters before the first update, and which of them are frozen."""
+    found: dict[str, tuple[dict[str, Array], set[str]]] = {}
+    for name, array in update.merged("initial").items():
+        model, _, own = name.partition("/")
+        values, frozen = found.setdefault(model, ({}, set()))
+        values[own] = array
+        frozen |= {own} if name in update[0].frozen else set()
+    return found
+
+
+def _same(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """Whether they have the same names and values."""
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
 def _same_end(one: str, other: str) -> bool:
     ends = [f".{name.partition('/')[2]}" for name in (one, other)]
     return ends[0].endswith(ends[1]) or ends[1].endswith(ends[0])
@@ -367,13 +465,14 @@ def comparable(reference: Sequence[Update], other: Sequence[Update], tolerance: 
 
 _GROWING = 1e-2
 """Of what is allowed: so large a difference comes from rounding that grows from step to step."""
-_VALUES = {"replicas", "unclipped", "gradients", "loss", "parameters", "buffers"}
+_VALUES = {"replicas", "kept", "unclipped", "gradients", "loss", "parameters", "buffers"}
 """What follows from what was trained before."""
 _FOLLOWS = {
     "initial": _VALUES,
     "replicas": _VALUES,
     "samples": _VALUES | {"contents", "length"},
     "contents": _VALUES,
+    "kept": _VALUES,
     "unclipped": {"gradients", "loss", "parameters", "buffers"},
     "gradients": {"loss", "parameters", "buffers"},
     "loss": {"loss"},
@@ -420,6 +519,8 @@ def _differences(
         yield "samples", (), one.samples
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
+    if kept := _kept_that_differ(one, many, tolerance):
+        yield "kept", kept, len(one[0].frozen)
     # What each rank clips alone is judged by what is made of it.
     clips = any(call.name == "clip" for rank in (*one, *many) for call in rank.calls)
     if clips and not many.ranks_that_differ("unclipped", tolerance):
@@ -431,6 +532,14 @@ def _differences(
         yield "rates", (), 0
     yield from _of_tensors("parameters", one, many, tolerance)
     yield from _of_tensors("buffers", one, many, tolerance)
+
+
+def _kept_that_differ(one: Update, many: Update, tolerance: Tolerance) -> list[str]:
+    """Parameters that nothing trains, as of a teacher, which are not the reference's."""
+    expected, found = one.merged("held"), many.merged("held")
+    frozen = set(one[0].frozen).intersection(*(rank.frozen for rank in many))
+    both = (n for n in expected if n in frozen and n in found)
+    return [n for n in both if tolerance.differ(expected[n], found[n], scale_of(expected))]
 
 
 def _of_tensors(
@@ -473,11 +582,11 @@ def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:
     the contents are known.
     """
     shapes = {batch.shape for batch in Update((*one, *many)).batches if batch.contents}
-    by_content = _same(one.contents(), many.contents()) if len(shapes) == 1 else None
-    return _same(one.indices(), many.indices()), by_content
+    by_content = _same_counts(one.contents(), many.contents()) if len(shapes) == 1 else None
+    return _same_counts(one.indices(), many.indices()), by_content
 
 
-def _same(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
+def _same_counts(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
     if one is None or many is None:
         return None
     return Counter(one) == Counter(many)

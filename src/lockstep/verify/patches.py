@@ -13,8 +13,9 @@ import io
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from pathlib import Path
@@ -46,6 +47,8 @@ _DRAWS = {
     *("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_"),
     *("log_normal_", "kaiming_uniform_", "dropout_", "native_dropout"),
 }
+IGNORED = -100
+"""torch's `ignore_index`: labels that count for nothing."""
 _OF_INPUTS = {"dropout", "dropout_", "native_dropout", "rrelu", "gumbel_softmax"}
 """Draws through which gradients flow."""
 _WIDE = {
@@ -56,6 +59,34 @@ _WIDE = {
 }
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _CONVERSIONS = "conversions to a lower precision"
+
+
+_LOSSES = {
+    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss),
+    *(F.gaussian_nll_loss, F.poisson_nll_loss, F.multi_margin_loss, F.hinge_embedding_loss),
+}
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A call of one of torch's loss functions with what it is to train."""
+
+    line: str
+    targets: Tensor
+    options: Mapping[str, Any]
+    """By name or place, what it was given besides."""
+
+    @property
+    def count(self) -> float:
+        """How much counts in it: targets that are not ignored, by the weights of their classes."""
+        given, targets = self.options, self.targets
+        if targets.is_floating_point():
+            return float(targets.numel())
+        kept = targets[targets != given.get("ignore_index", IGNORED)]
+        weight = given.get("weight", given.get("argument 3"))
+        classes = isinstance(weight, Tensor) and weight.dim() == 1
+        return float(weight[kept].sum()) if classes else float(kept.numel())
 
 
 class DeterminismPatches(TorchFunctionMode):
@@ -72,6 +103,8 @@ class DeterminismPatches(TorchFunctionMode):
         """What was switched off, in words, and how often it was met."""
         self.lowest = torch.float64 if double else torch.float32
         """Of the dtypes that anything with a gradient has had."""
+        self.loss_calls: list[LossCall] = []
+        """Since the last backward pass; whoever reads them takes them away."""
         self.draw_line = ""
         """The user's line of the first draw of a random number; empty: there was none."""
         self.count = 0
@@ -106,6 +139,8 @@ class DeterminismPatches(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
         terms = _terms_made(name, *args) if len(args) == 2 else []
         marks = marks_of((args, kwargs))
+        if func in _LOSSES:
+            self._see_loss(name, *args, **kwargs)
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
         if name in {"backward", "grad"}:
@@ -113,11 +148,20 @@ class DeterminismPatches(TorchFunctionMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
+            marks |= _divided(name, *args)
             result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
         mark(result, **marks)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
+
+    def _see_loss(self, name: str, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+        outputs, targets = given.pop("input", None), given.pop("target", None)
+        if _needs_gradient(outputs) and isinstance(targets, Tensor) and len(self.loss_calls) < 64:
+            rest = {f"argument {n}": value for n, value in enumerate(args[2:], 3)}
+            line = f"{name}: {user_line() or ''}"
+            self.loss_calls.append(LossCall(line, targets.detach().clone(), given | rest))
 
     def went_through(self, tensor: Tensor) -> None:
         """The loss or gradients have been in the dtype of a tensor."""
@@ -334,6 +378,18 @@ def _terms_made(name: str, one: Any, other: Any) -> list[float]:
     return parts[0] + [-term if name == "sub" else term for term in parts[1]]
 
 
+def _divided(name: str, *args: Any) -> dict[str, Any]:
+    """The mark of a loss that is divided by a number."""
+    single = len(args) == 2 and (not isinstance(args[1], Tensor) or args[1].numel() == 1)
+    if name != "div" or not single or _needs_gradient(args[1]):
+        return {}
+    return {"divisor": (float(args[1]), user_line() or "")}
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 class ParameterGroup(dict[str, Any]):
     """One of an optimizer's, which knows the script's line that has set its learning rate."""
 
@@ -352,10 +408,12 @@ def mark(values: Any, **marks: Any) -> None:
     """Tensors, and all that is made of them, have a mark of a kind.
 
     `gather`: the line of an all-gather that carries no gradient; `batch`: the number of a batch;
-    `draw`: the number and line of a draw. Of several of a kind the last counts.
+    `draw`: the number and line of a draw; `divisor`: by what a loss was divided, and the line. Of
+    several of a kind the last counts, which of divisors is the largest.
     """
     for tensor in tensors(values) if marks else ():
-        tensor.__dict__["_marks"] = {**tensor.__dict__.get("_marks", {}), **marks}
+        known = tensor.__dict__.setdefault("_marks", {})
+        known |= {kind: max(known.get(kind, value), value) for kind, value in marks.items()}
 
 
 def marks_of(values: Any) -> dict[str, Any]:

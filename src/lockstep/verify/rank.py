@@ -118,13 +118,29 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
     def added(optimizer: Optimizer, *_: Any, **__: Any) -> None:
         recorder.begins_anew()
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
+        if optimizer not in recorder.models.built:
+            recorder.models.built.append(optimizer)
 
     _tell(Optimizer, "add_param_group", after=added)
     _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
     _tell(PreparedOptimizer, "__init__", lambda _, inner, *__, **___: recorder.known.add(inner))
+    _watch_ddp(recorder, patches)
+    _watch_hooks(recorder)
+
+
+def _watch_ddp(recorder: Recorder, patches: DeterminismPatches) -> None:
     ddp = DistributedDataParallel
     _tell(ddp, "__init__", lambda _, module, *__, **___: patches.quiet(module))
     _tell(ddp, "__init__", after=lambda wrapper, *_, **__: recorder.wrapped(wrapper))
+
+    def communicates(*_: Any, **__: Any) -> None:
+        if not sys._getframe(2).f_globals["__name__"].startswith("lockstep."):
+            recorder.models.comm_hook = user_line() or "somewhere"
+
+    _tell(ddp, "register_comm_hook", communicates)
+
+
+def _watch_hooks(recorder: Recorder) -> None:
     hook_of: Any = Tensor.register_hook
 
     def hooked(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:

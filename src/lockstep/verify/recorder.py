@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,18 +27,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lockstep.checkpoint.modules import plain_names, unwrap
+from lockstep.checkpoint.modules import unwrap
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.compare import Array, RankUpdate, ScriptCall, Taken, scale_of
-from lockstep.verify.patches import DeterminismPatches, mark, marks_of, terms_of
+from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
+from lockstep.verify.models import (
+    Models,
+    compares_samples,
+    couples_samples,
+    holds_tensors,
+    parts_of_samples,
+    rows_of_tensors,
+    sums_of,
+    with_rows,
+)
+from lockstep.verify.patches import IGNORED, DeterminismPatches, mark, marks_of, terms_of
 from lockstep.verify.record import LEAST_STEPS, UpdateWriter, Way
-
-_IGNORED = -100
-"""torch's `ignore_index`: labels that count for nothing."""
 
 
 def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
@@ -109,7 +116,7 @@ def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
             if is_mask and tensor.dim() > 1:
                 found[f"ones in {name}"] = float(tensor.sum())
             continue
-        kept = tensor[tensor != _IGNORED] if tensor.dtype != torch.bool else tensor
+        kept = tensor[tensor != IGNORED] if tensor.dtype != torch.bool else tensor
         found[f"labels in {name}"] = float(kept.numel())
         found[f"non-zero values in {name}"] = float(kept.count_nonzero())
         if tensor.dim() == 2 and tensor.numel():
@@ -119,14 +126,17 @@ def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
 
 
 _OF_BACKWARD = (
-    "taken", "losses", "local", "terms", "loss_line", "inputs", "outputs", "compares",
+    "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
+    "weighed", "loss_options", "couples", "entered",
     "draws", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
 )  # fmt: skip
 """What belongs to backward passes, after which several optimizers may step."""
+_MOST_FORWARDS = 256
+"""Of an update, whose samples are kept apart."""
+_FEW_VALUES = 65_536
+"""Of inputs that are recorded as they are."""
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
-_MOST_VALUES = 10_000_000
-"""Of the outputs of a loss whose second derivative is taken."""
 _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
 
@@ -173,13 +183,35 @@ class Finished(SystemExit):
 
 
 @dataclass
+class _Pass:
+    """A training forward pass of a model, until the next backward pass begins."""
+
+    seen: Forward
+    outputs: list[Tensor] = field(default_factory=list)
+    inside: Tensor | None = None
+    """What the first of the model's parts returned that has a row for each sample."""
+
+    def slope(self, place: int, gradient: Tensor) -> None:
+        """The loss by one of its outputs."""
+        count = len(self.seen.inputs)
+        rows = rows_of_tensors(with_rows([gradient], count), count) * (1 + place)
+        self.seen.slopes = self.seen.slopes + rows if len(self.seen.slopes) else rows
+
+
+@dataclass
 class _Beside:
     """What is known of the present update besides what is recorded."""
 
     drawn: int = 0
     """Draws before its first forward pass."""
-    outputs: list[Tensor] = field(default_factory=list)
-    """Of models, since the last backward pass."""
+    forwards: list[_Pass] = field(default_factory=list)
+    """The last ones since the last backward pass."""
+    calls: int = 0
+    """Of models, since then."""
+    present: _Pass | None = None
+    """Of the outermost model that is being called."""
+    left: list[dict[int, Tensor]] = field(default_factory=list)
+    """What each backward pass has left, by the ids of parameters."""
     unclipped: dict[str, Array] = field(default_factory=dict)
     evaluating: set[int] = field(default_factory=set)
     """Ids of parameters of modules that were called in evaluation mode."""
@@ -298,22 +330,54 @@ class Recorder(Callback):
         if self._weighted:
             return
         self._patches.went_through(loss)
-        update, outputs = self._update, self._beside.outputs
+        self._hook_parameters(*chain(*map(parameters_of, self.models.built)))
+        update, passes = self._update, self._beside.forwards
         update.loss_line = loss.__dict__.get("_line") or user_line() or ""
         marks = marks_of(loss)
         update.gathered = update.gathered or marks.get("gather", "")
         self._made_of(marks, self._beside.drawn)
         samples = sum(taken.weights["samples"] for taken in (update.taken or update.inputs)[-1:])
         if not dist.is_initialized() or dist.get_world_size() == 1:
+            outputs = [output for each in passes for output in each.outputs]
             update.compares = update.compares or compares_samples(loss, outputs, int(samples))
+            coupled = (
+                each.seen.model
+                for each in passes
+                if each.inside is not None and couples_samples(each.outputs, each.inside)
+            )
+            update.couples = update.couples or next(coupled, "")
         value = float(loss.detach())
         seen = (*update.taken[-1:], *update.inputs[-1:])
         empty = any(not taken.weights["samples"] for taken in seen)
         # The mean over no samples is NaN; there is nothing that it could be the loss of.
         update.losses.append(0.0 if empty and math.isnan(value) else value)
         update.terms.append(terms_of(loss))
-        update.local.append({})
-        self._beside.outputs, self._beside.unclipped = [], {}
+        self._beside.left.append({})
+        self._weigh(marks.get("divisor", (0.0, ""))[0], passes)
+        for each in passes:
+            each.seen.slopes = each.seen.slopes[:0]  # what was derived until here is not the loss
+        update.forwards = [*update.forwards, *(each.seen for each in passes)][-_MOST_FORWARDS:]
+        self._beside.forwards, self._beside.calls, self._beside.unclipped = [], 0, {}
+
+    def _weigh(self, divisor: float, passes: Sequence[_Pass]) -> None:
+        """What a loss may have been divided by, and what samples were to become in it."""
+        calls, self._patches.loss_calls = self._patches.loss_calls, []
+        counted = {"divisor of the loss": divisor} if divisor else {}
+        if calls:
+            counted["labels in the loss"] = sum(call.count for call in calls)
+        self._update.weighed.append(counted)
+        for call in calls:
+            for key, value in call.options.items():
+                if isinstance(value, Tensor):
+                    self._update.loss_options[f"{key} of {call.line}"] = sums_of(value)
+        count = len(passes[0].seen.inputs) if passes else 0
+        whole = [call.targets for call in calls if count and call.targets.numel()]
+        if (
+            whole
+            and all(not len(t) % count for t in whole if t.dim())
+            and all(map(Tensor.dim, whole))
+        ):
+            passes[0].seen.targets = rows_of_tensors(whole, count)
 
     def _made_of(self, marks: Mapping[str, Any], before: int) -> None:
         """What has these marks is part of the loss; draws up to a number do not count."""
@@ -344,17 +408,27 @@ class Recorder(Callback):
         """
         known = isinstance(tensor, Tensor)
         storage = _storage(tensor) if known else 0
-        own = (_storage(p.grad) for _, p in self.models.parameters() if p.grad is not None)
+        named = ((n, p) for n, p in self.models.parameters() if storage and p.grad is not None)
+        own = ((n, id(p)) for n, p in named if p.grad is not None and _storage(p.grad) == storage)
+        owner = next(own, ("", 0))
         call = ScriptCall(
             name=name,
             line=user_line() or "",
             of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
-            of_gradient=storage != 0 and storage in own,
+            gradient_of=owner[0],
+            changed=bool(owner[0]) and self._changed(owner[1], tensor),
             passes=len(self._update.losses),
         )
         self._update.calls.append(call)
         if call.of_graph and into is not None:
             mark(into, gather=call.line)
+
+    def _changed(self, parameter: int, gradient: Tensor) -> bool:
+        """Whether a gradient is no longer what the backward passes of this update left."""
+        left = [part[parameter] for part in self._beside.left if parameter in part]
+        if not left or self._patches.lowest != torch.float64:
+            return False
+        return not torch.allclose(gradient, torch.stack(left).sum(0), rtol=1e-6, atol=0.0)
 
     def changed_by_hook(self, line: str) -> None:
         """A hook of the script's has changed the gradient of a parameter."""
@@ -378,6 +452,7 @@ class Recorder(Callback):
             )
         if self._depth > 1:
             return None
+        self._beside.present = None
         if id(module) in self.models.averaged and training:
             update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
         update.wrapped_passes += training and isinstance(module, DistributedDataParallel)
@@ -385,6 +460,7 @@ class Recorder(Callback):
         if grad and next(module.parameters(), None) is not None:
             if not self.models.is_wrapped(module):
                 update.bare_line = update.bare_line or user_line() or ""
+            update.entered = update.entered or self.models.attributes()
             if len(update.inputs) == len(update.losses):
                 seen = look_at(inputs, ids=())
                 self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
@@ -394,22 +470,44 @@ class Recorder(Callback):
             self._beside.evaluating |= {
                 id(p) for part in parts for p in part.parameters(recurse=False)
             }
-        return self._patches.converted(inputs) if _holds_tensors(module) else None
+            self._beside.present = self._begins(module, inputs)
+        return self._patches.converted(inputs) if holds_tensors(module) else None
+
+    def _begins(self, module: nn.Module, inputs: Any) -> _Pass | None:
+        count, parts = parts_of_samples(inputs)
+        self._beside.calls += 1
+        if not parts:
+            return None
+        name = f"{type(unwrap(module)).__name__}, forward pass {self._beside.calls}"
+        shape = f"{parts[0].dtype} {list(parts[0].shape[1:])}"
+        rows = rows_of_tensors(parts[:1], count), rows_of_tensors(parts[1:], count)
+        seen = Forward(model=name, shape=shape, inputs=rows[0], beside=rows[1])
+        if 0 < parts[0].numel() <= _FEW_VALUES:
+            seen.values = parts[0].detach().double().reshape(count, -1).cpu().clone().numpy()
+        return _Pass(seen)
 
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
         self._depth -= 1
-        if self._depth == 0 and torch.is_grad_enabled():
-            leaves = pytree.tree_leaves(output)
-            found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            self._beside.outputs = [*self._beside.outputs, *found][-_MOST_PIECES:]
-            rows = next((len(t) for t in tensors(inputs) if t.dim()), 0)
+        present = self._beside.present
+        if present is None or not torch.is_grad_enabled():
+            return
+        count = len(present.seen.inputs)
+        leaves = pytree.tree_leaves(output)
+        found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad and t.dim()]
+        whole = with_rows(found, count)
+        if self._depth:
+            present.inside = whole[0] if present.inside is None and whole else present.inside
+            return
+        self._beside.present = None
+        if not found:
+            return
+        present.outputs = found
+        self._beside.forwards = [*self._beside.forwards, present][-_MOST_PIECES:]
+        if len(whole) == len(found):
+            present.seen.outputs = rows_of_tensors(whole, count)
             for place, tensor in enumerate(found):
-                key, own = f"{type(unwrap(module)).__name__} {place}", tensor.detach().double()
-                whole = bool(tensor.dim()) and len(tensor) == rows
-                sums = [float(v.sum()) if whole else math.nan for v in (own, own.square())]
-                old = self._update.outputs.get(key, np.zeros(2))
-                self._update.outputs[key] = old + np.array(sums)
+                tensor.register_hook(partial(present.slope, place))  # type: ignore[no-untyped-call]
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step, perhaps by another one, as that of ZeRO.
@@ -421,7 +519,9 @@ class Recorder(Callback):
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return None
-        self._taken.setdefault(optimizer, 0)
+        if optimizer not in self._taken:
+            self._taken[optimizer] = 0
+            self.models.stepped.append(optimizer)
         if next(iter(self._taken)) is optimizer:
             self.end_if_enough()
 
@@ -463,7 +563,17 @@ class Recorder(Callback):
             n: self._beside.unclipped.get(n, array) for n, array in gradients.items()
         }
         update.frozen = [name for name, parameter in named if not parameter.requires_grad]
-        update.held = {name: _sums(p) for name, p in named if not is_sharded(p)}
+        update.held = {name: sums_of(p) for name, p in named if not is_sharded(p)}
+        update.attributes, update.comm_hook = self.models.attributes(), self.models.comm_hook
+        update.state = {
+            f"{name}/{key}": sums_of(value)
+            for name, p in named
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and not is_sharded(value)
+        }
+        drawn = marks_of([p.grad for _, p in named if p.grad is not None]).get("draw", (0, ""))
+        update.gradient_draw = drawn[1] if drawn[0] > self._drawn_before else ""
+        update.options = [_options(group) for group in optimizer.param_groups]
         groups = [group for group in optimizer.param_groups if "lr" in group]
         update.rates = [float(group["lr"]) for group in groups]
         update.rate_lines = [getattr(group, "line", "") for group in groups]
@@ -481,10 +591,12 @@ class Recorder(Callback):
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
+        named, pieces = list(self.models.parameters()), self._beside.left
+        if pieces:
+            kept = pieces if len(pieces) <= _MOST_PIECES else []
+            left = ([(n, part[id(p)]) for n, p in named if id(p) in part] for part in kept)
+            update.local = [_arrays(part) for part in left]
         self._last = replace(update)
-        local = update.local if len(update.local) <= _MOST_PIECES else []
-        update.local = [_arrays(part.items()) for part in local]
-        named = self.models.parameters()
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
         self._writer.write(update, self._micro_batch.replica)
@@ -521,62 +633,30 @@ class Recorder(Callback):
         self._patches.watch_draws()
         self.begins_anew()
 
-    def _hook_parameters(self) -> None:
-        """Sees every gradient before anything else does with it what it does."""
-        for name, parameter in self.models.parameters():
+    def _hook_parameters(self, *loose: nn.Parameter) -> None:
+        """Sees every gradient before anything else does with it what it does.
+
+        Args:
+            loose: parameters that no module may have; only when all is wrapped.
+        """
+        for parameter in (*(p for _, p in self.models.parameters()), *loose):
             # Of a shard what this rank left is not its own alone.
             own = parameter.is_leaf and not is_sharded(parameter)
             if own and parameter.requires_grad and id(parameter) not in self._hooked:
-                parameter.register_hook(partial(self._left, name))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._left, id(parameter)))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter)] = parameter
 
-    def _left(self, name: str, gradient: Tensor) -> None:
-        local = self._update.local
-        if 0 < len(local) <= _MOST_PIECES:
-            mine = gradient.detach()
-            local[-1][name] = local[-1][name] + mine if name in local[-1] else mine.clone()
+    def _left(self, parameter: int, gradient: Tensor) -> None:
+        if 0 < len(self._beside.left) <= _MOST_PIECES:
+            mine, last = gradient.detach(), self._beside.left[-1]
+            last[parameter] = last[parameter] + mine if parameter in last else mine.clone()
 
 
-def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
-    """Whether the gradient of one sample's output changes with another sample's output.
-
-    By second derivatives, between two halves of the samples, which are parted by each bit of their
-    number in turn. What is constant between jumps (a choice by rank, a detached weight) is not
-    seen, nor is what torch cannot derive twice.
-    """
-    # Two views of each sample may be computed in one go; longer rows may be parts of a sample.
-    rows = samples, 2 * samples
-    outputs = [t for t in _last(outputs) if samples > 1 and t.dim() and len(t) in rows]
-    small = sum(t.numel() for t in outputs) <= _MOST_VALUES
-    if not outputs or not small or not loss.requires_grad:
-        return False
-    with suppress(RuntimeError):  # as torch says of a function without a second derivative
-        firsts = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
-        waves = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in firsts]
-        for bit in range((samples - 1).bit_length()):
-            place = [torch.arange(len(t), device=t.device) % samples >> bit & 1 for t in firsts]
-            probe = [(t * w)[n == 1].sum() for t, w, n in zip(firsts, waves, place, strict=True)]
-            seconds = torch.autograd.grad(
-                sum(probe, torch.zeros(())), outputs, retain_graph=True, materialize_grads=True
-            )
-            most = max(float(second.abs().max()) for second in seconds)
-            others = (s[n == 0].abs() for s, n in zip(seconds, place, strict=True))
-            if most and any(bool((other > 1e-9 * most).any()) for other in others):
-                return True
-    return False
-
-
-def _last(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs of which none of the others is made: between those models may compare samples."""
-    known = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
-    behind: set[Any] = set()
-    nodes = [node for _, made in known for node, _ in made.next_functions]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in behind:
-            behind.add(node)
-            nodes += [earlier for earlier, _ in node.next_functions]
-    return [output for output, made in known if made not in behind]
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group, but for its learning rate."""
+    plain = {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple)}
+    found = {k: v for k, v in plain.items() if k not in {"lr", "initial_lr"}}
+    return {**found, "parameters": len(group["params"])}
 
 
 def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> None:
@@ -592,21 +672,10 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
             own.masked_fill_(own.abs() < limit, 0.0)
 
 
-def _sums(tensor: Tensor) -> Array:
-    """Numbers that change with any of a tensor's."""
-    values = tensor.detach().flatten().double().nan_to_num()
-    wave = torch.arange(len(values), device=values.device, dtype=torch.float64).cos()
-    return np.array([float(values @ wave), float(values.abs().max()) if len(values) else 0.0])
-
-
 def _storage(tensor: Tensor) -> int:
     with suppress(RuntimeError):  # what stands for other tensors has none
         return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
     return 0
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _arrays(named: Any) -> dict[str, Array]:
@@ -620,81 +689,3 @@ def _arrays(named: Any) -> dict[str, Array]:
         # A copy: storage that numpy looks at cannot be freed, see `digest`.
         found[name] = whole.clone(memory_format=torch.contiguous_format).numpy()
     return found
-
-
-class Models:
-    """Modules that are no part of another, in the order in which they were met."""
-
-    def __init__(self) -> None:
-        self._roots: list[tuple[str, nn.Module]] = []
-        self._known: set[int] = set()
-        """Ids of all modules inside of the roots."""
-        self.averaged: dict[int, set[int]] = {}
-        """The parameters that DDP averages, by the id of the module that it wraps."""
-        self.prepared: set[int] = set()
-        """Ids of modules that Lockstep has wrapped."""
-
-    def add(self, module: nn.Module) -> None:
-        """A module that was wrapped or called; what is inside of a known one is known."""
-        inner = unwrap(module)
-        if id(inner) in self._known or not _holds_tensors(inner):
-            return
-        # FSDP gives a module a class of its own, made of its own one.
-        kind = next(c.__name__ for c in type(inner).__mro__ if "FSDP" not in c.__name__)
-        same = sum(name.split("#")[0] == kind for name, _ in self._roots)
-        self._roots.append((f"{kind}#{same + 1}" if same else kind, module))
-        self._known |= {id(part) for part in module.modules()}
-
-    def wrapped(self, wrapper: DistributedDataParallel) -> None:
-        """DDP has been put around a module."""
-        self.add(wrapper)
-        own = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
-        self.averaged[id(wrapper.module)] = own
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each with a name that is the same on every rank; a tied one under its first name."""
-        return self._named("named_parameters")
-
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Each with a name that is the same on every rank."""
-        return self._named("named_buffers")
-
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Each with a name that is the same on every rank."""
-        return self._named("named_modules")
-
-    def not_averaged(self) -> list[str]:
-        """Parameters to train, inside of DDP, that it does not know."""
-        inside, known = self._within(self.averaged.keys()), set().union(*self.averaged.values())
-        return [n for n, p in self.parameters() if p.requires_grad and id(p) in inside - known]
-
-    def _within(self, wrapped: Collection[int]) -> set[int]:
-        """Ids of the parameters of those roots that are, or wrap, modules of these ids."""
-        roots = (root for _, root in self._roots if id(unwrap(root)) in wrapped)
-        return {id(parameter) for root in roots for parameter in root.parameters()}
-
-    def is_wrapped(self, module: nn.Module) -> bool:
-        """Whether what it is or wraps is in DDP, or was prepared."""
-        return id(unwrap(module)) in self.averaged.keys() | self.prepared
-
-    def of_prepared(self, parameters: set[int]) -> bool:
-        """Whether any of these, by their ids, is one of a model that Lockstep has wrapped."""
-        return not parameters.isdisjoint(self._within(self.prepared))
-
-    def bare(self) -> list[str]:
-        """Parameters to train of models that are neither wrapped nor prepared."""
-        held = self._within(self.averaged.keys() | self.prepared)
-        return [
-            name
-            for name, parameter in self.parameters()
-            if parameter.requires_grad and id(parameter) not in held and not is_sharded(parameter)
-        ]
-
-    def _named(self, what: str) -> Iterator[tuple[str, Any]]:
-        seen: set[int] = set()
-        for root, module in self._roots:
-            plain = plain_names(module)
-            for name, tensor in getattr(module, what)():
-                if not getattr(tensor, "is_meta", False) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield f"{root}/{plain(name)}", tensor

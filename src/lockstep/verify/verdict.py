@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.verify.catalogue import ENTRIES
-from lockstep.verify.causes import KINDS, Cause, cause_of, repeated, shown
+from lockstep.verify.catalogue import ENTRIES, Cause, shown
+from lockstep.verify.causes import KINDS, cause_of
 from lockstep.verify.compare import (
     FLOAT64,
     Divergence,
@@ -26,6 +26,7 @@ from lockstep.verify.compare import (
     tolerance_of,
 )
 from lockstep.verify.record import OWN_PROCESSES, Recorded
+from lockstep.verify.samples import repeated
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,410 @@
+"""Causes that are seen sample by sample: which they are, what is in them, and what became of them.
+
+A way leads from inputs to outputs, from there to the loss; where it parts first the cause lies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.verify.catalogue import Cause, shown
+from lockstep.verify.compare import (
+    Array,
+    Divergence,
+    Forward,
+    Sample,
+    Update,
+    contents_that_differ,
+    largest,
+    same_samples,
+    scale_of,
+)
+from lockstep.verify.rows import Rows, near_rows, rows_of, tables
+
+Identity = Callable[[Update], list[Sample] | None]
+
+
+def of_samples(case: Divergence) -> Cause:
+    """Other samples than one process trains, by their indices or their contents."""
+    # Where indices and contents differ, the contents say more: ranks may have other datasets.
+    by_content = same_samples(case.one, case.many)[1] is not None
+    identity: Identity = Update.contents if by_content else Update.indices
+    expected, found = Counter(identity(case.one)), Counter(identity(case.many))
+    total, wanted = found.total(), expected.total()
+    numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
+    before = _all(case.other[: case.update], identity).keys() - expected.keys()
+    again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
+    again = again if {*(found - expected)} <= {*again} else []
+    if again:
+        per_rank = [Counter(identity(Update([rank]))) for rank in case.many if rank.counts]
+        every = all(one == per_rank[0] for one in per_rank)
+        what = "every rank trained the same ones" if every else _which(again, case)
+        text = f"{len(again)} of them were trained before, or by several ranks: {what}"
+        stream = all(batch.iterable for batch in case.many.batches)
+        return Cause("LS108" if stream else "LS101", (numbers, text))
+    if wanted and total > wanted and total % wanted == 0:
+        text = f"the global batch is {total // wanted} times as large, in as few steps"
+        return Cause("LS110", (numbers, text))
+    if total < wanted and not found - expected:
+        return Cause("LS102", (numbers, f"left out: {_which(expected - found, case)}"))
+
+    def of_ranks(update: Update) -> list[list[Sample]]:
+        return [identity(Update([rank])) or [] for rank in update]
+
+    if twice := _on_several_ranks(case, of_ranks):
+        return Cause("LS105", (numbers, *twice))
+    text = "over all steps compared they are the same samples"
+    if _all(case.reference, identity) != _all(case.other, identity):
+        other = (found - expected).total()
+        text = f"{other} of them are in another step of one process, or in none"
+    return Cause("LS109", (numbers, text))
+
+
+def of_contents(case: Divergence) -> Cause:
+    """Other content under the same index.
+
+    LS105 goes by content that one process has under other indices; LS106 and LS107 by draws while
+    it was read, and by workers, whose draws nobody sees; LS104, before workers, by a rank 0 that
+    has all as it is on one process and by the absence of draws. A private generator that is seeded
+    by the rank looks like LS104 where rank 0 reads what one process reads first.
+    """
+    samples = contents_that_differ(case.one, case.many)
+    text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
+    reference = [batch for update in case.reference for rank in update for batch in rank.taken]
+    known = {digest for batch in reference for digest in batch.contents}
+    batches = [batch for rank in case.many for batch in rank.taken]
+    pairs = (pair for b in batches for pair in zip(b.ids or (), b.contents, strict=False))
+    other = [digest for sample, digest in pairs if sample in samples]
+    moved = sum(digest in known for digest in other)
+    if 2 * moved >= len(other):
+        where = f"{moved} of them stand under another index on one process"
+        return Cause("LS105", (text, where))
+    drawn = [rank.taken[0].drawn for rank in case.many if rank.taken]
+    if not any(drawn) and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
+        return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
+    if any(batch.workers for batch in batches):
+        return Cause("LS107", (text, "worker processes read them, whose draws are not seen"))
+    if any(drawn):
+        where = f": {'; '.join(next(filter(None, drawn)))}"
+        if len(drawn) > 1 and all([*each.values()] == [*drawn[0].values()] for each in drawn):
+            same = f"all ranks drew the same random numbers to read theirs{where}"
+            return Cause("LS106", (text, same))
+        return Cause("LS107", (text, f"random numbers were drawn to read them{where}"))
+    left = "a generator of numpy's or Python's that is the dataset's own, the clock, or the rank"
+    seen = f"no draw from torch or a global stream was seen; what is left is {left}"
+    return Cause("LS107", (text, seen))
+
+
+def _which(samples: Iterable[Sample], case: Divergence) -> str:
+    """Samples by their indices on one process, where those are known."""
+    index_of = {
+        content: index
+        for update in case.reference
+        for content, index in zip(update.contents() or (), update.indices() or (), strict=False)
+    }
+    return shown([index_of.get(sample, sample) for sample in samples])
+
+
+def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:
+    return Counter(sample for update in updates for sample in identity(update) or ())
+
+
+def draws_of(case: Divergence) -> list[str]:
+    """Other random numbers than on one process that the loss is made of, in words."""
+    one, many = (Counter(d for rank in each for d in rank.draws) for each in (case.one, case.many))
+    others = [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
+    text = "the loss is made of random numbers, drawn for this step: {}"
+    return [text.format(line) for line, _ in others[:1]]
+
+
+def of_inputs(case: Divergence) -> Cause | None:
+    """Batches of no DataLoader, by what the models were called with.
+
+    LS101 goes by ranks that all had the same inputs, or had some twice; LS110 by so many times the
+    inputs of one process, of the same shape, as there are processes; LS102 by inputs that are left
+    out; LS109 by inputs of other steps of one process, and LS105 by these and an order that each
+    rank drew for itself; LS106 and LS308 by random numbers; LS111 is what is left. A model that
+    rightly gets a constant would look like LS101.
+    """
+    batches = [batch for rank in (*case.one, *case.many) for batch in rank.taken]
+    one, many = inputs_of(case.one), inputs_of(case.many)
+    unloaded = not any(batch.ids is None or batch.ids for batch in batches)
+    if one and many and unloaded:
+        wanted, total = sum(map(Counter.total, one)), sum(map(Counter.total, many))
+        numbers = f"one process computed {wanted} inputs in this step, {case.size} computed {total}"
+        if repeated(many):
+            return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
+        if total == wanted * case.size > wanted and len({batch.shape for batch in batches}) == 1:
+            return Cause("LS110", (numbers, "no DataLoader made them"))
+    if any(batch.drawn or batch.workers for batch in batches):
+        return None
+    for number, rows in enumerate(rows_of(case.one, case.many)):
+        if rows.missing or rows.more.size:
+            return _of_other_rows(case, rows, whole=unloaded and not number)
+        beside, outputs = rows.differ("beside"), rows.differ("outputs").any()
+        if beside.any() and outputs:
+            count = f"{beside.sum()} of {len(beside)}"
+            seen = f"{rows.model}: its first inputs are the same; what comes with {count} is not"
+            return of_draws(case, seen) or Cause("LS111", (seen, "such as a hidden state"))
+        if outputs:
+            return None
+    return None
+
+
+def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
+    """Inputs that the other training lacks, or has beyond those of the reference."""
+    place, model = rows.more, rows.model
+    wanted, total = len(rows.one.inputs), len(rows.many.inputs)
+    numbers = (
+        f"{model}: {wanted} inputs on one process, {total} on {case.size}; "
+        f"{len(rows.pairs[0])} are the same"
+    )
+    again = near_rows(rows.many.inputs[place], rows.one.inputs)
+    steps = [forward for update in case.reference for forward, _ in tables(update).values()]
+    known = [f for f in steps if (f.model, f.shape) == (model, rows.one.shape)]
+    inputs = np.concatenate([f.inputs for f in known])
+    elsewhere = again | near_rows(rows.many.inputs[place], inputs)
+    left_out = f"{rows.missing} inputs of one process were computed by none"
+    if whole and not len(place):
+        return Cause("LS102", (numbers, left_out))
+    if whole and again.all():
+        twice = f"{len(place)} inputs were computed by several ranks, or twice"
+        return Cause("LS101", (numbers, twice, left_out))
+    draws = draws_of(case)
+    if whole and elsewhere.all():
+        text = f"{(~again).sum()} are inputs of another step of one process"
+        own = [f"each rank drew an order of its own: {line}" for line in _drawn_apart(case)]
+        own += _on_several_ranks(case, inputs_of)
+        return Cause("LS105" if own else "LS109", (numbers, text, *(own or draws)))
+    if draws:
+        return of_draws(case, numbers) or Cause("LS111", (numbers,))
+    if whole and _shifted(rows):
+        text = "each rank's are those of one process, shifted and scaled by numbers of its own"
+        return Cause("LS111", (numbers, text, "as by the mean and deviation of its part alone"))
+    return Cause("LS111", (numbers, f"{(~elsewhere).sum()} are not known from one process"))
+
+
+def _shifted(rows: Rows) -> bool:
+    """Whether each rank's inputs are those of one process times and plus numbers of its own.
+
+    The samples are to be in the order of one process, in slices or in turns.
+    """
+    one, many = rows.one.values, rows.many.values
+    if one.shape != many.shape or not one.size:
+        return False
+    ranks = [many[rows.ranks == rank] for rank in np.unique(rows.ranks)]
+    slices = np.split(one, np.cumsum([len(each) for each in ranks])[:-1])
+    turns = [one[number :: len(ranks)] for number in range(len(ranks))]
+    return any(
+        all(map(_affine, order, ranks)) for order in (slices, turns) if len(ranks[0]) > _ENOUGH
+    )
+
+
+_ENOUGH = 2
+"""So many samples fit any line."""
+
+
+def _affine(one: Array, many: Array) -> bool:
+    """Whether each column of one is, times a number and plus another, that of the other."""
+    if one.shape != many.shape:
+        return False
+    a, b = one - one.mean(axis=0), many - many.mean(axis=0)
+    square = (a * a).sum(axis=0)
+    factor = (a * b).sum(axis=0) / np.where(square > 0, square, 1.0)
+    return bool(np.abs(b - factor * a).max() <= 1e-7 * max(np.abs(b).max(), 1e-30))
+
+
+def _on_several_ranks(case: Divergence, ranks_of: Callable[[Update], Sequence[Any]]) -> list[str]:
+    """Samples that several ranks trained, and one process once, until it began anew; in words."""
+    known: Counter[Any] = Counter()
+    trained: list[set[Any]] = [set() for _ in range(case.size)]
+    for one, many in zip(case.reference, case.other, strict=False):
+        new = sum(map(Counter, ranks_of(one)), Counter[Any]())
+        if max((new + known).values(), default=0) > 1:
+            break
+        known += new
+        for rank, samples in enumerate(ranks_of(many)):
+            trained[rank] |= {*samples}
+    twice = sum(n > 1 for n in Counter(s for rank in trained for s in rank).values())
+    text = f"in the steps compared {twice} samples were trained by several ranks"
+    return [f"{text}, and none twice by one process"] if twice else []
+
+
+def _drawn_apart(case: Divergence) -> list[str]:
+    """Lines at which the ranks drew other numbers from one another; empty: they did not."""
+    each = [dict(rank.draws) for rank in case.many if rank.counts]
+    shared = set(each[0]).intersection(*each[1:]) if each else set()
+    return sorted(line for line in shared if len({own[line] for own in each}) > 1)[:1]
+
+
+def of_draws(case: Divergence, *seen: str) -> Cause | None:
+    """LS308: the loss is made of random numbers that are not those of one process.
+
+    LS106: moreover all ranks drew the same ones.
+    """
+    draws = draws_of(case)
+    if not draws:
+        return None
+    each = [Counter(rank.draws) for rank in case.many if rank.counts]
+    if len(each) > 1 and each[0] and all(own == each[0] for own in each):
+        return Cause("LS106", (*seen, *draws, "all ranks drew the same numbers"))
+    return Cause("LS308", (*seen, *draws))
+
+
+def of_outputs(case: Divergence) -> Cause | None:
+    """Models that return something else for the same inputs.
+
+    LS208 goes by a model of which one process's own outputs show that they follow from other
+    samples, and by ranks that exchanged nothing before the backward pass; LS309 by tensors that
+    the model keeps. Something else may be wrong besides.
+    """
+    rows = next((r for r in rows_of(case.one, case.many) if r.differ("outputs").any()), None)
+    if rows is None:
+        return None
+    differ = rows.differ("outputs")
+    seen = (
+        f"{rows.model}: for {differ.sum()} of {len(differ)} equal inputs it returned another output"
+    )
+    if case.one.first("couples") and not _exchanged(case):
+        text = "on one process its output for a sample follows from the others of the batch"
+        return Cause("LS208", (seen, text, "no rank exchanged anything in the forward pass"))
+    if kept := _kept(case):
+        return Cause(
+            "LS309", (seen, f"what the model keeps is not that of one process: {shown(kept)}")
+        )
+    return of_draws(case, seen)
+
+
+def _exchanged(case: Divergence) -> bool:
+    calls = (call for rank in case.many for call in rank.calls)
+    return any(call.passes < case.many.backward_passes and not call.gradient_of for call in calls)
+
+
+def _kept(case: Divergence) -> list[str]:
+    """Attributes and buffers that are not those of one process, though of the same size.
+
+    And those that have a part of the size, for a part of the samples, but are alike on all ranks.
+    """
+    found: dict[str, None] = {}
+    for what in ("entered", "attributes", "buffers"):
+        expected = case.one.merged(what)
+        for name, array in expected.items():
+            own = [getattr(rank, what)[name] for rank in case.many if name in getattr(rank, what)]
+            sized = what != "buffers"
+            same = all(a.shape == array.shape and (not sized or a[-1] == array[-1]) for a in own)
+            part = sized and case.size > 1 and all(a[-1] * case.size == array[-1] > 0 for a in own)
+            alike = part and len(own) > 1 and own[0].any() and not np.ptp(own, axis=0).any()
+            wrong = (case.tolerance.differ(array, a, scale_of(expected)) for a in own)
+            if (same and any(wrong)) or (alike and own[0][1]):
+                found[name.partition("/")[2] or name] = None
+    return [*found]
+
+
+def of_padding(case: Divergence) -> Cause | None:
+    """LS111: inputs that are the same but for what ends each row, as of batches padded apart."""
+    tables_of = [tables(update) for update in (case.one, case.many)]
+    names = [name for name in tables_of[0] if name in tables_of[1]]
+    rows = [[f.values for f in update] for update in (_first(case.one), _first(case.many))]
+    if not names or not all(rows) or any(a.size == 0 for each in rows for a in each):
+        return None
+    width = max(a.shape[1] for each in rows for a in each)
+    widths = {a.shape[1] for each in rows for a in each}
+    ends = {float(row[-1]) for each in rows for a in each for row in a if len(row) == width}
+    for end in ends if len(widths) > 1 else ():
+        both = (
+            Counter((*row, *[end] * (width - len(row))) for a in each for row in a) for each in rows
+        )
+        one, many = both
+        if one == many:
+            told = " or ".join(str(w) for w in sorted(widths))
+            text = f"the inputs are the same but for their padding: they have {told} columns"
+            return Cause("LS111", (text,))
+    return None
+
+
+def _first(update: Update) -> list[Forward]:
+    """The first forward passes of the ranks."""
+    return [rank.forwards[0] for rank in update if rank.counts and rank.forwards]
+
+
+def of_loss(case: Divergence) -> Cause | None:
+    """A loss that makes something else of the same outputs.
+
+    LS112 goes by targets that torch's loss functions were given; LS212 by their other arguments,
+    or by gradients of the outputs that are those of one process but for a number for each sample.
+    """
+    every = rows_of(case.one, case.many)
+    if not every or any(rows.differ("outputs").any() for rows in every):
+        return None
+    targets = every[0].differ("targets")
+    if targets.any():
+        count = f"{targets.sum()} of {len(targets)} samples with the same inputs"
+        return Cause("LS112", (f"the loss was given other targets for {count}",))
+    expected, found = case.one.merged("loss_options"), case.many.merged("loss_options")
+    options = [
+        name
+        for name, array in expected.items()
+        for rank in case.many
+        if name in rank.loss_options and case.tolerance.differ(array, rank.loss_options[name], 0.0)
+    ]
+    if options and expected.keys() == found.keys():
+        return Cause("LS212", (f"not that of one process is {options[0]}",))
+    for rows in every:
+        if weights := _weights_of_samples(rows, case.size):
+            return Cause("LS212", weights)
+    return None
+
+
+def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:
+    """How otherwise samples weigh, in words; empty: that is not all, or they do not."""
+    both = rows.both("slopes")
+    if both is None or not len(both[0]):
+        return ()
+    one, many = both[0], both[1] / size
+    least = 1e-12 * max(largest(one), largest(many))
+    square = (one * one).sum(axis=1)
+    counted = [np.abs(each).max(axis=1) > least for each in (one, many)]
+    factor = np.where(counted[0], (one * many).sum(axis=1) / np.where(square > 0, square, 1.0), 0.0)
+    rest = np.abs(many - factor[:, None] * one).max(axis=1)[counted[0]]
+    if (rest > 1e-7 * largest(many)).any() or np.ptp(factor) <= 1e-7 * np.abs(factor).max():
+        return ()
+    same = "outputs are the same; by them the loss changes as on one process, times a number"
+    dropped, more = (counted[0] & ~counted[1]).sum(), (counted[1] & ~counted[0]).sum()
+    if dropped or more:
+        which = f"{dropped} samples count on one process only, {more} on several only"
+        return (same, which)
+    low, high = factor.min(), factor.max()
+    return (same, f"of its own for each sample, from {low:.4g} to {high:.4g}")
+
+
+def inputs_of(update: Update) -> list[Counter[str]]:
+    """What the models of each rank were called with; empty: it is not known."""
+    ranks = [rank for rank in update if rank.counts and rank.inputs]
+    if any(not batch.contents for rank in ranks for batch in rank.inputs):
+        return []
+    return [Counter(c for batch in rank.inputs for c in batch.contents) for rank in ranks]
+
+
+def repeated(ranks: Sequence[Counter[str]]) -> bool:
+    """Whether all ranks had the same, and not by chance or as it is constant."""
+    return len(ranks) > 1 and len(ranks[0]) > 1 and all(rank == ranks[0] for rank in ranks)
+
+
+def what_is_equal(case: Divergence) -> list[str]:
+    """How far the way of the samples is that of one process, in words; empty: it is not known."""
+    words, every = [], rows_of(case.one, case.many)
+    outputs = [rows.differ("outputs") for rows in every]
+    if outputs and all(map(len, outputs)):
+        wrong = [r.model for r, differ in zip(every, outputs, strict=True) if differ.any()]
+        same = "for each sample the models returned the same; it is the loss, or later"
+        other = f"for the same inputs something else was returned by {shown(wrong)}"
+        words.append(other if wrong else same)
+    if case.update:
+        kept = sorted({name.partition("/")[2] for rank in case.many for name in rank.entered})
+        text = "until here all steps are equal, so it may be what is carried from step to step"
+        words.append(f"{text}: {shown(kept)}" if kept else text)
+    return words

@@ -1,0 +1,354 @@
+"""Causes that are seen sample by sample: made up of numbers, and of small scripts for torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import warm
+from test_causes import ONE, OTHER, RANDOM, THIRD, WHOLE, found, taken, two, update
+
+from lockstep.verify.causes import cause_of
+from lockstep.verify.compare import (
+    FLOAT64,
+    Forward,
+    RankUpdate,
+    ScriptCall,
+    Update,
+    aligned,
+    divergences,
+)
+
+X, Y = RANDOM.normal(size=(9, 2)), RANDOM.normal(size=(9, 2))
+"""Of nine samples what they go in with, and what comes out."""
+WRONG = RANDOM.normal(size=(6, 4))
+ALL = (0, 1, 2, 3)
+HALVES = ((0, 1), (2, 3))
+
+
+def passed(ids: Sequence[int], **values: Any) -> dict[str, Any]:
+    place = list(ids)
+    known = {"inputs": X[place], "outputs": Y[place], "slopes": Y[place], "targets": X[place]}
+    known |= {"beside": np.zeros((0, 2)), "values": X[place], **values}
+    return {"forwards": [Forward(model="Net, forward pass 1", shape="f [2]", **known)]}
+
+
+def ranks(halves: Sequence[Sequence[int]] = HALVES, **values: Any) -> list[RankUpdate]:
+    """Two of them, whose gradients nothing explains."""
+    return [
+        replace(rank, **passed(half), **values)
+        for rank, half in zip(two(WRONG), halves, strict=True)
+    ]
+
+
+def alone(ids: Sequence[int] = ALL, **values: Any) -> RankUpdate:
+    return replace(update(THIRD, taken(*ALL)), **passed(ids), **values)
+
+
+@pytest.mark.parametrize(
+    ("halves", "draws", "code", "words"),
+    [
+        (((0, 1), (1, 2)), (), "LS101", "1 inputs of one process were computed by none"),
+        (((0, 1), (2,)), (), "LS102", "1 inputs of one process were computed by none"),
+        (((0, 1), (2, 5)), (), "LS109", "1 are inputs of another step of one process"),
+        (((0, 1), (2, 5)), ("a", "b"), "LS105", "each rank drew an order of its own: train.py:3"),
+        (((0, 1), (2, 8)), (), "LS111", "1 are not known from one process"),
+        (((0, 1), (2, 8)), ("a", "a"), "LS106", "all ranks drew the same numbers"),
+        (((0, 1), (2, 8)), ("a", "b"), "LS308", "random numbers"),
+    ],
+)
+def test_other_inputs_than_on_one_process(
+    halves: Sequence[Sequence[int]], draws: Sequence[str], code: str, words: str
+) -> None:
+    reference = [Update([alone()]), Update([alone((4, 5, 6, 7))])]
+    many = ranks(halves)
+    for each in (*reference[0], *many):
+        each.taken = []
+    for rank, drawn in zip(many, draws, strict=False):
+        rank.draws = [("train.py:3", drawn)]
+    cause = cause_of(divergences(reference, [Update(many), reference[1]], FLOAT64)[0])
+    assert cause.code == code
+    assert any(words in text for text in cause.seen), cause.seen
+
+
+def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
+    one, many = alone(), ranks()
+    for each in (one, *many):
+        each.taken = []
+    rows = RANDOM.normal(size=(6, 3))
+    one.forwards[0] = replace(one.forwards[0], inputs=X[:6], values=rows)
+    for number, rank in enumerate(many):
+        part = rows[number::2]  # in turns
+        values = (part - part.mean(0)) / part.std(0)
+        rank.forwards[0] = replace(rank.forwards[0], inputs=values[:, :2], values=values)
+    seen = found(many, one)[1].seen
+    assert "each rank's are those of one process, shifted and scaled by numbers of its own" in seen
+    many[0].forwards[0].values[0, 0] += 1e-3
+    assert "6 are not known from one process" in found(many, one)[1].seen
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "code", "words"),
+    [
+        ({"couples": "Net"}, {}, "LS208", "on one process its output for a sample follows"),
+        ({"attributes": 1.0}, {"attributes": 2.0}, "LS309", "not that of one process: mean"),
+        ({"entered": 1.0}, {"entered": 2.0}, "LS309", "not that of one process: mean"),
+        ({}, {}, "LS210", "something else was returned by Net, forward pass 1"),
+    ],
+)
+def test_other_outputs_for_the_same_inputs(
+    one: dict[str, Any], many: dict[str, Any], code: str, words: str
+) -> None:
+    def kept(known: dict[str, Any]) -> dict[str, Any]:
+        numbers = {
+            k: {"Net/mean": np.array([v, v, 3.0])} for k, v in known.items() if k != "couples"
+        }
+        return known | numbers
+
+    others = ranks(**kept(many))
+    others[1].forwards[0].outputs += 1.0
+    cause = found(others, alone(**kept(one)))[1]
+    assert cause.code == code
+    assert any(words in text for text in cause.seen), cause.seen
+    if "couples" in one:  # statistics that are reduced by hand
+        others[0].calls = [ScriptCall(name="all_reduce", line="train.py:4")]
+        others[0].losses = [1.0]
+        assert found(others, alone(**one))[1].code == "LS210"
+
+
+@pytest.mark.parametrize(
+    ("weights", "code", "words"),
+    [
+        ((1.0, 2.0, 1.5, 1.0), "LS212", "of its own for each sample, from 1 to 2"),
+        ((1.0, 0.0, 1.0, 1.0), "LS212", "1 samples count on one process only, 0 on several only"),
+        ((1.0, 1.0, 1.0, 1.0), "LS210", "it is the loss, or later"),
+    ],
+)
+def test_samples_that_weigh_otherwise(weights: Sequence[float], code: str, words: str) -> None:
+    many = ranks()
+    for rank, half in zip(many, HALVES, strict=True):
+        rank.forwards[0].slopes = 2 * Y[list(half)] * np.array(weights)[list(half), None]
+    cause = found(many, alone())[1]
+    assert cause.code == code
+    assert any(words in text for text in cause.seen), cause.seen
+
+
+def test_other_targets_and_other_arguments_of_a_loss() -> None:
+    many = ranks()
+    many[1].forwards[0].targets = X[[3, 2]]
+    cause = found(many, alone())[1]
+    assert cause.code == "LS112"
+    assert "for 2 of 4 samples with the same inputs" in cause.seen[0]
+    options = [{"pos_weight of train.py:5": np.array([v, v])} for v in (1.0, 2.0)]
+    cause = found(ranks(loss_options=options[1]), alone(loss_options=options[0]))[1]
+    assert cause.code == "LS212"
+    assert cause.seen[0] == "not that of one process is pos_weight of train.py:5"
+
+
+def test_inputs_that_differ_by_their_padding() -> None:
+    words = np.array([[3.0, 4, 0, 0], [5, 6, 7, 8]])
+    one, many = alone(), ranks()
+    one.forwards[0] = replace(one.forwards[0], shape="i [4]", values=words)
+    for rank, width, number in zip(many, (3, 4), (0, 1), strict=True):
+        own = words[number : number + 1, :width]
+        rank.forwards[0] = replace(rank.forwards[0], shape=f"i [{width}]", values=own)
+    cause = found(many, one)[1]
+    assert cause.code == "LS111"
+    assert "the same but for their padding: they have 3 or 4 columns" in cause.seen[0]
+    many[1].forwards[0].values = words[:1]
+    assert found(many, one)[1].code == "LS210"
+
+
+CHANGED = ScriptCall(name="all_reduce", line="train.py:9", gradient_of="w", changed=True)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "values", "code"),
+    [
+        (THIRD, {"comm_hook": "train.py:2"}, "LS213"),
+        (THIRD, {"calls": [CHANGED]}, "LS406"),
+        (THIRD, {}, "LS210"),
+        (0.3 * ONE / np.linalg.norm(ONE) + 0.3 * OTHER / np.linalg.norm(OTHER), {}, "LS404"),
+    ],
+)
+def test_what_is_made_of_gradients_that_are_right(
+    gradient: np.ndarray, values: dict[str, Any], code: str
+) -> None:
+    one = update(np.sign(WHOLE), taken(*ALL), local=({"w": WHOLE},))
+    cause = found(two(gradient, **values), one)[1]
+    assert cause.code == code
+    assert cause.seen[0].startswith("what the backward passes left is, on average over the ranks")
+
+
+def test_parameters_to_which_a_rank_s_backward_passes_do_not_come() -> None:
+    both = {"w": WHOLE, "v": WHOLE}
+    one = update(WHOLE, taken(*ALL), local=(both,), gradients=both, unclipped=both)
+    many = two(WHOLE, gradients={"w": WHOLE, "v": THIRD})
+    many[0].local = [{"w": ONE, "v": ONE}]
+    cause = found(many, one)[1]
+    assert (cause.code, cause.names) == ("LS312", ("v",))
+    assert cause.seen[0].startswith("the backward passes of rank 1 left no gradient")
+
+
+def test_gradients_that_differ_between_ranks() -> None:
+    own = two(WHOLE)
+    for rank, gradient in zip(own, (ONE, OTHER), strict=True):
+        rank.gradients = rank.unclipped = {"w": gradient}
+        rank.calls = [replace(CHANGED, gradient_of="v")]
+    assert found(own)[1].code == "LS301"  # the script reduces those of others
+    own[0].comm_hook = "train.py:2"
+    assert found(own)[1].code == "LS213"
+    noisy = two(WHOLE)
+    noisy[1].gradients = noisy[1].unclipped = {"w": WHOLE + 1}
+    noisy[1].gradient_draw = "train.py:8"
+    assert found(noisy)[1].code == "LS308"
+
+
+def test_the_optimizer_s_options_and_what_it_has_kept_are_compared() -> None:
+    other = {"parameters": {"w": THIRD}}
+    for values, words in (
+        (
+            {"options": [{"momentum": 0.5}]},
+            "momentum of parameter group 1: 0.9 on one process",
+        ),
+        ({"state": {"w/step": np.ones(2)}}, "what the optimizer kept before the step is not"),
+        ({"options": [{}, {}], "rates": (0.1, 0.1)}, "parameter groups of the optimizer: 1 on"),
+    ):
+        one = replace(update(WHOLE, taken(*ALL)), options=[{"momentum": 0.9}])
+        cause = found(two(WHOLE, **{"options": one.options, **other, **values}), one)[1]
+        assert cause.code == "LS403"
+        assert any(words in text for text in cause.seen), cause.seen
+
+
+def test_a_teacher_of_its_own_on_several_processes() -> None:
+    def kept(value: float) -> dict[str, Any]:
+        return {"frozen": ["t"], "held": {"w": np.ones(2), "t": np.full(2, value)}}
+
+    one = replace(update(WHOLE, taken(*ALL)), **kept(1.0))
+    divergence, cause = found(two(WHOLE, **kept(2.0)), one)
+    assert (divergence.what, divergence.names, cause.code) == ("kept", ("t",), "LS309")
+
+
+def test_what_is_not_finite_on_both_sides_is_no_difference() -> None:
+    inf, nan = float("inf"), float("nan")
+    same = np.array([nan, inf, -inf, 1.0])
+    assert not FLOAT64.differ(same, same.copy(), 1.0)
+    for other in ([0.0, inf, -inf, 1.0], [nan, nan, -inf, 1.0], [nan, inf, inf, 1.0]):
+        assert FLOAT64.differ(same, np.array(other), 1.0)
+    assert FLOAT64.differ(same, np.array([nan, inf, -inf, 1.1]), 1.0)
+    assert FLOAT64.differ(np.array([True, False]), np.array([True, True]), 1.0)
+    assert not FLOAT64.differ(np.array([True]), np.array([True]), 1.0)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_model_and_its_copy_that_were_met_in_another_order(alike: bool) -> None:
+    values = [ONE, ONE if alike else OTHER]
+
+    def run(order: Sequence[int], frozen: str, gradient: np.ndarray) -> list[Update]:
+        names = ("Net/w", "Net#2/w")
+        initial = {name: values[n] for name, n in zip(names, order, strict=True)}
+        trained = next(n for n in names if n != frozen)
+        rank = RankUpdate(initial=initial, frozen=[frozen], gradients={trained: gradient})
+        return [Update([rank])]
+
+    (same,) = aligned(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net/w", WHOLE))
+    assert (list(same[0].gradients), list(same[0].frozen)) == (["Net/w"], ["Net#2/w"])
+    if not alike:  # now it is the other one that is frozen
+        (same,) = aligned(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net#2/w", WHOLE))
+        assert same[0].frozen == ["Net/w"]
+
+
+HEAD = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x, y = torch.randn(48, 6), torch.randint(0, 3, (48,))
+net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+model = DDP({model})
+{made}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.randperm(48).split(12):
+    part = batch.chunk(world)[rank]
+    data, labels = x[part], y[part]
+    {inner}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+PLAIN = "loss = F.cross_entropy(model(data), labels)"
+COMMUNICATION = """
+def hook(state, bucket):
+    kept = bucket.buffer().div_(world).mul_(rank == 0)
+    return dist.all_reduce(kept, async_op=True).get_future().then(lambda done: done.value()[0])
+model.register_comm_hook(None, hook)
+"""
+MEMORY = """
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.centre = net, torch.zeros(6)
+    def forward(self, data):
+        self.centre = 0.9 * self.centre.to(data) + 0.1 * data.mean(0)
+        return self.net(data - self.centre)
+"""
+NORMED = """
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, data):
+        hidden = self.net[0](data)
+        return self.net[2]((hidden - hidden.mean(0)).tanh())
+"""
+SCRIPTS = {
+    "right": ("net", "", PLAIN, ""),
+    "labels": ("net", "", "labels = y[batch][: len(part)]; " + PLAIN, "LS112"),
+    "norm": ("net", "", "data = (data - data.mean(0)) / data.std(0); " + PLAIN, "LS111"),
+    "slice": (
+        "net",
+        "",
+        "part = (part + rank) % 48; data, labels = x[part], y[part]; " + PLAIN,
+        "LS1",
+    ),
+    "tail": ("net", "", "data, labels = data[rank:], labels[rank:]; " + PLAIN, "LS102"),
+    "weights": (
+        "net",
+        "",
+        "w = torch.bincount(labels, minlength=3)[labels]; "
+        "loss = (w * F.cross_entropy(model(data), labels, reduction='none')).mean()",
+        "LS212",
+    ),
+    "mask": (
+        "net",
+        "",
+        "m = (data[:, 0] > 0).double(); "
+        "loss = (m * F.cross_entropy(model(data), labels, reduction='none')).sum() / m.sum()",
+        "LS205",
+    ),
+    "hook": ("net", COMMUNICATION, PLAIN, "LS213"),
+    "memory": ("Centred()", "", PLAIN, "LS309"),
+    "coupled": ("Normed()", "", PLAIN, "LS208"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_the_kind(name: str, tmp_path: Path) -> None:
+    model, made, inner, code = SCRIPTS[name]
+    script = tmp_path / "train.py"
+    text = HEAD.format(model=model, made=made, inner=inner)
+    classes = {"Centred()": MEMORY, "Normed()": NORMED}.get(model, "")
+    script.write_text(text.replace("model = DDP", f"{classes}\nmodel = DDP"))
+    verdict = warm.verify(script, nproc=3 if name == "right" else 2).as_json()
+    codes = [finding["code"] for finding in verdict["findings"]]
+    assert verdict["verdict"] == ("DIFFERENT" if code else "EQUAL"), verdict["findings"]
+    assert not code or codes[0].startswith(code), verdict["findings"]
