@@ -272,14 +272,26 @@ def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
     if reduced and any(call.gradient_of in names for call in reduced):
         late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
         return Cause("LS406", (seen, alone, late), names)
-    if reduced:
-        return Cause("LS301", (seen, alone, f"the script reduces others: {reduced[0].line}"), names)
+    if others := [
+        *[f"the script reduces others: {c.line}" for c in reduced],
+        *_others(case, names),
+    ]:
+        return Cause("LS301", (seen, alone, others[0]), names)
     if set(names) <= {name for rank in case.many for name in rank.bare}:
         where = case.many.first("bare_line")
         held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
         return Cause("LS311", (seen, alone, held), names)
     every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
     return Cause("LS301", (seen, alone, *around, *every), names)
+
+
+def _others(case: Divergence, names: Sequence[str]) -> list[str]:
+    """That gradients which DDP does not know are averaged, but for these, in words."""
+    rank = case.many[0]
+    left = _left(rank.local, rank.bare) if {*names} <= {*rank.bare} else {}
+    used = {n: rank.unclipped[n] for n in left if n not in names and n in rank.unclipped}
+    averaged = [n for n, a in used.items() if norm(flat({n: a - left[n]})) > case.exact * norm(a)]
+    return [f"those of others are averaged: {shown(_plain(averaged))}"] if averaged else []
 
 
 def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) -> Cause:

@@ -465,11 +465,11 @@ class Recorder(Callback):
                 seen = look_at(inputs, ids=())
                 self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
                 update.inputs += [seen] if seen.shape else []
-                self._made_of(marks, self._drawn_before)
             parts = (part for part in module.modules() if not part.training)
             self._beside.evaluating |= {
                 id(p) for part in parts for p in part.parameters(recurse=False)
             }
+            self._made_of(marks, self._drawn_before)
             self._beside.present = self._begins(module, inputs)
         return self._patches.converted(inputs) if holds_tensors(module) else None
 

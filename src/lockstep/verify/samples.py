@@ -147,12 +147,17 @@ def of_inputs(case: Divergence) -> Cause | None:
             return _of_other_rows(case, rows, whole=unloaded and not number)
         beside, outputs = rows.differ("beside"), rows.differ("outputs").any()
         if beside.any() and outputs:
-            count = f"{beside.sum()} of {len(beside)}"
-            seen = f"{rows.model}: its first inputs are the same; what comes with {count} is not"
-            return of_draws(case, seen) or Cause("LS111", (seen, "such as a hidden state"))
+            seen = _beside(rows, beside)
+            return of_draws(case, seen) or Cause("LS111", (seen,))
         if outputs:
             return None
     return None
+
+
+def _beside(rows: Rows, differ: Array) -> str:
+    count = f"{differ.sum()} of {len(differ)}"
+    what = "such as targets or a hidden state"
+    return f"{rows.model}: its first inputs are the same; what comes with {count} ({what}) is not"
 
 
 def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
@@ -169,10 +174,10 @@ def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
     inputs = np.concatenate([f.inputs for f in known])
     elsewhere = again | near_rows(rows.many.inputs[place], inputs)
     left_out = f"{rows.missing} inputs of one process were computed by none"
+    twice = f"{len(place)} inputs were computed by several ranks, or twice"
     if whole and not len(place):
         return Cause("LS102", (numbers, left_out))
     if whole and again.all():
-        twice = f"{len(place)} inputs were computed by several ranks, or twice"
         return Cause("LS101", (numbers, twice, left_out))
     draws = draws_of(case)
     if whole and elsewhere.all():
@@ -185,6 +190,8 @@ def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
     if whole and _shifted(rows):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
         return Cause("LS111", (numbers, text, "as by the mean and deviation of its part alone"))
+    if again.all():
+        return Cause("LS111", (numbers, *([twice] if len(place) else []), left_out))
     return Cause("LS111", (numbers, f"{(~elsewhere).sum()} are not known from one process"))
 
 
@@ -262,20 +269,22 @@ def of_outputs(case: Divergence) -> Cause | None:
     samples, and by ranks that exchanged nothing before the backward pass; LS309 by tensors that
     the model keeps. Something else may be wrong besides.
     """
-    rows = next((r for r in rows_of(case.one, case.many) if r.differ("outputs").any()), None)
-    if rows is None:
+    every = rows_of(case.one, case.many)
+    for rows in every:
+        if rows.both("outputs") is None and (beside := rows.differ("beside")).any():
+            return Cause("LS111", (_beside(rows, beside),))
+    other = next((each for each in every if each.differ("outputs").any()), None)
+    if other is None:
         return None
-    differ = rows.differ("outputs")
-    seen = (
-        f"{rows.model}: for {differ.sum()} of {len(differ)} equal inputs it returned another output"
-    )
+    differ = other.differ("outputs")
+    count = f"{differ.sum()} of {len(differ)} inputs"
+    seen = f"{other.model}: for {count} it returned something else than on one process"
     if case.one.first("couples") and not _exchanged(case):
         text = "on one process its output for a sample follows from the others of the batch"
         return Cause("LS208", (seen, text, "no rank exchanged anything in the forward pass"))
     if kept := _kept(case):
-        return Cause(
-            "LS309", (seen, f"what the model keeps is not that of one process: {shown(kept)}")
-        )
+        text = f"what the model keeps is not that of one process: {shown(kept)}"
+        return Cause("LS309", (seen, text))
     return of_draws(case, seen)
 
 
