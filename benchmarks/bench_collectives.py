@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve()
 SIZES = [4 << 2 * n for n in range(14)]
 """Bytes: 4 B, 16 B, ... 256 MiB."""
 WAYS = ["copy", "gloo", "shared memory"]
-SECONDS = 4.0
+SECONDS = 2.0
 """For a size, about; of the largest there are three rounds, however long they take."""
 
 

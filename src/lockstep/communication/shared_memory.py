@@ -42,8 +42,9 @@ from torch import Tensor
 from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError, name_ranks
 
-CHUNK_BYTES = 2**20
-"""Of a slot. What is larger goes piece by piece, which the processors' caches hold."""
+CHUNK_BYTES = 2**19
+"""Of a slot, for each of up to 8 ranks. What is larger goes piece by piece, which the processors'
+caches hold; where ranks take turns on cores, pieces of half the size take twice as long."""
 ALL_TO_ALL_BYTES = 2**21
 """Up to so many of all ranks together every rank sums all, where a slot holds it: a second barrier
 costs more than to read more memory."""
@@ -86,7 +87,9 @@ class _Layout:
     def __init__(self, size: int) -> None:
         self.size = size
         self.slots = -(-self.call(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.end = self.slots + 2 * size * CHUNK_BYTES
+        self.slot = CHUNK_BYTES * min(size, 8)
+        """Bytes of a slot."""
+        self.end = self.slots + 2 * size * self.slot
 
     def semaphore(self, rank: int, turn: int) -> int:
         """Of a rank, for even or for odd barriers."""
@@ -164,6 +167,7 @@ class SharedMemory:
         self._lock = threading.RLock()
         self._functions = _Semaphores()
         layout = _Layout(self._local_size)
+        self._slot_bytes = layout.slot
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = first = everything.data_ptr()
         """Of the mapping, whose tensors share one storage."""
@@ -171,7 +175,7 @@ class SharedMemory:
         self._semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
         self._calls_at = [[layout.call(r, t) for r in ranks] for t in turns]
         self._barriers_at = [layout.barriers(r) for r in ranks]
-        slots = torch.split(everything[layout.slots :], CHUNK_BYTES)
+        slots = torch.split(everything[layout.slots :], layout.slot)
         self._slots: tuple[Sequence[Tensor], Sequence[Tensor]]
         self._slots = slots[: self._local_size], slots[self._local_size :]
         self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -202,7 +206,7 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a rank has ended, or did not come in time.
         """
         own = tensor.detach().view(-1)
-        most = min(CHUNK_BYTES, ALL_TO_ALL_BYTES // self._local_size)
+        most = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
         if self.across is not None or own.nbytes > most:
             self.start_all_reduce(tensor, op, scale=scale)()
             return
@@ -307,7 +311,7 @@ class SharedMemory:
     ) -> None:
         """Reduces each rank's slice on that rank alone, in the tensor itself."""
         me, size = self._local_rank, self._local_size
-        room = CHUNK_BYTES // slices[0].itemsize // size  # in a slot for each of the ranks
+        room = self._slot_bytes // slices[0].itemsize // size  # in a slot for each of the ranks
         for start in range(0, len(slices[0]), room):
             parts = [each[start : start + room] for each in slices]
             typed = self._next_slots(parts[0].dtype)
@@ -325,7 +329,7 @@ class SharedMemory:
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         """Fills every rank's part, of which its own is there already."""
-        room = CHUNK_BYTES // parts[0].itemsize
+        room = self._slot_bytes // parts[0].itemsize
         for start in range(0, max(1, *map(len, parts)), room):
             pieces = [part[start : start + room] for part in parts]
             slots = self._next_slots(parts[0].dtype)
