@@ -45,7 +45,7 @@ def assert_same(
         batch_per_process: the batch size of torch's DataLoaders is that of one process.
         accumulate: compare with so many micro-batches a step.
         shares: compare with these shares of the batch.
-        strategy: compare with this one.
+        strategy: compare with this one; with `diloco` so does the one process.
         timeout: seconds that each of the two runs may take; None: no limit.
 
     Raises:

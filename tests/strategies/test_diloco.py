@@ -26,6 +26,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.strategies import DiLoCo
+from lockstep.testing import assert_same
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:DiLoCo\(every=:lockstep.errors.LockstepWarning")
 
@@ -404,3 +405,22 @@ def test_what_would_depend_on_the_processes_is_refused(case: str) -> None:
 def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(wrong))):
         DiLoCo(**wrong)
+
+
+def train_to_verify(strategy: Any, wrong: float = 0.0) -> None:
+    with lockstep.init(strategy) as world:
+        net = mlp(batch_norm=True)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        net, optimizer = world.prepare(net, optimizer)
+        for batch in world.loader(tensors(), BATCH, shuffle=True):
+            world.backward(mean_loss(net, batch) * (1 + wrong * world.rank))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_verify_compares_with_replicas_on_one_process() -> None:
+    options = DiLoCo(replicas=2, every=2, start=1)
+    assert_same(train_to_verify, (options,))
+    assert_same(train_to_verify, (None,), strategy="diloco")
+    with pytest.raises(AssertionError, match=r"\(replica 1\)"):
+        assert_same(train_to_verify, (replace(options, start=0), 0.1))

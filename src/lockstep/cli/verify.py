@@ -25,8 +25,6 @@ _EVERY_S = 30.0
 """Seconds between two lines on how far it is, where there is no terminal."""
 _STEPS, _SECONDS = 50, 5.0
 """How many are compared by default, unless that takes longer on one process."""
-_APART = "diloco"
-"""This strategy's numbers are others than those of one model: its own reference has them too."""
 _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 """Exit code of each verdict; the worst comes last."""
 
@@ -78,30 +76,22 @@ def command(
     from lockstep.verify.verdict import check_reference, judge
 
     alone, *others = _ways(script, args, options)
-    apart = [way.instead for way in others if way.instead.get("strategy") == _APART]
-    start = _Runs(1 + len(others) + len(apart)).start
+    start = _Runs(1 + len(others) + sum(way.apart for way in others)).start
     verdicts = []
     prefix = "lockstep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         reference = record(alone, Path(folder) / "reference", start)
         words = ["lockstep", "run", *["-m"] * options["module"], script, *args]
         asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
-        check_reference(reference, f"lockstep verify {script}", asked, shlex.join(words), "script")
+        told = f"lockstep verify {script}", asked, shlex.join(words), "script"
+        check_reference(reference, *told)
         if reference.until:  # else the script has come to its end, and others may make more
             others = [replace(way, steps=reference.steps) for way in others]
         for number, way in enumerate(others):
             against = reference
-            if way.instead in apart:
-                whole = replace(way.alone(), name=f"1 process, strategy {_APART}")
-                whole = replace(whole, instead={**whole.instead, **way.instead})
-                against = record(whole, Path(folder) / "reference of replicas", start)
-                check_reference(
-                    against,
-                    f"lockstep verify --strategy {_APART} {script}",
-                    asked,
-                    shlex.join(words),
-                    "script",
-                )
+            if way.apart:
+                against = record(way.alone(), Path(folder) / f"reference {number}", start)
+                check_reference(against, *told)
             verdict = judge(against, record(way, Path(folder) / str(number), start))
             verdicts.append(verdict)
             show(verdict.lines(), as_json)

@@ -9,7 +9,7 @@ of the shared weights, and all replicas start again from these (Douillard et al.
 
 The model may be exchanged in fragments, one after the other, and what was sent be applied some
 steps later, while training goes on; each replica then takes the mean of its own weights and the
-shared ones (Donchev et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm 2, with alpha = 0.5).
+shared ones ("Streaming DiLoCo", Douillard et al., arXiv 2501.18512, algorithm 2, with alpha = 0.5).
 
 A process with several replicas computes them in turn: from a replica's first micro-batch to its
 step its weights, buffers and optimizer state are in the place of the shared ones. Where a replica
@@ -158,9 +158,12 @@ class DiLoCo(Strategy):
             take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             return Wrapped(module=module, choices=choices)
-        turns = _Turns(module, run, self)
+        compress = None if run.settings.uncompressed else self.compress
+        turns = _Turns(module, run, replace(self, compress=compress))
         module.register_forward_pre_hook(_Hook(turns.before_forward))
         hooked: Any = module
+        if compress is not self.compress:
+            hooked.by_choice = f"differences of replicas are sent as {self.compress}"
         hooked.register_state_dict_pre_hook(_Hook(turns.show_shared))
         hooked.register_load_state_dict_pre_hook(_Hook(turns.forget))
         run.step.micro_batch_begins.append(turns.begin)
@@ -171,7 +174,7 @@ class DiLoCo(Strategy):
         if len(turns.own) == 1:
             where = f"each on {counted(each, 'process')}"
         size = sum(p.numel() * p.element_size() for p in turns.parameters)
-        pieces = f" as {self.compress}" * (self.compress is not None)
+        pieces = f" as {compress}" * (compress is not None)
         pieces += f" in {self.fragments} fragments" * (self.fragments > 1)
         later = f", applied {counted(self.delay, 'step')} later" * (self.delay > 0)
         rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
@@ -379,6 +382,9 @@ class _Turns:
                 "call optimizer.step() once for each batch of the loader",
             )
         self._put_present()
+        if self._step.current.replica is None and not self._unfinished:  # they train as one
+            self._average_buffers()
+            self._buffers.put(None)
         self._unfinished = True
         self._stepped.add(id(optimizer))
 
@@ -437,16 +443,13 @@ class _Turns:
         """All replicas have stepped."""
         self._unfinished = False
         number = self._step.number - self._options.start
-        if number <= 0:
-            self._average_buffers()
-        else:
-            for fragment, sent in list(self._sent.items()):
-                if sent.due <= self._step.number:
-                    self._apply(fragment)
-            for fragment in self._due(number):
-                self._send(fragment)
-                if not self._options.delay:
-                    self._apply(fragment)
+        for fragment, sent in list(self._sent.items()):
+            if sent.due <= self._step.number:
+                self._apply(fragment)
+        for fragment in self._due(number) if number > 0 else ():
+            self._send(fragment)
+            if not self._options.delay:
+                self._apply(fragment)
         self.show_shared()
 
     def _due(self, number: int) -> Iterator[int]:
@@ -539,6 +542,7 @@ class _Turns:
         if fragment == self._options.fragments - 1:
             self._average_buffers()
 
+    @torch.no_grad()
     def _average_buffers(self) -> None:
         """Shared buffers become the means of the replicas', and these begin again with them.
 

@@ -34,6 +34,8 @@ OWN_PROCESSES = (
 _WAY, _ENDED, _STEP = "way.pickle", "ended.json", "step"
 LEAST_STEPS = 3
 """They are compared however long they take."""
+_APART = "diloco"
+"""The strategy with other numbers than those of one model."""
 _LOOK_S = 0.2
 """Seconds between two looks at how far a run is."""
 _TAIL = 15
@@ -142,7 +144,15 @@ class Way:
     def alone(self, batch_times: int = 1) -> Way:
         """The reference: on one process."""
         whole = {"shares": None, "micro_batch_size": None}
-        return replace(self, name="1 process", nproc=1, batch_times=batch_times, instead=whole)
+        own = {"strategy": _APART} if self.apart else {}
+        name = "1 process" + f", strategy {_APART}" * self.apart
+        instead = {**whole, **own}
+        return replace(self, name=name, nproc=1, batch_times=batch_times, instead=instead)
+
+    @property
+    def apart(self) -> bool:
+        """It needs a reference that trains several replicas too."""
+        return self.instead.get("strategy") == _APART
 
     def environment(self) -> dict[str, str]:
         """Of the run's processes."""
