@@ -319,7 +319,11 @@ class _Turns:
     # The turns
 
     def begin(self) -> None:
-        """A micro-batch that opens a turn, or any other, is handed out."""
+        """A micro-batch is handed out.
+
+        Raises:
+            UsageError: some replicas have not made their step in the global batch before.
+        """
         present = self._step.current
         if present.first and self._unfinished:
             if not self._complete:
