@@ -145,11 +145,12 @@ def other_ways(
         return []  # how much of it is encoding is not known
     encode_s = encode_s or {}
     now = seen.sent_bytes(link.machines, hierarchical=seen.hierarchical)
-    # What is seen counts: sending that was hidden, and a link that carries less than was measured.
-    sending = now / link.bandwidth + 2 * link.latency_s
-    hidden = max(0.0, sending - seen.waiting_s)
-    slower = max(1.0, seen.waiting_s / sending)
-    real = Link(link.latency_s * slower, link.bandwidth / slower, link.machines)
+    # What is seen counts more than what was measured: all waiting was for what was sent, and no
+    # more of that was hidden than about the backward pass takes.
+    measured = now / link.bandwidth + 2 * link.latency_s
+    sending = min(max(measured, seen.waiting_s), seen.waiting_s + seen.compute_s / 2)
+    hidden, times = sending - seen.waiting_s, sending / measured
+    real = Link(link.latency_s * times, link.bandwidth / times, link.machines)
     summed = seen.sent_bytes(link.machines, hierarchical=True)
     ways = [] if seen.hierarchical or seen.local_size == 1 else [("hierarchical", summed, True)]
     ways += [("bf16", summed / 2, False), ("int8", summed * _OF_INT8, False)]
