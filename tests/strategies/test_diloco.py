@@ -378,6 +378,8 @@ def refused(case: str) -> None:
         else:
             net, optimizer = world.prepare(net, optimizer)
         loader = world.loader(tensors(10), 8)
+        if case == "memory":
+            world.memory(net, optimizer, loader, mean_loss)
         for number, batch in enumerate(loader):
             world.backward(mean_loss(net, batch))
             optimizer.step()
@@ -396,6 +398,7 @@ REFUSED = {
     "samples": (1, "a global batch of 2 samples for 4 replicas"),
     "optimizer": (1, "without a prepared loader and optimizer"),
     "twice": (1, "several steps of SGD in a global batch"),
+    "memory": (1, "steps of the replicas, which are not put back"),
     "left": (1, "left between the replicas of a global batch"),
 }
 

@@ -326,6 +326,12 @@ def _training_steps(
             "it is empty" if loader.steps == 0 else "a loop over it is running",
             "call it before the loop, with data for one global batch at least",
         )
+    if preparer.replicas is not None:
+        raise UsageError(
+            "world.memory with training steps under strategy='diloco'",
+            "they would be steps of the replicas, which are not put back",
+            "call world.memory(model, optimizer) to count without a step",
+        )
     return TrainingSteps(preparer, model, optimizer, loader, loss)
 
 
