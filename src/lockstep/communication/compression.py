@@ -9,8 +9,8 @@ Who sends is a *part*: a machine, where the ranks of each sum up in shared memor
 rank. What is lost, and so the numbers of a training, depends on how many parts there are.
 
 Torch has hooks of this kind (`torch.distributed.algorithms.ddp_comm_hooks`). With Gloo those for
-bf16 are refused, that for PowerSGD waits in Gloo's own threads and so for ever as soon as there are
-three buckets, and the quantizing ones raise; nor is their state part of a checkpoint.
+bf16 are refused, that for PowerSGD hung with many buckets (its callbacks wait in Gloo's own
+threads), and the quantizing ones raise; nor is their state part of a checkpoint.
 """
 
 from __future__ import annotations
