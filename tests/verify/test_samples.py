@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
-from test_causes import ONE, OTHER, RANDOM, THIRD, WHOLE, found, taken, two, update
+from test_causes import ALONE, ONE, OTHER, RANDOM, THIRD, WHOLE, codes, found, taken, two, update
+from test_causes import verdict as judged_as
 
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import (
@@ -262,6 +263,23 @@ def test_a_model_and_its_copy_that_were_met_in_another_order(alike: bool) -> Non
         assert same[0].frozen == ["Net/w"]
 
 
+@pytest.mark.parametrize("made_by_hand", [WHOLE, ONE])
+def test_parameters_that_agree_before_every_next_forward_pass(made_by_hand: np.ndarray) -> None:
+    one = [[replace(ALONE, begun=True)]] * 3
+    apart = [
+        replace(rank, begun=True) for rank in (update(ONE, taken(0, 1)), update(OTHER, taken(2, 3)))
+    ]
+    after = [replace(rank, rewritten={"w": 1 - 0.1 * made_by_hand}) for rank in apart]
+    judged = judged_as(one, [apart, after, after])
+    assert judged.word == ("EQUAL" if made_by_hand is WHOLE else "DIFFERENT")
+    late = [
+        apart,
+        after,
+        [replace(rank, held={"w": np.full(2, n)}) for n, rank in enumerate(after)],
+    ]
+    assert codes(one, late)[0] == ("LS304" if made_by_hand is WHOLE else "LS210")
+
+
 HEAD = """
 import torch
 import torch.distributed as dist
@@ -310,6 +328,14 @@ class Normed(nn.Module):
         hidden = self.net[0](data)
         return self.net[2]((hidden - hidden.mean(0)).tanh())
 """
+POOLED = """
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, graphs):
+        return torch.stack([self.net(nodes).mean(0) for nodes in graphs])
+"""
 SCRIPTS = {
     "right": ("net", "", PLAIN, ""),
     "labels": ("net", "", "labels = y[batch][: len(part)]; " + PLAIN, "LS112"),
@@ -338,6 +364,28 @@ SCRIPTS = {
     "hook": ("net", COMMUNICATION, PLAIN, "LS213"),
     "memory": ("Centred()", "", PLAIN, "LS309"),
     "coupled": ("Normed()", "", PLAIN, "LS208"),
+    "averaged parameters": (
+        "net",
+        "",
+        "[dist.all_reduce(p.data.div_(world)) for p in net.parameters()]; "
+        "loss = F.cross_entropy(net(data), labels)",
+        "",
+    ),
+    "parameters of rank 0": (
+        "net",
+        "",
+        "[dist.broadcast(p.data, 0) for p in net.parameters()]; "
+        "loss = F.cross_entropy(net(data), labels)",
+        "LS302",
+    ),
+    "nodes": (
+        "Pooled()",
+        "",
+        "part = batch if world == 1 else batch.split(7)[rank]; "
+        "data, labels = [x[i, None].repeat(2 + i % 4, 1) for i in part.tolist()], y[part]; "
+        + PLAIN,
+        "LS205",
+    ),
 }
 
 
@@ -346,9 +394,23 @@ def test_a_script_of_the_kind(name: str, tmp_path: Path) -> None:
     model, made, inner, code = SCRIPTS[name]
     script = tmp_path / "train.py"
     text = HEAD.format(model=model, made=made, inner=inner)
-    classes = {"Centred()": MEMORY, "Normed()": NORMED}.get(model, "")
+    classes = {"Centred()": MEMORY, "Normed()": NORMED, "Pooled()": POOLED}.get(model, "")
     script.write_text(text.replace("model = DDP", f"{classes}\nmodel = DDP"))
-    verdict = warm.verify(script, nproc=3 if name == "right" else 2).as_json()
+    judged = warm.verify(script, nproc=3 if name == "right" else 2)
+    verdict, lines = judged.as_json(), judged.lines()
     codes = [finding["code"] for finding in verdict["findings"]]
     assert verdict["verdict"] == ("DIFFERENT" if code else "EQUAL"), verdict["findings"]
     assert not code or codes[0].startswith(code), verdict["findings"]
+    agree = "before every next forward pass the parameters agree"
+    assert (agree in str(lines)) == (name == "averaged parameters")
+
+
+def test_an_average_that_leaves_out_what_another_optimizer_has(tmp_path: Path) -> None:
+    made = "first = torch.optim.Adam(net[0].parameters())"
+    text = HEAD.format(model="net", made=made, inner=PLAIN).replace("DDP(net)", "net")
+    text = text.replace("SGD(model.", "SGD(model[2].").replace("optimizer.zero", "model.zero")
+    average = "[dist.all_reduce(p.grad.div_(world)) for p in net[2].parameters()]"
+    text = text.replace("optimizer.step()", f"{average}; first.step(); optimizer.step()")
+    (script := tmp_path / "train.py").write_text(text)
+    (finding, *_) = warm.verify(script).as_json()["findings"]
+    assert (finding["code"], finding["names"]) == ("LS301", ["0.weight", "0.bias"])

@@ -287,11 +287,23 @@ def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
 
 def _others(case: Divergence, names: Sequence[str]) -> list[str]:
     """That gradients which DDP does not know are averaged, but for these, in words."""
-    rank = case.many[0]
-    left = _left(rank.local, rank.bare) if {*names} <= {*rank.bare} else {}
-    used = {n: rank.unclipped[n] for n in left if n not in names and n in rank.unclipped}
-    averaged = [n for n, a in used.items() if norm(flat({n: a - left[n]})) > case.exact * norm(a)]
+    bare, optimizer = {*case.many[0].bare}, case.many[0].optimizer
+    models, averaged = {_root(name) for name in names}, dict[str, None]()
+    # Other optimizers of the same models step shortly before or after.
+    most = len({update[0].optimizer for update in case.other})
+    near_by = case.other[max(0, case.update - most + 1) : case.update + most]
+    for rank in (update[0] for update in near_by if {*names} <= bare):
+        left = _left(rank.local, rank.bare)
+        of_it = [n for n in left if rank.optimizer == optimizer or _root(n) in models]
+        used = {n: rank.unclipped[n] for n in of_it if n not in names and n in rank.unclipped}
+        for name, array in used.items():
+            if norm(flat({name: array - left[name]})) > case.exact * norm(array):
+                averaged[name] = None
     return [f"those of others are averaged: {shown(_plain(averaged))}"] if averaged else []
+
+
+def _root(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) -> Cause:

@@ -86,6 +86,8 @@ class Forward:
     """The inputs themselves, one row a sample, where they are few."""
     targets: Array = field(default_factory=lambda: np.zeros((0, 2)))
     """What torch's loss functions were given for them."""
+    fits: bool = True
+    """The outputs, or all inputs, have as many rows, so that each row is a sample."""
 
 
 @dataclass(kw_only=True)
@@ -173,6 +175,10 @@ class RankUpdate:
     """As each backward pass of this rank left them, before they were averaged; may be empty."""
     parameters: Mapping[str, Array] = field(default_factory=dict)
     """After the update: those that the optimizer holds."""
+    begun: bool = False
+    """A training forward pass came before it, and after the update before."""
+    rewritten: Mapping[str, Array] = field(default_factory=dict)
+    """Parameters that were no longer what the last update had left when that pass began."""
     buffers: Mapping[str, Array] = field(default_factory=dict)
     """After the update."""
 
@@ -354,7 +360,7 @@ class Divergence:
 
 _BY_NAME = (
     *("initial", "held", "gradients", "unclipped", "parameters", "buffers"),
-    *("attributes", "entered", "state"),
+    *("attributes", "entered", "state", "rewritten"),
 )
 _FIRST = ("buffers", "parameters", "initial")
 _NAMES = ("bare", "not_averaged", "frozen", "evaluating")
@@ -509,7 +515,7 @@ def _differences(
     one: Update, many: Update, tolerance: Tolerance
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """What differs in an update, the names of it, and how many were compared: causes first."""
-    yield from _of_tensors("initial", one, many, tolerance)
+    yield from of_tensors("initial", one, many, tolerance)
     parted = many.replicas_that_differ()
     if parted:
         yield "replicas", parted, len(many.merged("held"))
@@ -524,14 +530,14 @@ def _differences(
     # What each rank clips alone is judged by what is made of it.
     clips = any(call.name == "clip" for rank in (*one, *many) for call in rank.calls)
     if clips and not many.ranks_that_differ("unclipped", tolerance):
-        yield from _of_tensors("unclipped", one, many, tolerance)
-    yield from _of_tensors("gradients", one, many, tolerance)
+        yield from of_tensors("unclipped", one, many, tolerance)
+    yield from of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
         yield "loss", (), 0
     if any(_rates_differ(one[0], rank, tolerance) for rank in many):
         yield "rates", (), 0
-    yield from _of_tensors("parameters", one, many, tolerance)
-    yield from _of_tensors("buffers", one, many, tolerance)
+    yield from of_tensors("parameters", one, many, tolerance)
+    yield from of_tensors("buffers", one, many, tolerance)
 
 
 def _kept_that_differ(one: Update, many: Update, tolerance: Tolerance) -> list[str]:
@@ -542,7 +548,7 @@ def _kept_that_differ(one: Update, many: Update, tolerance: Tolerance) -> list[s
     return [n for n in both if tolerance.differ(expected[n], found[n], scale_of(expected))]
 
 
-def _of_tensors(
+def of_tensors(
     what: str, one: Update, many: Update, tolerance: Tolerance
 ) -> Iterator[tuple[str, Iterable[str], int]]:
     """The arrays of a kind that are not the reference's on some rank, if any."""

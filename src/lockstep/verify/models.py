@@ -42,6 +42,8 @@ class Models:
         self.built: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         """Their parameters count also where no module has them."""
+        self.left: dict[str, Array] = {}
+        """Parameters as the last steps left them."""
         self.comm_hook = ""
         """The line of a communication hook that the script gave DDP."""
 

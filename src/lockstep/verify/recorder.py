@@ -372,11 +372,7 @@ class Recorder(Callback):
                     self._update.loss_options[f"{key} of {call.line}"] = sums_of(value)
         count = len(passes[0].seen.inputs) if passes else 0
         whole = [call.targets for call in calls if count and call.targets.numel()]
-        if (
-            whole
-            and all(not len(t) % count for t in whole if t.dim())
-            and all(map(Tensor.dim, whole))
-        ):
+        if whole and all(t.dim() and not len(t) % count for t in whole):
             passes[0].seen.targets = rows_of_tensors(whole, count)
 
     def _made_of(self, marks: Mapping[str, Any], before: int) -> None:
@@ -461,6 +457,8 @@ class Recorder(Callback):
             if not self.models.is_wrapped(module):
                 update.bare_line = update.bare_line or user_line() or ""
             update.entered = update.entered or self.models.attributes()
+            if not update.begun:
+                update.begun, update.rewritten = True, self._rewritten()
             if len(update.inputs) == len(update.losses):
                 seen = look_at(inputs, ids=())
                 self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
@@ -473,6 +471,11 @@ class Recorder(Callback):
             self._beside.present = self._begins(module, inputs)
         return self._patches.converted(inputs) if holds_tensors(module) else None
 
+    def _rewritten(self) -> dict[str, Array]:
+        left, named = self.models.left, self.models.parameters()
+        now = _arrays((n, p) for n, p in named if n in left and not is_sharded(p))
+        return {n: array for n, array in now.items() if not np.array_equal(array, left[n])}
+
     def _begins(self, module: nn.Module, inputs: Any) -> _Pass | None:
         count, parts = parts_of_samples(inputs)
         self._beside.calls += 1
@@ -481,7 +484,8 @@ class Recorder(Callback):
         name = f"{type(unwrap(module)).__name__}, forward pass {self._beside.calls}"
         shape = f"{parts[0].dtype} {list(parts[0].shape[1:])}"
         rows = rows_of_tensors(parts[:1], count), rows_of_tensors(parts[1:], count)
-        seen = Forward(model=name, shape=shape, inputs=rows[0], beside=rows[1])
+        alike = 1 < len(parts) == sum(t.dim() > 0 for t in tensors(inputs))
+        seen = Forward(model=name, shape=shape, inputs=rows[0], beside=rows[1], fits=alike)
         if 0 < parts[0].numel() <= _FEW_VALUES:
             seen.values = parts[0].detach().double().reshape(count, -1).cpu().clone().numpy()
         return _Pass(seen)
@@ -503,6 +507,7 @@ class Recorder(Callback):
         if not found:
             return
         present.outputs = found
+        present.seen.fits |= bool(whole) or any(not count or not len(t) % count for t in found)
         self._beside.forwards = [*self._beside.forwards, present][-_MOST_PIECES:]
         if len(whole) == len(found):
             present.seen.outputs = rows_of_tensors(whole, count)
@@ -599,6 +604,7 @@ class Recorder(Callback):
         self._last = replace(update)
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
+        self.models.left.update(update.parameters)
         self._writer.write(update, self._micro_batch.replica)
         self._taken[optimizer] += self._micro_batch.replica is None or self._micro_batch.last
         self._begun = min(self._begun, time.monotonic())

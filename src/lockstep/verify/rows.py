@@ -6,13 +6,13 @@ Samples are known by their inputs, so batches need no loader. Pure, as `compare`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from lockstep.verify.compare import Array, Forward, Update, largest
+from lockstep.verify.compare import Array, Forward, RankUpdate, Update, largest
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,29 @@ class Rows:
         most = _SAME_ROW * max(map(largest, both))
         found: Array = np.abs(both[0] - both[1]).max(axis=1, initial=0.0) > most
         return found
+
+
+def followed(updates: Sequence[Update], *others: Sequence[Update]) -> list[Update]:
+    """Updates without inputs whose rows are no samples, as those of a list of graphs are nodes.
+
+    Args:
+        updates: of one training.
+        others: of those with which it is compared; what fits on all ranks of all is followed.
+    """
+    forwards = [f for run in (updates, *others) for u in run for rank in u for f in rank.forwards]
+    unfit = {_class_of(forward) for forward in forwards if not forward.fits}
+    return [Update(_without(rank, unfit) for rank in u) for u in updates] if unfit else [*updates]
+
+
+def _class_of(forward: Forward) -> str:
+    return forward.model.partition(",")[0]
+
+
+def _without(rank: RankUpdate, unfit: Set[str]) -> RankUpdate:
+    inputs = [replace(taken, contents=()) for taken in rank.inputs]
+    taken = inputs if rank.taken == rank.inputs else rank.taken
+    kept = [forward for forward in rank.forwards if _class_of(forward) not in unfit]
+    return replace(rank, forwards=kept, inputs=inputs, taken=taken)
 
 
 def rows_of(one: Update, many: Update) -> list[Rows]:

@@ -23,9 +23,11 @@ from lockstep.verify.compare import (
     aligned,
     comparable,
     divergences,
+    of_tensors,
     tolerance_of,
 )
 from lockstep.verify.record import OWN_PROCESSES, Recorded
+from lockstep.verify.rows import followed
 from lockstep.verify.samples import repeated
 
 
@@ -150,6 +152,8 @@ class Verdict:
     other: Recorded
     findings: tuple[Finding, ...] = ()
     """The first one first, then what is known without the reference."""
+    rewritten: bool = False
+    """Parameters agree only by what the script makes of them between its steps."""
 
     @property
     def word(self) -> str:
@@ -177,6 +181,8 @@ class Verdict:
         head = f"{self.word:9}  {self.other.way.name}"
         if self.word == "EQUAL":
             lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
+            if self.rewritten:
+                lines.append(f"  but     {_REWRITTEN}")
             if chosen := self.other.by_choice:
                 lines.insert(0, f"DIFFERENT by choice: {chosen}; all else is compared without")
             if self.reference.until:
@@ -199,10 +205,67 @@ class Verdict:
         return [f"  equal   within {text} in {used.dtype}"]
 
 
+_REWRITTEN = (
+    "gradients differ, and parameters right after a step; before every next forward pass the "
+    "parameters agree (after the last step they are not compared)"
+)
+
+
+def _between_steps(
+    reference: Sequence[Update], other: Sequence[Update], tolerance: Tolerance
+) -> tuple[list[Update], list[Update]] | None:
+    """Both trainings with the parameters that their next forward passes begin with.
+
+    And without gradients where those parameters agree only by what was done by hand after the step,
+    as by averaging parameters instead of gradients: what is trained are the parameters. None: that
+    is nowhere so.
+    """
+    both = list(zip(reference, other, strict=False))
+    begins = [n for n, (one, many) in enumerate(both) if n and one[0].begun and many[0].begun]
+    changed: dict[int, tuple[Update, Update]] = {}
+    for number, (one, many) in enumerate(both):
+        after = next((both[n] for n in begins if n > number), None)
+        if any(of_tensors("parameters", one, many, tolerance)):
+            if after is not None:
+                settled = _settled(one, after[0]), _settled(many, after[1])
+                whole = all(r.parameters.keys() == one[0].parameters.keys() for r in many)
+                if whole and not any(of_tensors("parameters", *settled, tolerance)):
+                    changed[number] = settled
+            elif any(one[0].optimizer == both[n][0][0].optimizer for n in changed):
+                changed[number] = _settled(one, None), _settled(many, None)
+    if not changed:
+        return None
+    first, second = (
+        [changed[n][place] if n in changed else update for n, update in enumerate(run)]
+        for place, run in enumerate((reference, other))
+    )
+    return first, second
+
+
+def _settled(update: Update, after: Update | None) -> Update:
+    """Without gradients, with the parameters before the next forward pass; None: not known."""
+    return Update(
+        replace(
+            rank,
+            gradients={},
+            unclipped={},
+            held=rank.held if rank.begun else {},
+            parameters={}
+            if after is None
+            else {n: after[place].rewritten.get(n, a) for n, a in rank.parameters.items()},
+        )
+        for place, rank in enumerate(update)
+    )
+
+
 def judge(reference: Recorded, other: Recorded) -> Verdict:
     """Compares a run with the reference."""
     tolerance = tolerance_of(reference.updates, other.updates)
-    other = replace(other, updates=aligned(reference.updates, other.updates))
+    one, many = reference.updates, aligned(reference.updates, other.updates)
+    one, many = followed(one, many), followed(many, one)
+    rewritten = _between_steps(one, many, tolerance)
+    one, many = rewritten or (one, many)
+    reference, other = replace(reference, updates=one), replace(other, updates=many)
     count = comparable(reference.updates, other.updates, tolerance)
     if count < max(len(reference.updates), len(other.updates)):
         until = f"step {count}, as rounding has grown since to more than is passed over"
@@ -221,7 +284,7 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
         told = more.cause.code in {each.cause.code for each in found}
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
-    return Verdict(reference, other, tuple(found))
+    return Verdict(reference, other, tuple(found), rewritten is not None)
 
 
 def check_reference(
@@ -266,7 +329,7 @@ def _compared(reference: Recorded) -> str:
         f"{'the first' if reference.until else 'all'} {len(updates)} optimizer steps",
         f"{first.samples} samples each" if first.samples else "",
         "losses" if first.loss is not None else "",
-        f"{len(first.merged('gradients'))} gradients",
+        f"{len(first.merged('gradients'))} gradients" if first.merged("gradients") else "",
         f"{len(first.merged('parameters'))} parameters",
         f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
         "learning rates",
