@@ -7,7 +7,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-false-alarms house docs gpu clean
+.PHONY: train test check real lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-false-alarms house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -48,6 +48,10 @@ bench-start: $(VENV)/.installed
 
 bench-supervision: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_supervision.py
+
+bench-network: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_network.py --out benchmarks/results/network.json
+	$(BIN)/python benchmarks/bench_slow_network.py --out benchmarks/results/slow_network.json --picture docs/assets/slow_network.svg
 
 bench-false-alarms: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms

@@ -95,8 +95,8 @@ def time_alone(compress: Any, blocks: int) -> dict[str, Any]:
     return found
 
 
-def on_two_machines(mbits: int, blocks: int, steps: int) -> dict[str, Any]:
-    """What `time_all` has found, with a cable of so many Mb/s."""
+def on_two_machines(mbits: int | None, ranks: int, *script: str | Path) -> dict[str, Any]:
+    """What the script has written to a file, its last argument, on a cable of so many Mb/s."""
     names = [f"lockstep-bench-{os.getpid()}-{number}" for number in (0, 1)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -110,10 +110,11 @@ def on_two_machines(mbits: int, blocks: int, steps: int) -> dict[str, Any]:
                 for interface in ("lan", "lo"):
                     ip("-n", name, "link", "set", interface, "up")
                 shape = f"qdisc add dev lan root tbf rate {mbits}mbit burst 256kb latency 200ms"
-                subprocess.run(["tc", "-n", name, *shape.split()], check=True)
+                if mbits:
+                    subprocess.run(["tc", "-n", name, *shape.split()], check=True)
             command = [str(Path(sys.executable).with_name("lockstep")), "run", "--nnodes", "2"]
-            command += ["--nproc-per-node", "2", "--master-addr", ADDRESSES[0]]
-            script = [str(HERE), "--worker", str(blocks), str(steps), str(out)]
+            command += ["--nproc-per-node", str(ranks), "--master-addr", ADDRESSES[0]]
+            script = *script, out
             environ = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -161,7 +162,8 @@ def main() -> None:
     }
     print(f"{results['machine']}; torch {torch.__version__}; two machines, two ranks on each")
     for mbits in options.mbits:
-        found = on_two_machines(mbits, options.blocks, 1 if mbits < 1_000 else 4)
+        steps = 1 if mbits < 1_000 else 4
+        found = on_two_machines(mbits, 2, HERE, "--worker", str(options.blocks), str(steps))
         results["links"][str(mbits)] = found
         print(f"\n{mbits} Mb/s; largest difference of weights {found['largest difference']:.1e}")
         base = float(np.median(found["ddp"]["seconds"]))
