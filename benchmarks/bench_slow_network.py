@@ -390,6 +390,8 @@ def main() -> None:
         results.setdefault("load", {})[part] = os.getloadavg()[0]
         if out:
             out.write_text(json.dumps(results) + "\n")
+    if not {"curves", "links", "check"} <= results.keys():
+        return  # the table needs all parts
     lines = [f"{results['machine']}; load {results['load']}", ""]
     lines += [*table(results), "", *paces_of(results), "", *checked(results)]
     print("\n".join(lines))
