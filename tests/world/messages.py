@@ -76,7 +76,7 @@ MESSAGES: dict[str, str] = {
     ),
     "unknown strategy": (
         "strategy='pipelin'\n"
-        "  found: strategies are single, dp, ddp, fsdp, hsdp, pipeline\n"
+        "  found: strategies are single, dp, ddp, fsdp, hsdp, pipeline, diloco\n"
         "  do:    did you mean 'pipeline'?"
     ),
     "unknown precision": (

@@ -239,7 +239,8 @@ def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
     from lockstep.watchdog.first_failure import render
 
     folders = {process.rank: process.folder for process in attempt.processes}
-    records = {rank: read_record(folders[rank]) for rank in first.ranks}
+    ended = first.ranks if first.kind != "deadlock" else ()  # these were ended by the launcher
+    records = {rank: read_record(folders[rank]) for rank in ended}
     if any(record and record.type == NoMainGuard.__name__ for record in records.values()):
         return UsageError(
             was_set,

@@ -26,10 +26,10 @@ _CLASSES = {
     "Single": "lockstep.strategies.base",
     "DP": "lockstep.strategies.data_parallel.strategy",
     "DDP": "lockstep.strategies.ddp",
-    "DiLoCo": "lockstep.strategies.diloco",
     "FSDP": "lockstep.strategies.fsdp",
     "HSDP": "lockstep.strategies.fsdp",
     "Pipeline": "lockstep.strategies.pipeline.strategy",
+    "DiLoCo": "lockstep.strategies.diloco",
 }
 _NAMES = {name.lower(): name for name in _CLASSES}
 
