@@ -109,8 +109,10 @@ def on_two_machines(mbits: int | None, ranks: int, *script: str | Path) -> dict[
                 ip("-n", name, "addr", "add", f"{address}/24", "dev", "lan")
                 for interface in ("lan", "lo"):
                     ip("-n", name, "link", "set", interface, "up")
-                shape = f"qdisc add dev lan root tbf rate {mbits}mbit burst 256kb latency 200ms"
                 if mbits:
+                    burst = max(32, min(256, mbits // 16))  # half a millisecond, where it can be
+                    limit = f"rate {mbits}mbit burst {burst}kb latency 200ms"
+                    shape = f"qdisc add dev lan root tbf {limit}"
                     subprocess.run(["tc", "-n", name, *shape.split()], check=True)
             command = [str(Path(sys.executable).with_name("lockstep")), "run", "--nnodes", "2"]
             command += ["--nproc-per-node", str(ranks), "--master-addr", ADDRESSES[0]]

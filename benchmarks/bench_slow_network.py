@@ -294,28 +294,32 @@ def checked(results: dict[str, Any]) -> list[str]:
 
 
 def picture(results: dict[str, Any]) -> str:
-    """An SVG: the median loss over seeds against seconds on the slowest link."""
+    """An SVG: the median loss over seeds against seconds on the slowest link.
+
+    A seed that has ended at the target stays there.
+    """
     shown = ["ddp", "ddp bf16", "ddp int8", "ddp powersgd", "diloco every=50"]
     shown.append("diloco every=50, 4 fragments, delay 1")
     curves = {}
     for method in shown:
         made = results["curves"][method]
-        steps = min((each["steps"] for each in made), key=len)
+        steps = max((each["steps"] for each in made), key=len)
         curves[method] = [
             (
                 seconds_until(step, method, results["links"][SLOWEST]),
-                median(each["losses"][i] for each in made),
+                median(each["losses"][min(i, len(each["losses"]) - 1)] for each in made),
             )
             for i, step in enumerate(steps)
         ]
+    top = results["target"] + 0.8  # what comes before is steep and much the same
+    curves = {m: [each for each in points if each[1] <= top] for m, points in curves.items()}
     times = [x for points in curves.values() for x, _ in points]
-    losses = [y for points in curves.values() for _, y in points]
-    low, high, top = min(times), max(times), max(losses)
-    bottom = min(losses)
+    low, high = min(times), max(times)
+    bottom = min(y for points in curves.values() for _, y in points)
 
     def at(x: float, y: float) -> str:
         across = math.log(x / low) / math.log(high / low)
-        return f"{60 + 680 * across:.1f} {270 - 240 * (y - bottom) / (top - bottom):.1f}"
+        return f"{60 + 410 * across:.1f} {270 - 240 * (y - bottom) / (top - bottom):.1f}"
 
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="img" '
@@ -330,23 +334,23 @@ def picture(results: dict[str, Any]) -> str:
         lines.append(f'<text x="{x}" y="287" text-anchor="middle">{tick:g}</text>')
     for tenth in range(math.ceil(bottom * 5), math.floor(top * 5) + 1):
         y = at(low, tenth / 5).split()[1]
-        lines.append(f'<line class="g" x1="60" x2="740" y1="{y}" y2="{y}"/>')
+        lines.append(f'<line class="g" x1="60" x2="470" y1="{y}" y2="{y}"/>')
         lines.append(
             f'<text x="52" y="{float(y) + 4:.1f}" text-anchor="end">{tenth / 5:.1f}</text>'
         )
     y = at(low, results["target"]).split()[1]
     lines.append(
-        f'<line x1="60" x2="740" y1="{y}" y2="{y}" stroke="#1b1f24" stroke-dasharray="5 4"/>'
+        f'<line x1="60" x2="470" y1="{y}" y2="{y}" stroke="#1b1f24" stroke-dasharray="5 4"/>'
     )
     lines.append(f'<text x="64" y="{float(y) - 5:.1f}">target {results["target"]:.3f}</text>')
     for number, (method, points) in enumerate(curves.items()):
         path = ", ".join(at(*point) for point in points)
         lines.append(f'<polyline stroke="{PALETTE[number]}" points="{path}"/>')
         y = 44 + 18 * number
-        line = f'<line x1="470" x2="495" y1="{y}" y2="{y}" stroke-width="3"'
+        line = f'<line x1="485" x2="505" y1="{y}" y2="{y}" stroke-width="3"'
         lines.append(f'{line} stroke="{PALETTE[number]}"/>')
-        lines.append(f'<text x="502" y="{y + 4}">{method}</text>')
-    lines.append('<text x="400" y="315" text-anchor="middle">seconds at 100 Mb/s</text>')
+        lines.append(f'<text x="511" y="{y + 4}">{method}</text>')
+    lines.append('<text x="265" y="315" text-anchor="middle">seconds at 100 Mb/s</text>')
     lines.append('<text x="60" y="18">validation loss (median of seeds)</text></svg>')
     return "\n".join(lines) + "\n"
 
