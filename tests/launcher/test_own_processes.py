@@ -223,6 +223,10 @@ if __name__ == "__main__":
 # Torch's tutorial "Writing distributed applications"; before them a process that is no rank.
 BY_PROCESS = """
     context, port = mp.get_context("METHOD"), free_port()
+    early = context.Process(target=print)
+    early.start()
+    early.join()
+    early.close()
     waits = context.Event()
     processes = [context.Process(target=waits.wait, daemon=True)]
     processes += [context.Process(target=work, args=(rank, port)) for rank in range(2)]

@@ -285,7 +285,6 @@ def install_in_own_processes(folder: Path) -> None:
     What `mp.spawn` starts are ranks from the beginning, a `Process` is one when it opens a group.
     """
     calls = itertools.count()
-    started_together: list[multiprocessing.process.BaseProcess] = []
     together, script = folder, os.getpid()
 
     def started(
@@ -298,14 +297,15 @@ def install_in_own_processes(folder: Path) -> None:
 
     def start(process: multiprocessing.process.BaseProcess) -> None:
         nonlocal together
-        if os.getpid() == script:
-            if not any(other.is_alive() for other in started_together):
-                started_together.clear()
-                together = folder / f"own_{next(calls):06}"
-            started_together.append(process)
-            run = partial(_run_watched_in_group, together, process.run)
-            process.run = run  # type: ignore[method-assign]
+        if os.getpid() != script:
+            start_process(process)
+            return
+        if not multiprocessing.active_children():
+            together = folder / f"own_{next(calls):06}"
+        run = partial(_run_watched_in_group, together, process.run)
+        process.run = run  # type: ignore[method-assign]
         start_process(process)
+        del process.run  # it holds the process, which would outlive its use
 
     on_start_processes(started)
     start_process = multiprocessing.process.BaseProcess.start
