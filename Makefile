@@ -7,7 +7,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-false-alarms house docs gpu clean
+.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-false-alarms house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -20,6 +20,9 @@ check: lint types
 
 real: .venv-real/.installed
 	.venv-real/bin/python -m pytest -n 2 tests/real
+
+clusters: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/clusters  # needs root, openssh-server
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

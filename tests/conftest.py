@@ -67,14 +67,14 @@ def _temporary_files() -> set[str]:
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 
-_MARKERS = ("launcher", "netns", "ranks", "gpu", "real", "unit")
+_MARKERS = ("launcher", "netns", "ranks", "gpu", "real", "clusters", "unit")
 """In the order in which they run: the files that take longest must not be the last ones."""
 
 
 def _marker(path: Path) -> str:
     """What the tests of a file need. Only `unit` starts no process, which `_watch_forks` checks."""
-    if path.parent.name == "real":
-        return "real"
+    if path.parent.name in ("real", "clusters"):
+        return path.parent.name
     text = path.read_text(encoding="utf-8")
     if re.search(r"^from namespaces import", text, re.MULTILINE):
         return "netns"

@@ -10,6 +10,7 @@
     ├── RankFailedError             1   a process of `lockstep.launch` raised, died or was late
     ├── RanksDifferError            4   something that must be equal on all ranks is not
     └── JoinError                   3   the ranks did not come together
+        ├── HostError               3
         ├── MissingRankError        3
         ├── DuplicateRankError      3
         ├── WorldSizeError          3
@@ -138,6 +139,10 @@ class JoinError(LockstepError, RuntimeError):
     """The ranks did not come together."""
 
     exit_code = 3
+
+
+class HostError(JoinError):
+    """A machine of `lockstep run --hosts` on which the run cannot be started."""
 
 
 class MissingRankError(JoinError):

@@ -1,12 +1,23 @@
-"""`lockstep run`: starts a script on several processes of this machine."""
+"""`lockstep run`: starts a script on several processes, of this machine or of several."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lockstep.errors import SettingError
+from lockstep.launcher.hosts import (
+    HostsSpec,
+    check_flags,
+    forwarded,
+    parse_hosts,
+    run_on_hosts,
+)
 from lockstep.launcher.plan import HangRules, LaunchSpec, parse_flags
 from lockstep.launcher.worker import Script
 from lockstep.settings import seconds
@@ -95,6 +106,30 @@ def samples_or_auto(
     metavar="N|auto|gpu|cpu",
     help="Processes on this machine; auto: one a GPU, else one a core.  [default: 1]",
 )
+@click.option(
+    "--hosts",
+    metavar="A,B:N|FILE",
+    help="Machines to start on over ssh, with N processes each, or a hostfile (B slots=N).",
+)
+@click.option("--copy", is_flag=True, help="With --hosts: send them this folder by rsync.")
+@click.option(
+    "--on-lost",
+    type=click.Choice(["stop", "keep"]),
+    default="stop",
+    help="With --hosts: end the run when the connection to a machine is lost, or let it go on.",
+)
+@click.option(
+    "--forward-env",
+    multiple=True,
+    metavar="NAME",
+    help="With --hosts: a variable that all machines get, beside NCCL_... and the like.",
+)
+@click.option(
+    "--ssh",
+    default="ssh",
+    metavar="COMMAND",
+    help="With --hosts: how to call it, such as ssh -F F.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option(
@@ -154,13 +189,22 @@ def command(
     on_hang: str,
     hang_after: float,
     local_rank_argument: str | None,
-    **settings: str | float | None,
+    **settings: Any,
 ) -> None:
-    """Starts SCRIPT on several processes of this machine, and ends them all when one fails.
+    """Starts SCRIPT on several processes, and ends them all when one fails.
 
     The settings (--strategy to --ledger) reach `lockstep.init` in the script; a script that sets
     one itself to another value ends in an error.
     """
+    of_hosts = {name: settings.pop(name) for name in _OF_HOSTS}
+    if of_hosts["hosts"] is not None:
+        on_all = _on_hosts(ctx, (script, *args), of_hosts)
+        if dry_run:
+            click.echo(on_all.describe())
+        else:
+            _end(ctx, run_on_hosts(on_all, _say), script, args)
+        return
+    _only_with_hosts(ctx)
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
@@ -175,15 +219,66 @@ def command(
     if dry_run:
         click.echo(plan_run(spec).describe())
     else:
-        code = run_script(spec, lambda line: click.echo(f"lockstep: {line}", err=True))
-        names = {name for option in ctx.command.params for name in option.opts}
-        misplaced = [word for word in args if word.partition("=")[0] in names]
-        if code == 2 and misplaced:  # as argparse and click end for an argument they do not know
-            click.echo(
-                f"lockstep: {misplaced[0]} stands after {script}, so that the script was given it; "
-                "the options of lockstep run stand before the script",
-                err=True,
-            )
-        # All has been ended and said; Ctrl-C once more must not turn our code into another.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ctx.exit(code)
+        _end(ctx, run_script(spec, _say), script, args)
+
+
+_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
+
+
+def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> HostsSpec:
+    """What is to be started on several machines."""
+    from lockstep.launcher.script import check_script
+
+    check_flags(ctx.meta[_TORCHRUN])
+    check_script(Script(path=script[0], module=ctx.params["module"]))
+    return HostsSpec(
+        hosts=parse_hosts(given["hosts"]),
+        arguments=_given(ctx),
+        script=script,
+        module=ctx.params["module"],
+        torchrun=ctx.meta[_TORCHRUN],
+        nproc=ctx.params["nproc"] or "1",
+        environment=forwarded(os.environ, given["forward_env"]),
+        ssh=shlex.split(given["ssh"]),
+        copy=given["copy"],
+        keep=given["on_lost"] == "keep",
+    )
+
+
+def _only_with_hosts(ctx: click.Context) -> None:
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if given and param.name in _OF_HOSTS:
+            raise SettingError(param.opts[0], "there is no --hosts", "add it, or leave this out")
+
+
+def _given(ctx: click.Context) -> list[str]:
+    """The options that were given, as they are to be given to each machine's launcher."""
+    left_out = {*_OF_HOSTS, "nproc", "module", "dry_run"}
+    words = []
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if isinstance(param, click.Option) and given and param.name not in left_out:
+            value = ctx.params[str(param.name)]
+            if param.is_flag:
+                words += [(param.opts if value else param.secondary_opts)[0]]
+            else:
+                words += [param.opts[0], str(value)]
+    return words
+
+
+def _say(line: str) -> None:
+    click.echo(f"lockstep: {line}", err=True)
+
+
+def _end(ctx: click.Context, code: int, script: str, args: tuple[str, ...]) -> None:
+    names = {name for option in ctx.command.params for name in option.opts}
+    misplaced = [word for word in args if word.partition("=")[0] in names]
+    if code == 2 and misplaced:  # as argparse and click end for an argument they do not know
+        _say(
+            f"{misplaced[0]} stands after {script}, so that the script was given it; "
+            "the options of lockstep run stand before the script"
+        )
+    # All has been ended and said; Ctrl-C once more must not turn our code into another.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctx.exit(code)

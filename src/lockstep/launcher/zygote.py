@@ -305,7 +305,7 @@ class Server:
     def _part(self, parent: int) -> None:
         """In the copy: what it has from the zygote is given back."""
         signal.set_wakeup_fd(-1)
-        _die_with_parent(parent)
+        die_with_parent(parent)
         for descriptor in (self.wake, self.waker):
             os.close(descriptor)
         self.control.close()
@@ -426,7 +426,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent, of that id, ends; on Linux."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel knew
         os._exit(1)

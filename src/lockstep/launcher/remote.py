@@ -1,0 +1,206 @@
+"""The end of `lockstep run --hosts` on each machine: what ssh starts there.
+
+It does what the first machine asks for (`hosts`), which comes as lines of JSON on its standard
+input: it looks at what is here, lets the machines find each other, and then starts the launcher,
+whose output goes the same way as its own. Answers are lines of its standard output that begin with
+`MARK`; the last one says how the launcher ended.
+
+    {"folder", "script"}      this machine: versions, address, and what is missing
+    {"listen"}                the port at which the run will be served, which is free now
+    {"reach"}                 why an address and port cannot be reached; empty: they can
+    {"start", "environment", "keep"}   starts `lockstep` with these arguments
+    {"signal"}                passes a signal on
+    an empty line             the first machine is still there
+
+The end of its input, or silence for `SILENT_S`, means that the first machine or the way to it is
+gone: the launcher is then ended, and with it the ranks, unless the run is to go on (`keep`). The
+launcher ends too when this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lockstep import __version__
+from lockstep.distributed.network import address_reaching, is_loopback_address
+from lockstep.launcher.zygote import die_with_parent
+
+MARK = b"\x1elockstep "
+"""Before an answer; \\x1e is the record separator, as in RFC 7464."""
+SILENT_S = 12.0
+_REACH_S = 5.0
+_LOOK_S = 0.2
+_KILL_AFTER_S = 120.0
+"""A launcher that was asked to end and has not; it gives its ranks 10 seconds, if not told more."""
+_OUTSIDE = "203.0.113.1"
+"""Of the block set aside for documentation (RFC 5737): on the way to it lies the default route."""
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all machines of a run, by name."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Lockstep": __version__, "Python": python, "torch": torch}
+
+
+def missing_here(folder: str, script: str | None) -> str:
+    """Enters the run's folder; what is missing here, in words; empty: nothing."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    there = script is None or Path(script).exists()
+    return "" if there else f"{Path(folder, script or '')}: there is no such file"
+
+
+def look(request: dict[str, Any]) -> dict[str, Any]:
+    """This machine, as far as the first one must know it.
+
+    `own` is the address of this machine that the first one has reached, `first` the one from which
+    it came; both are empty where no ssh lies between them.
+    """
+    # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1).
+    client, _, server, _ = os.environ.get("SSH_CONNECTION", "   ").split(" ")
+    if not server or is_loopback_address(server):
+        server = address_reaching(_OUTSIDE) or ""
+    return {
+        "versions": versions(),
+        "missing": missing_here(request["folder"], request["script"]),
+        "own": server,
+        "first": client,
+    }
+
+
+def listen(port: int, instead: bool) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Listens at a port; where it is taken and `instead`, at any other."""
+    ipv6 = socket.has_dualstack_ipv6()
+    options: dict[str, Any] = {"dualstack_ipv6": ipv6}
+    if ipv6:
+        options["family"] = socket.AF_INET6
+    try:
+        found = socket.create_server(("", port), **options)
+    except OSError as error:
+        return listen(0, False) if instead else (None, {"error": error.strerror})
+    return found, {"port": found.getsockname()[1]}
+
+
+def why_unreachable(address: str, port: int) -> str:
+    """Why nothing can be reached there, in words; empty: it can."""
+    try:
+        socket.create_connection((address, port), timeout=_REACH_S).close()
+    except OSError as error:
+        return error.strerror or f"no answer within {_REACH_S:g} s"
+    return ""
+
+
+class Input:
+    """The lines that come; nothing is read further than to the end of the last one."""
+
+    def __init__(self) -> None:
+        self._unfinished = b""
+        self._heard = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was heard for too long."""
+        return time.monotonic() - self._heard > SILENT_S
+
+    def lines(self, timeout: float) -> list[dict[str, Any]] | None:
+        """The messages that come within so many seconds, or have come; None: there will be none."""
+        if not select.select([0], [], [], timeout)[0]:
+            return []
+        data = os.read(0, 1 << 16)
+        self._heard = time.monotonic()
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        return [json.loads(line) for line in lines if line] if data else None
+
+
+def answer(**values: object) -> None:
+    """Sends an answer; it may be that nobody is there any more."""
+    with contextlib.suppress(OSError):
+        os.write(1, MARK + json.dumps(values).encode() + b"\n")
+
+
+def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Starts the launcher, which ends with this process."""
+    parent = os.getpid()
+    environment = {**os.environ, **request["environment"]}
+    # What the environment of this Python has installed as commands, such as ninja.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *request["start"]],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: die_with_parent(parent),
+    )
+
+
+def watch(
+    launcher: subprocess.Popen[bytes],
+    requests: Input,
+    messages: list[dict[str, Any]] | None,
+    *,
+    keep: bool,
+) -> int:
+    """Does what the first machine asks for until the launcher has ended; its exit code."""
+    there, kill_at = True, float("inf")
+    while (code := launcher.poll()) is None:
+        for message in messages or ():
+            launcher.send_signal(signal.Signals[message["signal"]])
+        if there:
+            messages = requests.lines(_LOOK_S)
+            there = messages is not None and not requests.silent
+            if not there and not keep:
+                launcher.send_signal(signal.SIGTERM)
+                kill_at = time.monotonic() + _KILL_AFTER_S
+        else:
+            messages = None
+            time.sleep(_LOOK_S)
+        if time.monotonic() > kill_at:
+            launcher.kill()
+    return code if code >= 0 else 128 - code
+
+
+def main() -> int:
+    """Serves the first machine until the launcher has ended, or the first machine is gone."""
+    requests, listener = Input(), None
+    while (messages := requests.lines(SILENT_S)) is not None and not requests.silent:
+        while messages:
+            message = messages.pop(0)
+            if "folder" in message:
+                answer(**look(message))
+            elif "listen" in message:
+                listener, found = listen(message["listen"], message["instead"])
+                answer(**found)
+            elif "reach" in message:
+                answer(why=why_unreachable(*message["reach"]))
+            elif "start" in message:
+                if listener is not None:
+                    listener.close()
+                # Not ignored, which the launcher would inherit.
+                for number in (signal.SIGHUP, signal.SIGINT):
+                    signal.signal(number, lambda *_: None)
+                launcher = start(message)
+                code = watch(launcher, requests, messages, keep=message["keep"])
+                answer(exit=code)
+                return code
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""`lockstep run --hosts`, without ssh: what the command line says, and two machines that are this
+one by two of its addresses. tests/clusters has real servers."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from launched import launch
+
+from lockstep.errors import SettingError
+from lockstep.launcher.hosts import (
+    Host,
+    HostsSpec,
+    check_flags,
+    forwarded,
+    parse_hosts,
+    ssh_failure,
+)
+
+PYTHON = "/env/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", [Host("node1")]),
+        ("node1,node2:4", [Host("node1"), Host("node2", "4")]),
+        ("me@node1:auto, node2", [Host("me@node1", "auto"), Host("node2")]),
+        ("[fe80::1]:2,10.0.0.1:gpu", [Host("[fe80::1]", "2"), Host("10.0.0.1", "gpu")]),
+    ],
+)
+def test_a_list_of_hosts(text: str, hosts: list[Host]) -> None:
+    assert parse_hosts(text) == hosts
+
+
+def test_a_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(
+        "# ours\nnode1 slots=4\n\n  node2   # as --nproc says\nme@node3 slots = 2 max-slots=8\n"
+    )
+    assert parse_hosts(str(file)) == [Host("node1", "4"), Host("node2"), Host("me@node3", "2")]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "-oProxyCommand=x", "a:0", "a:-1", "a b", "a;b", "a:4:4", "a,a:2"]
+)
+def test_what_is_no_host(text: str) -> None:
+    with pytest.raises(SettingError, match="--hosts"):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize("line", ["node1 slots=x", "node1 slots=0", "node1 cores=4", "-a", ""])
+def test_what_is_no_hostfile(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hosts").write_text(f"{line}\n")
+    with pytest.raises(SettingError, match="--hosts"):
+        parse_hosts(str(tmp_path / "hosts"))
+
+
+def test_the_address_of_a_host() -> None:
+    assert [Host(n).address for n in ("a", "me@a", "me@[fe80::1]")] == ["a", "a", "fe80::1"]
+    assert Host("localhost").here
+    assert not Host("203.0.113.7").here
+
+
+@pytest.mark.parametrize(
+    "flag", ["--nnodes", "--node-rank", "--node_rank", "--rdzv-endpoint", "--standalone"]
+)
+def test_flags_that_contradict(flag: str) -> None:
+    with pytest.raises(SettingError, match="with --hosts"):
+        check_flags(["--max-restarts", "1", flag, "2"])
+    check_flags(["--max-restarts", "1", "--master-port", "2"])
+
+
+def test_the_variables_that_are_sent() -> None:
+    environ = {
+        "LOCKSTEP_SEED": "1",
+        "LOCKSTEP_TOKEN": "t",
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/x",
+        "A": "b",
+    }
+    assert forwarded(environ, ()) == {"LOCKSTEP_SEED": "1", "NCCL_DEBUG": "INFO"}
+    assert forwarded(environ, ("A",))["A"] == "b"
+    with pytest.raises(SettingError, match="it is not set"):
+        forwarded(environ, ("B",))
+
+
+def test_what_each_machine_starts() -> None:
+    spec = HostsSpec(
+        hosts=parse_hosts("a:2,b"),
+        arguments=("--on-hang", "report"),
+        script=("train.py", "--lr", "1"),
+        torchrun=("--master-port", "77", "--max-restarts", "3"),
+        nproc="auto",
+        environment={},
+    )
+    assert spec.launcher(1, "10.0.0.1", 77) == [
+        "run",
+        "--nproc=auto",
+        "--nnodes=2",
+        "--node-rank=1",
+        "--master-addr=10.0.0.1",
+        "--master-port=77",
+        "--on-hang",
+        "report",
+        "--max-restarts",
+        "3",
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    assert "ssh -T -o BatchMode=yes" in spec.describe()
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "do"),
+    [
+        (
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "not the one that this machine knows",
+            "ssh-keygen -R node1",
+        ),
+        ("Host key verification failed.", "not known here", "ssh me@node1"),
+        ("me@node1: Permission denied (publickey).", "without a password", "ssh-copy-id me@node1"),
+        ("ssh: Could not resolve hostname node1: Name", "no such name", "spelling"),
+        ("ssh: connect to host node1 port 22: Connection refused", "nothing listens", "sshd"),
+        ("ssh: connect to host node1 port 22: Connection timed out", "not answer", "ping node1"),
+        ("ssh: connect to host node1 port 22: No route to host", "not answer", "ping node1"),
+        (f"bash: line 1: {PYTHON}: No such file or directory", f"{PYTHON} cannot", "same path"),
+        (f"zsh:1: no such file or directory: {PYTHON}", f"{PYTHON} cannot", "same path"),
+        (f"exec: {PYTHON}: Permission denied", f"{PYTHON} cannot", "same path"),
+        (f"fish: Unknown command: {PYTHON}", f"{PYTHON} cannot", "same path"),
+        (f"{PYTHON}: No module named 'lockstep'", "has no Lockstep", "same environment"),
+        (f"{PYTHON}: No module named lockstep.launcher.remote", "is older", "same version"),
+        ("Unknown option: -P", "has no Lockstep", "same environment"),
+        ("bash: rsync: command not found", "no rsync", "install rsync"),
+        ("first\nsomething else\n\n", "exit code 255: something else", f"ssh me@node1 {PYTHON}"),
+        ("", "exit code 255: no word", f"ssh me@node1 {PYTHON}"),
+    ],
+)
+def test_what_ssh_says_is_explained(said: str, found: str, do: str) -> None:
+    explained = ssh_failure(Host("me@node1"), 255, said, PYTHON)
+    assert found in explained[0]
+    assert do in explained[1]
+
+
+def test_an_ssh_that_does_not_answer() -> None:
+    assert ssh_failure(Host("node1"), None, "", PYTHON)[0] == "no answer within 25 s: no word"
+
+
+def test_flags_of_several_machines_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = launch(["run", "--copy", "train.py"], tmp_path)
+    assert done.returncode == 2
+    assert "--copy\n  found: there is no --hosts" in done.stderr
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+node, seed = os.environ["GROUP_RANK"], os.environ["LOCKSTEP_SEED"]
+print("SUM", total.item(), "NODE", node, seed, flush=True)
+dist.barrier()
+if dist.get_rank() == 2:
+    raise ValueError("planted")
+dist.barrier()
+"""
+
+
+def test_a_run_over_two_launchers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    hosts = ["--hosts", "127.0.0.1:2,127.0.0.2", "--seed", "5"]
+    done = launch(["run", *hosts, "train.py"], tmp_path, env={**os.environ, "NCCL_DEBUG": "WARN"})
+    assert done.returncode == 1, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[127.0.0.1] [rank 0] SUM 3.0 NODE 0 5",
+        "[127.0.0.1] [rank 1] SUM 3.0 NODE 0 5",
+        "[127.0.0.2] [rank 2] SUM 3.0 NODE 1 5",
+    ]
+    assert len(re.findall("FIRST FAILURE: rank 2", done.stderr)) == 1
