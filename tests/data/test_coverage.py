@@ -68,7 +68,7 @@ def hand_out(
                 begin, end = part[number]
                 micro = MicroBatch(first=j == 0, last=j == len(parts) - 1)
                 samples = spoil(number, position, batch[begin:end])
-                rank.add(epoch, position, samples, micro)
+                rank.add(epoch, position, samples, micro, batch)
 
 
 def three() -> list[Coverage]:
@@ -97,10 +97,10 @@ def test_a_pass_that_was_broken_off_does_not_count():
     ranks = three()
     for rank in ranks:
         rank.begin(0, 0, PLAN)
-        rank.add(0, 0, PLAN[0], WHOLE)
+        rank.add(0, 0, PLAN[0], WHOLE, PLAN[0])
     hand_out(ranks, plan_epoch(1000, 7, seed=3, epoch=1), 1)
     for rank in ranks:
-        rank.add(0, len(PLAN) - 1, PLAN[0], WHOLE)  # the pass around it goes on
+        rank.add(0, len(PLAN) - 1, PLAN[0], WHOLE, PLAN[0])  # the pass around it goes on
     assert settle(ranks) == [None] * 3
 
 
@@ -109,7 +109,7 @@ def test_ranks_of_one_pipeline_get_the_same_part():
     for rank in ranks:
         rank.begin(0, 0, PLAN)
         for position in range(len(PLAN)):
-            rank.add(0, position, PLAN[position], WHOLE)
+            rank.add(0, position, PLAN[position], WHOLE, PLAN[position])
     assert settle(ranks, counting=1) == [None] * 3
 
 
@@ -134,6 +134,29 @@ def test_what_is_missing_or_doubled_is_found_on_all_ranks(spoil, code, epoch):
             hand_out(ranks, plan_epoch(1000, 7, epoch=later), later)
             errors = settle(ranks)
     assert all(isinstance(error, DataError) and error.code == code for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("handed", "code"),
+    [([0, 1, 3], "LS102"), ([0, 1, 1, 3], "LS101"), ([0, 1, 2, 2, 3], "LS101")],
+)
+def test_a_global_batch_that_all_ranks_skip_or_repeat(handed, code):
+    plan, (rank,) = plan_epoch(16, 4), (ranks := [Coverage(None, None)])
+    rank.begin(0, 0, plan)
+    for position in handed:
+        rank.add(0, position, plan[position], WHOLE, plan[position])
+    (error,) = settle(ranks)
+    assert (error and error.code) == code
+
+
+def test_a_long_pass_is_added_up_as_it_goes_on():
+    ranks, plan = three(), plan_epoch(50_000, 60, seed=1)
+    hand_out(ranks, plan)
+    samples = np.concatenate(list(plan.batches()))
+    for tallies in (rank._tallies for rank in ranks):
+        assert tallies[0].tolist() == [50_000, checksum(samples)]
+    assert sum(rank._tallies[1, 0] for rank in ranks) == 50_000
+    assert settle(ranks) == [None] * 3
 
 
 def test_other_orders_are_found_on_all_ranks():

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.data.batch_plan import plan_epoch
 from lockstep.data.fetch import Fetch
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source, make_source
@@ -161,6 +165,53 @@ def test_a_position_in_other_data_is_refused(changed, name):
     state = make(numbers(23, 6)).state_dict()
     with pytest.raises(CheckpointError, match=name):
         make(numbers(*changed)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("length", [10**12, sys.maxsize])
+def test_a_dataset_of_any_length_begins_at_once_in_bounded_memory(length):
+    source = numbers(length, 1000)
+    expected = plan_epoch(length, 1000, seed=3)
+    steps = -(-length // 1000)
+    tracemalloc.start()
+    try:
+        loaders = [make(source, rank, 2, sample_rng=False) for rank in range(2)]
+        assert len(loaders[0]) == loaders[0].steps == steps
+        passes = [iter(loader) for loader in loaders]
+        for step, parts in enumerate(islice(zip(*passes, strict=True), 40)):
+            assert torch.cat(parts).tolist() == expected[step].tolist()
+            for loader in loaders:
+                loader._step.mark_stepped()
+        state = loaders[1].state_dict()
+        assert (state["epoch"], state["step"]) == (0, 40)
+        three = [make(source, rank, 3, sample_rng=False) for rank in range(3)]
+        for loader in three:
+            loader.load_state_dict(state | {"step": steps - 2})
+        rest = [torch.cat(parts).tolist() for parts in zip(*three, strict=True)]
+        assert rest == [expected[step].tolist() for step in (steps - 2, steps - 1)]
+        with torch.no_grad():
+            assert next(iter(make(source, 1, 2))).tolist() == expected[0][500:].tolist()
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.ranks  # workers of loaders
+def test_workers_read_a_dataset_of_any_length():
+    loader = make(numbers(10**12, 10, options={"num_workers": 2}))
+    expected = plan_epoch(10**12, 10, seed=3)
+    for step, batch in enumerate(islice(loader, 5)):
+        assert batch.tolist() == expected[step].tolist()
+
+
+def test_a_position_in_an_order_that_was_drawn_whole_is_refused():
+    loader = make(numbers(20_000, 10))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    del state["version of the order"]
+    with pytest.raises(CheckpointError, match="version of the order is 1"):
+        loader.load_state_dict(state)
+    for unchanged in (numbers(16_384, 10), numbers(20_000, 10, shuffle=False)):
+        assert "version of the order" not in make(unchanged).state_dict()
 
 
 def test_the_state_is_left_as_it_was():

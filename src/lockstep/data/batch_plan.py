@@ -15,9 +15,9 @@ BatchNorm, whose statistics are those of a micro-batch, independent of that numb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,57 @@ from lockstep.errors import DataError, SettingError, counted
 from lockstep.settings import is_whole_number
 
 Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+_AT_ONCE = 2**14
+"""Indices that are computed at a time; the order of no more samples than these is drawn whole."""
+_ROUNDS = 6
+_GAMMA, _MIX_1, _MIX_2, _30, _27, _31, _32 = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31, 32)
+)
+"""Of SplitMix64, and the half of a word."""
 
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
     """The global batches of one epoch: `plan[t]` holds the sample indices of batch t, in order."""
+
+    samples: int
+    """Used in the epoch."""
+    batch_size: int
+    read: Callable[[int, int], Indices]
+    """The sample indices from one place of the order on, to before another."""
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __getitem__(self, step: int) -> Indices:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        begin = step * self.batch_size
+        return self.read(begin, min(begin + self.batch_size, self.samples))
+
+    def batches(self, start: int = 0) -> Iterator[Indices]:
+        """The global batches from one on; the indices of several are computed together."""
+        span = max(1, _AT_ONCE // self.batch_size) * self.batch_size
+        for begin in range(start * self.batch_size, self.samples, span):
+            indices = self.read(begin, min(begin + span, self.samples))
+            for at in range(0, len(indices), self.batch_size):
+                yield indices[at : at + self.batch_size]
+
+    def sizes(self, start: int = 0) -> set[int]:
+        """How large the global batches from one on are."""
+        full, rest = divmod(self.left(start), self.batch_size)
+        return {size for size in (full and self.batch_size, rest) if size}
+
+    def left(self, start: int) -> int:
+        """Samples of the global batches from one on."""
+        return max(0, self.samples - start * self.batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class CustomPlan:
+    """The global batches of one epoch, as an `EpochPlan`, in an order of the user's own."""
 
     order: Indices
     """Sample indices, shape `(samples used in the epoch,)`."""
@@ -45,6 +91,21 @@ class EpochPlan:
             raise IndexError(step)
         return self.order[self.bounds[step] : self.bounds[step + 1]]
 
+    def batches(self, start: int = 0) -> Iterator[Indices]:
+        """The global batches from one on."""
+        return (self[step] for step in range(start, len(self)))
+
+    def sizes(self, start: int = 0) -> set[int]:
+        """How large the global batches from one on are."""
+        return set(np.diff(self.bounds[start:]).tolist())
+
+    def left(self, start: int) -> int:
+        """Samples of the global batches from one on."""
+        return int(self.bounds[-1] - self.bounds[start])
+
+
+Plan = EpochPlan | CustomPlan
+
 
 def plan_epoch(
     length: int,
@@ -57,8 +118,11 @@ def plan_epoch(
 ) -> EpochPlan:
     """The global batches of one epoch, from nothing but its arguments.
 
+    The order of a large dataset is never drawn as a whole: time and memory do not depend on its
+    length.
+
     Args:
-        length: samples in the dataset.
+        length: samples in the dataset, up to `sys.maxsize`.
         batch_size: samples in a global batch; the last one is shorter when it does not divide
             `length`, or left out with `drop_last`.
         seed: of the run.
@@ -72,31 +136,96 @@ def plan_epoch(
     check_batch_size(batch_size)
     if length < 0:
         raise DataError(f"a dataset of length {length}", "a length is at least 0", "fix __len__")
-    order = shuffled(length, seed=seed, epoch=epoch) if shuffle else np.arange(length)
-    return cut(order, batch_size, drop_last=drop_last)
+    used = length - length % batch_size if drop_last else length
+    if not shuffle:
+        return EpochPlan(used, batch_size, partial(np.arange, dtype=np.int64))
+    if not permutes(length):
+        order = shuffled(length, seed=seed, epoch=epoch)
+        return EpochPlan(used, batch_size, lambda begin, end: order[begin:end])
+    keys = _words(seed, epoch, _ROUNDS)
+    return EpochPlan(used, batch_size, lambda begin, end: permuted(begin, end, length, keys))
 
 
-def cut(order: Indices, batch_size: int, *, drop_last: bool) -> EpochPlan:
+def cut(order: Indices, batch_size: int, *, drop_last: bool) -> CustomPlan:
     """Consecutive global batches of a given order."""
     steps = batches_in_epoch(len(order), batch_size, drop_last=drop_last)
     bounds = np.minimum(np.arange(steps + 1, dtype=np.int64) * batch_size, len(order))
-    return EpochPlan(order[: bounds[-1]], bounds)
+    return CustomPlan(order[: bounds[-1]], bounds)
 
 
 def batches_in_epoch(length: int, batch_size: int, *, drop_last: bool) -> int:
     """Global batches, and so optimizer steps, in an epoch."""
-    return length // batch_size if drop_last else math.ceil(length / batch_size)
+    return length // batch_size if drop_last else -(-length // batch_size)
+
+
+def _words(seed: int, epoch: int, count: int) -> Words:
+    """Random 64-bit words, the same on every machine and with every version of numpy.
+
+    numpy promises stable streams for the raw output of its bit generators, not for
+    `Generator.permutation` (NEP 19); a run resumed next year must see the same order.
+    """
+    return np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
 
 
 def shuffled(length: int, *, seed: int, epoch: int) -> Indices:
-    """A permutation of `range(length)` that is the same on every machine and numpy version.
-
-    numpy promises stable streams for the raw output of its bit generators, not for
-    `Generator.permutation` (NEP 19); a run resumed next year must see the same order, so the raw
-    words are the sort keys.
-    """
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    """A permutation of `range(length)` that is drawn as a whole: random words, sorted."""
+    words = _words(seed, epoch, length)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def permutes(length: int) -> bool:
+    """Whether a shuffled dataset of this length is ordered by `permuted`, not by `shuffled`.
+
+    A Feistel network over a handful of indices cannot give all their orders equally often.
+    """
+    return length > _AT_ONCE
+
+
+def permuted(begin: int, end: int, length: int, keys: Words) -> Indices:
+    """What stands at the places from `begin` to before `end` in a permutation of `range(length)`.
+
+    A generalized Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains", methods 2 and 3). A place is a cell of a table of `a` columns and `b`
+    rows, about the square root of `length` each. A round moves a cell along its row by a number
+    that depends on the row and the key, the next along its column. The table has less than one row
+    more than it needs; who lands there goes on until he is back.
+
+    Args:
+        begin: at least 0.
+        end: at most `length`.
+        length: from 1 to `sys.maxsize`.
+        keys: one random word a round, an even number.
+
+    Returns:
+        Shape `(end - begin,)`.
+    """
+    values = _cross(np.arange(begin, end, dtype=np.uint64), length, keys)
+    while len(outside := np.flatnonzero(values >= np.uint64(length))):
+        values[outside] = _cross(values[outside], length, keys)
+    return values.astype(np.int64)
+
+
+def _cross(cells: Words, length: int, keys: Words) -> Words:
+    """All rounds, once. What a round moves by is the output of SplitMix64 (Steele et al. 2014)."""
+    columns = math.isqrt(length - 1) + 1
+    a, b = np.uint64(columns), np.uint64(-(-length // columns))
+    y = cells // a
+    x, h, t = cells - y * a, np.empty_like(cells), np.empty_like(cells)
+    for key in keys:
+        np.multiply(y, _GAMMA, out=h)
+        h += key
+        h ^= np.right_shift(h, _30, out=t)
+        h *= _MIX_1
+        h ^= np.right_shift(h, _27, out=t)
+        h *= _MIX_2
+        h ^= np.right_shift(h, _31, out=t)
+        h >>= _32  # from here on: the upper half as a number in range(a)
+        h *= a
+        h >>= _32
+        x += h
+        np.minimum(x, np.subtract(x, a, out=t), out=x)  # modulo a: what is below 0 wraps round
+        x, y, a, b = y, x, b, a
+    return y * a + x
 
 
 @lru_cache(maxsize=256)

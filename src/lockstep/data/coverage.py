@@ -10,28 +10,56 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler, SequentialSampler
 
-from lockstep.data.batch_plan import EpochPlan, Indices
+from lockstep.data.batch_plan import CustomPlan, Indices, Plan
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError, name_ranks, warn
 from lockstep.step import MicroBatch
 
 _FIRST_PASSES = 2
 _STEPS = 1000
+_AT_ONCE = 2**14
+"""Samples that are added up at a time."""
+_NONE = np.empty(0, np.int64)
 _BY_CHANCE = 10
 """Distinct samples from which on a random order comes twice in less than one of a million cases."""
 
 
-class _OpenPass(NamedTuple):
-    epoch: int
-    start: int
-    plan: EpochPlan
-    delivered: list[Indices]
+class _OpenPass:
+    """A pass that goes on. Indices are added up some thousands at a time, and let go of."""
+
+    def __init__(self, epoch: int, start: int, plan: Plan) -> None:
+        self.epoch, self.start, self.plan = epoch, start, plan
+        self.next = start
+        """The global batch of the plan that comes next."""
+        self.order = 0
+        """A CRC-32 over the plan's samples, in their order."""
+        self.tallies = np.zeros((2, 2), np.uint64)
+        """Planned and delivered: how many samples, and their checksum."""
+        self._waiting: tuple[list[Indices], list[Indices]] = ([], [])
+        self._count = 0
+
+    def add(self, position: int, samples: Indices, micro: MicroBatch, whole: Indices) -> None:
+        """What this rank gets of a micro-batch, and the whole global batch."""
+        planned, delivered = self._waiting
+        delivered.append(samples)
+        if micro.last and position == self.next:
+            planned.append(whole)
+            self.next += 1
+            self._count += len(whole)
+            if self._count >= _AT_ONCE:
+                self.count()
+
+    def count(self) -> None:
+        """Adds up what waits."""
+        planned, delivered = (np.concatenate([_NONE, *some]) for some in self._waiting)
+        self.tallies += [_tally(planned), _tally(delivered)]
+        self.order = zlib.crc32(planned.data, self.order)
+        self._waiting, self._count = ([], []), 0
 
 
 class Coverage:
@@ -59,20 +87,35 @@ class Coverage:
         self._passes = self._steps = 0
         self._due = self._said_alone = False
 
-    def begin(self, epoch: int, start: int, plan: EpochPlan) -> None:
+    def begin(self, epoch: int, start: int, plan: Plan) -> None:
         """A pass that trains begins, at a global batch of its plan."""
-        self._open = _OpenPass(epoch, start, plan, [])
-        if not self._may_repeat:
+        self._open = _OpenPass(epoch, start, plan)
+        if not self._may_repeat and isinstance(plan, CustomPlan):
             now = epoch, zlib.crc32(np.ascontiguousarray(plan.order).data)
             if self._last is not None and now == (self._last[0] + 1, self._last[1]):
                 self._warn_of_repetition(epoch, plan.order)
             self._last = now
 
-    def add(self, epoch: int, position: int, samples: Indices, micro: MicroBatch) -> None:
-        """A micro-batch of a pass is delivered on this rank."""
+    def add(
+        self,
+        epoch: int,
+        position: int,
+        samples: Indices,
+        micro: MicroBatch,
+        whole: Indices | None,
+    ) -> None:
+        """A micro-batch of a pass is delivered on this rank.
+
+        Args:
+            epoch: of the pass.
+            position: its global batch, of the epoch.
+            samples: this rank's of it, shape `(n,)`.
+            micro: the micro-batch.
+            whole: the samples of its global batch on all ranks; None: of a stream.
+        """
         found = self._open
-        if found is not None and found.epoch == epoch:
-            found.delivered.append(samples)
+        if found is not None and whole is not None and found.epoch == epoch:
+            found.add(position, samples, micro, whole)
             if micro.last and position == len(found.plan) - 1:
                 self._end(found)
 
@@ -125,9 +168,10 @@ class Coverage:
 
     def _end(self, done: _OpenPass) -> None:
         self._open = None
-        order = done.plan.order[done.plan.bounds[done.start] :]
-        self._tallies += [_tally(order), _tally(np.concatenate(done.delivered))]
-        self._orders = zlib.crc32(np.ascontiguousarray(order).data, self._orders)
+        done.count()
+        done.tallies[0, 0] = done.plan.left(done.start)  # whatever was handed out
+        self._tallies += done.tallies
+        self._orders = zlib.crc32(done.order.to_bytes(4, "little"), self._orders)
         self._passes += 1
         self._steps += len(done.plan) - done.start
         self._due = self._passes <= _FIRST_PASSES or self._steps >= _STEPS

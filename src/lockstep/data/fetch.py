@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -370,10 +370,15 @@ class Workers:
         return iter(self._keys)
 
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
-        """`fetch[key]` for each key, in order."""
-        if not (keys and self._options["num_workers"]):
+        """`fetch[key]` for each key, in order; of no keys no worker is started."""
+        if not self._options["num_workers"]:
             yield from map(fetch.__getitem__, keys)
             return
+        keys = iter(keys)
+        first = next(keys, None)
+        if first is None:
+            return
+        keys = chain([first], keys)
         if self._busy or not self._options["persistent_workers"]:
             yield from self._new(fetch, keys, persistent_workers=False)
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class IterableLoader(Loader):
         finally:
             self._iterable.close()
 
-    def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
+    def _with_batches(self, epoch: int, wanted: Iterable[PlannedMicroBatch]) -> Iterator[WithBatch]:
         """Of a global batch that has been read already."""
         for planned in wanted:
             indices = planned.indices

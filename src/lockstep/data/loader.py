@@ -6,16 +6,16 @@ the same on all ranks and mean the same on any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
-from itertools import islice
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.batch_plan import EpochPlan, parts
+from lockstep.data.batch_plan import CustomPlan, Plan, parts, permutes
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Workers, to_device
 from lockstep.data.micro_batches import (
@@ -35,6 +35,8 @@ from lockstep.errors import CheckpointError, DataError
 from lockstep.settings import Choice
 from lockstep.step import BatchEvent, MicroBatch, Pass, Step
 
+_ORDER = 1
+"""Version of the order in which large datasets are shuffled (`batch_plan.permuted`)."""
 SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
 
 
@@ -88,7 +90,7 @@ class Loader:
         self.start = 0
         """Global batches of the coming pass that a checkpoint has been resumed after."""
         self._running: Pass | None = None
-        self._custom_plan: EpochPlan | None = None
+        self._custom_plan: CustomPlan | None = None
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
@@ -159,7 +161,7 @@ class Loader:
         """
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
-            return len(self._plan.of_epoch(plan, 0))
+            return sum(len(self._plan.split(len(batch))) for batch in plan.batches())
         full, rest = divmod(self.source.length, self.batch_size)
         last = len(self._plan.split(rest)) if rest and not self.source.drop_last else 0
         return full * self.micro_batches + last
@@ -197,12 +199,13 @@ class Loader:
                 raise CheckpointError(
                     f"resuming a loader whose {name.replace('_', ' ')} is {value}",
                     f"in the checkpoint it is {state.get(name)}: the position means other samples",
-                    "continue with the same data, batch size and seed, or leave the loader out",
+                    "continue with the same data, batch size, seed and Lockstep, or leave the "
+                    "loader out",
                 )
         self._epoch, self.start, self._running = state["epoch"], state["step"], None
         self._custom_plan = None
         if "order" in state:
-            self._custom_plan = EpochPlan(state["order"].numpy(), state["bounds"].numpy())
+            self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
 
     def example(self) -> Any:
         """A batch of one micro-batch's size, of the first samples, on the CPU."""
@@ -215,29 +218,32 @@ class Loader:
 
     def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
         """The pass over an epoch, from a global batch of it on."""
-        plan = self._custom_plan if start else None
+        plan: Plan | None = self._custom_plan if start else None
         if plan is None:
             plan = self.source.plan(self.seed, epoch)
         if training:
-            self._custom_plan = plan if self.source.custom_order else None
+            self._custom_plan = plan if isinstance(plan, CustomPlan) else None
             self.coverage.begin(epoch, start, plan)
             segments = self._plan.segments(plan, start)
             return self._run(epoch, start, self._of_segments(epoch, segments), training)
         wanted = self._plan.of_epoch(plan, start)
         some_skip = False
         if not self._evaluates_together:
-            some_skip = not all(planned.on_all_ranks for planned in wanted)
-            wanted = [planned for planned in wanted if planned.micro_batch.local]
+            some_skip = not self._plan.reaches_all(plan, start)
+            wanted = (planned for planned in wanted if planned.micro_batch.local)
         pairs = to_device(self._with_batches(epoch, wanted), self._collectives.device)
         return self._run(epoch, start, pairs, training, some_skip=some_skip)
 
     def _identity(self) -> dict[str, int]:
-        return {
+        found = {
             "length": self.source.length,
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": int(self.source.shuffle),
         }
+        if self.source.shuffle and permutes(self.source.length):
+            found["version of the order"] = _ORDER
+        return found
 
     def _run(
         self,
@@ -276,8 +282,8 @@ class Loader:
 
     def _tell(self, epoch: int, planned: PlannedMicroBatch, batch: Any) -> None:
         """Tells those who look on what the training loop is about to get."""
-        position, micro, indices, _ = planned
-        self.coverage.add(epoch, position, indices, micro)
+        position, micro, indices, _, whole = planned
+        self.coverage.add(epoch, position, indices, micro, whole)
         if self._step.callbacks:
             counts = self._collectives.contributes
             event = BatchEvent(self, epoch, position, indices, micro, batch, counts)
@@ -310,12 +316,13 @@ class Loader:
                         weight_before,
                         self._plan.replicas,
                     )
-                    pairs, weight_before = islice(scaled, len(wanted)), handed
+                    pairs, weight_before = islice(scaled, 1) if ahead else scaled, handed
                 yield from to_device(pairs, self._collectives.device)
 
-    def _with_batches(self, epoch: int, wanted: list[PlannedMicroBatch]) -> Iterator[WithBatch]:
+    def _with_batches(self, epoch: int, wanted: Iterable[PlannedMicroBatch]) -> Iterator[WithBatch]:
         """The micro-batches, each with its batch on the CPU; an empty one comes from any other."""
-        filled = [(epoch, planned.indices) for planned in wanted if planned.micro_batch.local]
+        wanted, ahead = tee(wanted)
+        filled = ((epoch, planned.indices) for planned in ahead if planned.micro_batch.local)
         fetched = self._workers.read(self._fetch, filled)
         for planned in wanted:
             if planned.micro_batch.local:

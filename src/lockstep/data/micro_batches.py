@@ -15,17 +15,16 @@ alone is not taken for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.batch_plan import EpochPlan, Indices, micro_batches_needed, split_batch
+from lockstep.data.batch_plan import Indices, Plan, micro_batches_needed, split_batch
 from lockstep.data.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
@@ -45,6 +44,8 @@ class PlannedMicroBatch(NamedTuple):
     """Of its samples in the dataset."""
     on_all_ranks: bool
     """Whether every rank has samples of it."""
+    whole: Indices | None = None
+    """Of all samples of the global batch; None: of a stream."""
 
 
 WithBatch = tuple[PlannedMicroBatch, Any]
@@ -93,9 +94,10 @@ class AutotuneRequest:
 class Segment(NamedTuple):
     """Micro-batches that are planned and read together."""
 
-    micro_batches: list[PlannedMicroBatch]
+    micro_batches: Iterable[PlannedMicroBatch]
     ahead: Sequence[PlannedMicroBatch] = ()
-    """The rest of the global batch, as divided so far; the next segment has it as it is then."""
+    """After a single one: the rest of its global batch, as divided so far; the next segment has it
+    as it is then."""
 
 
 @dataclass(kw_only=True)
@@ -156,13 +158,19 @@ class MicroBatchPlan:
         needed = self._needed(count if self.varying else self.batch_size)
         return split_batch(count, self.shares, needed, self.replicas)
 
-    def of_epoch(self, plan: EpochPlan, start: int) -> list[PlannedMicroBatch]:
-        """All of this rank's micro-batches from a step on."""
-        return [
-            micro
-            for step in range(start, len(plan))
-            for micro in self._of_rank(step, plan[step], self.split(len(plan[step])))
-        ]
+    def of_epoch(self, plan: Plan, start: int) -> Iterator[PlannedMicroBatch]:
+        """This rank's micro-batches from a step on, one after the other, all divided as of now."""
+        divided = {count: self._of_rank(count, self.split(count)) for count in plan.sizes(start)}
+        return (
+            PlannedMicroBatch(step, micro, whole[part], on_all_ranks, whole)
+            for step, whole in enumerate(plan.batches(start), start)
+            for micro, part, on_all_ranks in divided[len(whole)]
+        )
+
+    def reaches_all(self, plan: Plan, start: int) -> bool:
+        """Whether every rank has samples of every micro-batch from a step on."""
+        splits = (self.split(count) for count in plan.sizes(start))
+        return all(bool((split[..., 0] < split[..., 1]).all()) for split in splits)
 
     def check_trained(self, smallest: int) -> None:
         """Raises DataError where a replica would get nothing of a global batch of this size."""
@@ -173,9 +181,9 @@ class MicroBatchPlan:
                 "leave a short last batch out with drop_last=True, or use fewer replicas",
             )
 
-    def segments(self, plan: EpochPlan, start: int) -> Generator[Segment, None, None]:
+    def segments(self, plan: Plan, start: int) -> Generator[Segment, None, None]:
         """A pass that trains, from a step on; in its first global batches finds what is open."""
-        self.check_trained(int(np.diff(plan.bounds[start:]).min(initial=self.batch_size)))
+        self.check_trained(min(plan.sizes(start), default=self.batch_size))
         while start < len(plan) and self.request.undecided:
             yield from self.autotuned(start, plan[start])
             start += 1
@@ -188,14 +196,14 @@ class MicroBatchPlan:
         whole = self.request.as_planned() and not self.request.open_micro_batch_size
         first = first_micro_batch(count, self.shares, planned, self.micro_batch_size, whole=whole)
         if first is None:  # it is too short
-            yield Segment(self._of_rank(step, batch, planned))
+            yield Segment(self._planned(step, batch, planned))
             return
         done = int(first[0, -1, 1])
-        now, rest = self._of_rank(step, batch, first), self._rest(count, done)
+        now, rest = self._planned(step, batch, first), self._rest(count, done)
         with self.request.profile(self, now[0].micro_batch.local):
-            yield Segment(now, ahead=self._of_rank(step, batch, rest))
+            yield Segment(now, ahead=self._planned(step, batch, rest))
         if done < count:
-            yield Segment(self._of_rank(step, batch, self._rest(count, done)))
+            yield Segment(self._planned(step, batch, self._rest(count, done)))
 
     def _needed(self, count: int) -> int:
         """Micro-batches of a global batch, or of the part of one replica."""
@@ -215,21 +223,26 @@ class MicroBatchPlan:
             return planned[begins >= done]
         return done + split_batch(count - done, self.shares, self._needed(count - done))
 
-    def _of_rank(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:
+    def _planned(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:
         """This rank's micro-batches of what of a global batch is in `parts`."""
+        return [
+            PlannedMicroBatch(step, micro, batch[part], on_all_ranks, batch)
+            for micro, part, on_all_ranks in self._of_rank(len(batch), parts)
+        ]
+
+    def _of_rank(self, count: int, parts: Indices) -> list[tuple[MicroBatch, slice, bool]]:
+        """This rank's of a global batch of a size: where they are, and whether all have some."""
         if not len(parts):
             return []
         rank, sizes = self.data_parallel.rank, parts[..., 1] - parts[..., 0]
-        opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == len(batch))
+        opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == count)
+        found = micro_batches(
+            sizes, rank, count, opens=opens, closes=closes, replicas=self.replicas
+        )
         return [
-            PlannedMicroBatch(step, micro, batch[begin:end], bool(of_ranks.all()))
+            (micro, slice(begin, end), bool(of_ranks.all()))
             for micro, (begin, end), of_ranks in zip(
-                micro_batches(
-                    sizes, rank, len(batch), opens=opens, closes=closes, replicas=self.replicas
-                ),
-                parts[:, rank],
-                sizes,
-                strict=True,
+                found, parts[:, rank].tolist(), sizes, strict=True
             )
         ]
 

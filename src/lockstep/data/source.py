@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from lockstep.data.batch_plan import EpochPlan, batches_in_epoch, check_batch_size, cut, plan_epoch
+from lockstep.data.batch_plan import (
+    CustomPlan,
+    Plan,
+    batches_in_epoch,
+    check_batch_size,
+    cut,
+    plan_epoch,
+)
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
 from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import check_whole_number
@@ -98,8 +105,8 @@ class Source:
         found = zlib.crc32(repr(tuple(map(int, sizes))).encode())
         for indices in _subsets(self.dataset):
             found = zlib.crc32(_index_bytes(indices), found)
-        if self.custom_order:
-            plan = self.plan(0, 0)
+        plan = self.plan(0, 0) if self.custom_order else None
+        if isinstance(plan, CustomPlan):
             found = zlib.crc32(plan.order.tobytes(), found)
             found = zlib.crc32(plan.bounds.tobytes(), found)
         return found
@@ -111,7 +118,7 @@ class Source:
         # The checksum covers what the words leave out: order, a subset's indices, batches.
         return f"{text} (checksum {self.fingerprint:08x})"
 
-    def plan(self, seed: int, epoch: int) -> EpochPlan:
+    def plan(self, seed: int, epoch: int) -> Plan:
         """The global batches of an epoch, the same on every rank."""
         if not self.custom_order:
             return plan_epoch(
@@ -130,7 +137,7 @@ class Source:
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
-                return EpochPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
+                return CustomPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
         return cut(order, self.batch_size, drop_last=self.drop_last)
 
