@@ -7,7 +7,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-false-alarms house docs gpu clean
+.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-false-alarms bench-report house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -59,6 +59,9 @@ bench-network: $(VENV)/.installed
 bench-false-alarms: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
 
+bench-report: $(VENV)/.installed-report
+	$(BIN)/python benchmarks/bench_report.py --out benchmarks/results/report.json
+
 house:
 	$(PYTHON) tools/house.py
 
@@ -76,6 +79,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[bench]'
+	touch $@
+
+$(VENV)/.installed-report: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[report]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

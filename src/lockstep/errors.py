@@ -35,7 +35,7 @@ import linecache
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -195,6 +195,10 @@ class LockstepWarning(UserWarning):
     """Numbers that are right here and may be wrong elsewhere; `warn` gives it."""
 
 
+on_warning: list[Callable[[str], None]] = []
+"""Called on rank 0 with the text of every warning."""
+
+
 def warn(was_set: str, found: str, do: str, *, code: str | None = None) -> None:
     """Warns at the user's own line; on rank 0 alone.
 
@@ -209,6 +213,8 @@ def warn(was_set: str, found: str, do: str, *, code: str | None = None) -> None:
     frame = _user_frame()
     file, line = ("lockstep", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     text = _three_parts(was_set, found, do, code)
+    for hear in on_warning:
+        hear(text)
     warnings.warn_explicit(text, LockstepWarning, file, line)
 
 

@@ -86,6 +86,8 @@ class Settings:
     """Measure the network between machines when the run begins."""
     ledger: str | None = None
     """Folder where every rank writes down which samples it trains; None: nowhere."""
+    report: str | None = None
+    """Folder where every rank writes down how its steps go; None: nowhere."""
     min_micro_batches: int = 1
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
     uncompressed: bool = False
@@ -98,7 +100,7 @@ def _whole_number_or_auto(text: str) -> int | str:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("strategy", "precision", "backend", "device", "init_method"), str),
-    **dict.fromkeys(("shares", "ledger"), str),
+    **dict.fromkeys(("shares", "ledger", "report"), str),
     "seed": int,
     "micro_batch_size": _whole_number_or_auto,
     "join_timeout": float,

@@ -8,7 +8,7 @@ those who read it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -112,6 +112,14 @@ class Callback:
     def stepped(self, number: int) -> None:
         """The first of the optimizers has stepped for the global batch of this number, from 0."""
 
+    def logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+        """There are new means over all ranks of what was given to `World.log` in a pass; of the
+        whole pass, where it is complete.
+        """
+
+    def announced(self, choices: Sequence[tuple[str, str, str]]) -> None:
+        """Something was chosen: names, values and reasons."""
+
 
 class Pass:
     """One running iteration of a training loader."""
@@ -136,6 +144,13 @@ class Pass:
 
 Turn = tuple[Pass, int, int]
 """A pass, which of its global batches, and which of its turns."""
+
+PHASES = (
+    "data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other"
+)  # fmt: skip
+"""What a rank spends the time of a step on. `communication` is waiting for other ranks, whatever it
+is for; `forward` ends where `World.backward` begins, or the optimizer's step; `other` is what
+follows that step, up to the next batch."""
 
 _of_every_run: list[Callback] = []
 
@@ -171,6 +186,8 @@ class Step:
         self.together = 0
         """Global batches, from the first, in which replicas do not train apart yet."""
         self.callbacks: list[Callback] = [*_of_every_run]
+        self.enter_phase: Callable[[str], str] = lambda phase: "other"
+        """Called with one of `PHASES` where it begins; gives the one before. Set by a recorder."""
         self._outside = self.running = Pass()
         """The pass whose micro-batch is worked on; outside of any loader one that never ends."""
         self._passes: list[Pass] = []

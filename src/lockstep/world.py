@@ -298,7 +298,10 @@ class World:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
         check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
-        return progress(loader, self._run.collectives, self._means, text, done=loader.start)
+        done, callbacks = loader.start, self._run.step.callbacks
+        return progress(
+            loader, self._run.collectives, self._means, text, done=done, callbacks=callbacks
+        )
 
     def memory(
         self,
@@ -397,6 +400,8 @@ class World:
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
         choices, self._preparer.choices = self._preparer.choices, []
+        for callback in self._run.step.callbacks if choices else ():
+            callback.announced(choices)
         if self.is_main and choices:
             joined = self._run.joined
             hosts = 1 if joined is None else len(set(joined.hosts))
@@ -423,6 +428,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     device: str | None = None,
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
+    report: str | Path | None = None,
     join_timeout: float | timedelta | None = None,
     collective_timeout: float | timedelta | None = None,
     measure_link: bool = True,
@@ -449,6 +455,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: folder in which every rank writes down which samples it trains in which step; left
             out, nothing is written. `lockstep ledger` reads it.
+        report: folder in which every rank writes down how its steps go; left out, nothing is
+            written. `lockstep report` makes a page of it.
         join_timeout: seconds that the ranks wait for each other here (left out: 30).
         collective_timeout: seconds that a collective may take (left out: torch's default).
         measure_link: False leaves out to measure the network between machines, under a second
@@ -472,6 +480,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         device=device,
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),
+        report=report if report is None else str(report),
         join_timeout=join_timeout,
         collective_timeout=collective_timeout,
         measure_link=measure_link,
@@ -495,6 +504,12 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             written = Ledger(settings.ledger, run.collectives, run.loaders)
             run.step.callbacks.append(written)
             run.at_end.append(lambda failed: written.close())
+        if settings.report is not None:
+            from lockstep.report.record import Recorder  # nor a record
+
+            about = {"lockstep": __version__, "strategy": chosen.name, "ledger": settings.ledger}
+            recorder = Recorder(settings.report, run, world._preparer.optimizers, **about)
+            run.step.callbacks.append(recorder)
         return world
     except BaseException:
         process_group.leave(run, failed=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,27 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, UsageError
 
+M = TypeVar("M", bound=Callable[..., Any])
 RESERVED = frozenset({"training", "manifest", "world", "random", "replicas"})
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
 _BUILD = "build {} as it was in the run that saved it"
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
+
+
+def _in_phase(method: M) -> M:
+    """A method of `Checkpoint` whose time is that of checkpoints."""
+
+    @wraps(method)
+    def measured(self: Checkpoint, *args: Any, **options: Any) -> Any:
+        before = self._progress.enter_phase("checkpoint")
+        try:
+            return method(self, *args, **options)
+        finally:
+            self._progress.enter_phase(before)
+
+    return cast(M, measured)
 
 
 class CheckpointWorld(Protocol):
@@ -121,6 +136,7 @@ class Checkpoint:
         # Not this object, which holds a copy of the state: nobody may want it any more.
         run.at_end.extend([self._writer.close, lambda failed: requests.close()])
 
+    @_in_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
         """Saves the present step; returns its folder, in which it will be complete soon.
 
@@ -223,6 +239,7 @@ class Checkpoint:
             raise SystemExit(_STOPPED)
         return path
 
+    @_in_phase
     def resume(self) -> bool:
         """Takes up the latest sound checkpoint; False where the folder has none.
 
@@ -254,6 +271,7 @@ class Checkpoint:
         self._stepped = self._progress.number
         return True
 
+    @_in_phase
     def wait(self) -> None:
         """Returns when everything saved so far is on disk, on all ranks.
 

@@ -174,6 +174,9 @@ def samples_or_auto(
 @click.option("--join-timeout", type=float, metavar="SECONDS", help="How long ranks wait to join.")
 @click.option("--seed", type=int, metavar="NUMBER", help="Of everything random.")
 @click.option("--ledger", metavar="FOLDER", help="Write down which samples each step trains.")
+@click.option(
+    "--report", metavar="FOLDER", help="Write down how the run goes; see lockstep report."
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -193,7 +196,7 @@ def command(
 ) -> None:
     """Starts SCRIPT on several processes, and ends them all when one fails.
 
-    The settings (--strategy to --ledger) reach `lockstep.init` in the script; a script that sets
+    The settings (--strategy to --report) reach `lockstep.init` in the script; a script that sets
     one itself to another value ends in an error.
     """
     of_hosts = {name: settings.pop(name) for name in _OF_HOSTS}

@@ -131,7 +131,7 @@ class _Runs:
                 click.echo("\r\x1b[K", nl=False, err=True)
 
     def _tell(self, way: Way, steps: int) -> None:
-        from lockstep.report.progress import clock
+        from lockstep.report.console import clock
 
         now = time.monotonic()
         seconds, steps = now - self._begun, min(steps, way.steps)

@@ -32,12 +32,22 @@ class Traffic:
         """Bytes written into memory that the ranks of a machine share."""
         self.waited_s = 0.0
         """Seconds in which it waited for what other ranks were to send by the backend."""
+        self.blocked_s = 0.0
+        """Seconds in which it waited for other ranks in any way, those of its machine included."""
 
     def wait(self, work: Callable[[], object]) -> None:
-        """Calls what waits for the other ranks."""
+        """Calls what waits for what other ranks send by the backend."""
         begin = time.perf_counter()
         work()
-        self.waited_s += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.waited_s += seconds
+        self.blocked_s += seconds
+
+    def block(self, work: Callable[[], object]) -> None:
+        """Calls a collective of the backend that returns when the other ranks have come."""
+        begin = time.perf_counter()
+        work()
+        self.blocked_s += time.perf_counter() - begin
 
 
 traffic = Traffic()

@@ -40,7 +40,7 @@ def all_reduce(
     if group is None and _shared is not None and _shared.takes(tensor, op):
         _shared.all_reduce(tensor, op)
     else:
-        dist.all_reduce(tensor, op, group)
+        traffic.block(partial(dist.all_reduce, tensor, op, group))
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
@@ -59,7 +59,7 @@ def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | N
     """`torch.distributed.all_gather`; None is the group of all ranks."""
     shared = _shared if group is None else None
     if shared is None or shared.across is not None or not all(map(shared.takes, (tensor, *parts))):
-        dist.all_gather(parts, tensor, group)
+        traffic.block(partial(dist.all_gather, parts, tensor, group))
     else:
         shared.all_gather(parts, tensor)
 
@@ -68,6 +68,6 @@ def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None =
     """`torch.distributed.broadcast` from a rank of the group; None is the group of all ranks."""
     shared = _shared if group is None else None
     if shared is None or shared.across is not None or not shared.takes(tensor):
-        dist.broadcast(tensor, group=group, group_src=source)
+        traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
     else:
         shared.broadcast(tensor, source)

@@ -376,8 +376,10 @@ class SharedMemory:
         for semaphore in self._semaphores[turn]:
             if semaphore != own:
                 self._functions.post(semaphore)
+        begin = time.perf_counter()
         for _ in range(self._local_size - 1):
             self._wait(own)
+        traffic.blocked_s += time.perf_counter() - begin
         if words is not None:
             self._unchecked = None
             heard = [memory[at : at + _WORDS] for at in places]

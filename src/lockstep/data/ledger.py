@@ -83,21 +83,9 @@ class Ledger(Callback):
         """The numbers of the loaders that have been written down."""
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
-        rank = collectives.data_parallel.rank
-        self._file: io.FileIO | None = None
-        proposed = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        start = collectives.exchange(proposed)[0]
-        problem = ""
-        if collectives.contributes:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = io.FileIO(self._folder / f"{start}{_NAME}{rank}{_SUFFIX}", "x")
-            except OSError as error:
-                problem = f"rank {rank}: {error}"
-        problems = [text for text in collectives.exchange(problem) if text]
-        if problems:
-            self.close()
-            raise self._cannot_write(problems[0])
+        name = f"{_NAME}{collectives.data_parallel.rank}{_SUFFIX}"
+        writes = collectives.contributes
+        self._file = open_on_all_ranks(folder, collectives, name if writes else None, "ledger")
         self._write_json({"ledger": FORMAT, "ranks": collectives.data_parallel.size})
 
     def close(self) -> None:
@@ -156,16 +144,48 @@ class Ledger(Callback):
         try:
             written = self._file.write(data)
         except OSError as error:
-            raise self._cannot_write(str(error)) from error
+            raise _cannot_write("ledger", self._folder, str(error)) from error
         if written < len(data):
-            raise self._cannot_write(f"{written} of {len(data)} bytes were written")
+            found = f"{written} of {len(data)} bytes were written"
+            raise _cannot_write("ledger", self._folder, found)
 
-    def _cannot_write(self, found: str) -> SettingError:
-        return SettingError(
-            f"ledger={str(self._folder)!r}",
-            f"it cannot be written: {found}",
-            "make room or choose another folder; or leave the ledger out",
-        )
+
+def open_on_all_ranks(
+    folder: str | Path, collectives: Collectives, name: str | None, setting: str
+) -> io.FileIO | None:
+    """Opens a new file of this rank's, for this start of the run.
+
+    Args:
+        folder: where; made when it is needed.
+        collectives: of the run; the ranks agree on what the names of this start begin with.
+        name: what this rank's begins with that and ends with; None: it writes none.
+        setting: of `init`, that asked for it.
+
+    Raises:
+        SettingError: on all ranks, where one cannot write there.
+    """
+    start = collectives.exchange(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0]
+    file, problem = None, ""
+    if name is not None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            file = io.FileIO(Path(folder, f"{start}{name}"), "x")
+        except OSError as error:
+            problem = f"rank {collectives.topology.rank}: {error}"
+    problems = [text for text in collectives.exchange(problem) if text]
+    if problems:
+        if file is not None:
+            file.close()
+        raise _cannot_write(setting, folder, problems[0])
+    return file
+
+
+def _cannot_write(setting: str, folder: str | Path, found: str) -> SettingError:
+    return SettingError(
+        f"{setting}={str(folder)!r}",
+        f"it cannot be written: {found}",
+        f"make room or choose another folder; or leave the {setting} out",
+    )
 
 
 @dataclass(frozen=True)

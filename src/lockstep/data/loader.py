@@ -257,6 +257,8 @@ class Loader:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
         running = Pass()
+        reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
+        before = step.enter_phase(reading)
         try:
             if training:
                 self._running, self._position = running, start
@@ -269,7 +271,9 @@ class Loader:
                     self._tell(epoch, planned._replace(micro_batch=self.current), batch)
                     if self._running is running:
                         self._position = planned.step
+                step.enter_phase(working)
                 yield batch
+                step.enter_phase(reading)
             self.evaluated += int(not training)
         finally:
             pairs.close()
@@ -279,6 +283,7 @@ class Loader:
             self.trained += int(running.trained)
             step.end(running)
             step.seen = seen
+            step.enter_phase(before)
 
     def _tell(self, epoch: int, planned: PlannedMicroBatch, batch: Any) -> None:
         """Tells those who look on what the training loop is about to get."""

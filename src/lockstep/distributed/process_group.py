@@ -386,6 +386,7 @@ def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, objec
         "strategy": getattr(settings.strategy, "name", settings.strategy),
         **{name: getattr(settings, name) for name in (*alike, "measure_link")},
         "ledger": settings.ledger is not None,
+        "report": settings.report is not None,
         "threads": environ.get("OMP_NUM_THREADS"),
     }
 

@@ -34,7 +34,7 @@ from lockstep.launcher.machine import peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
-from lockstep.launcher.process import Attempt, Process, exit_status_of, started_by
+from lockstep.launcher.process import Attempt, Journal, Process, exit_status_of, started_by
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
 from lockstep.launcher.zygote import Event, Zygote
@@ -169,6 +169,7 @@ class Agent(api.SimpleElasticAgent):
         self._grace: float = grace
         self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
+        self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))
         self._stop_at, self._next_look = math.inf, 0.0
         self._oom = read_oom_counts()
         self._refused: str | None = None
@@ -276,15 +277,19 @@ class Agent(api.SimpleElasticAgent):
         )
         self._own = []
         self._supervisor = Supervisor(
-            processes, self._plan.hang, attempt.folder, self._announce, self._exchange.of_all_ranks
+            processes, self._plan.hang, attempt.folder, self._find, self._exchange.of_all_ranks
         )
+
+    def _find(self, text: str) -> None:
+        self._announce(text)
+        self._journal.write("finding", text)
 
     def _watch_own(self, attempt: Attempt) -> None:
         """Looks after the processes that a rank which is alone has started, in its place."""
         own = started_by(attempt.processes[0])
         if [process.pid for process in own] != [process.pid for process in self._own]:
             processes, rules = own or attempt.processes, self._plan.hang
-            self._supervisor = Supervisor(processes, rules, attempt.folder, self._announce)
+            self._supervisor = Supervisor(processes, rules, attempt.folder, self._find)
             self._own = own
         for known, now in zip(self._own, own, strict=True):
             known.code = now.code
@@ -317,6 +322,7 @@ class Agent(api.SimpleElasticAgent):
             left = worker_group.spec.max_restarts - self._failures
             self._announce(render(self.failure))
             self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
+        self._journal.write("restart", "all ranks are started again")
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
@@ -354,6 +360,10 @@ class Agent(api.SimpleElasticAgent):
         attempt.over = True
         self._console.drain()
         attempt.failure = self._first_failure(attempt)
+        if attempt.failure is not None:
+            interrupted = attempt.failure.kind == "interrupted"
+            kind = "interrupted" if interrupted else "failure"
+            self._journal.write(kind, render(attempt.failure))
 
     def _send(self, attempt: Attempt, number: int) -> None:
         for process in attempt.running:

@@ -10,11 +10,14 @@ tcsetpgrp(3).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +79,33 @@ class Attempt:
     def running(self) -> list[Process]:
         """Those that have not ended."""
         return [process for process in self.processes if process.code is None]
+
+
+class Journal:
+    """What the launcher of this machine writes into the record of a run, see `lockstep report`.
+
+    Args:
+        folder: of the record; None: nothing is written. It must be said outside of the script.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.launcher.record"
+        self._path = Path(folder, name) if folder else None
+
+    def write(self, kind: str, text: str) -> None:
+        """Adds a line; one that cannot be written is left out, as ranks say that by themselves.
+
+        Args:
+            kind: `failure`, `restart`, `interrupted` or `finding`.
+            text: for people.
+        """
+        if self._path is None:
+            return
+        line = {"kind": kind, "text": text, "host": socket.gethostname(), "time": time.time()}
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
 
 
 def started_by(process: Process) -> list[Process]:

@@ -145,3 +145,32 @@ def _wrap(text: str, width: int | None, hanging: int = 0) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [text]
+
+
+def thousands(number: float) -> str:
+    """`5 432`; two significant digits below ten."""
+    return f"{number:.2g}" if 0 < number < 9.95 else f"{number:,.0f}".replace(",", " ")
+
+
+def rate(samples: int, seconds: float) -> str:
+    """`5 432 samples/s`."""
+    return f"{thousands(samples / seconds if seconds > 0 else 0.0)} samples/s"
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `2:05`, `1:02:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """`1.9 s` below a minute, else as `clock`."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
+
+
+def number(value: float) -> str:
+    """Four significant digits or all before the point: `0.04120`, `12.35`, `54321`, `1.200e-05`."""
+    # What `#.4g` would write with an exponent, as far as it can be read without one.
+    text = f"{value:.0f}" if 9999.5 <= abs(value) < 9999999.5 else f"{value:#.4g}"
+    return text.rstrip(".")

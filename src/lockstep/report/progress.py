@@ -28,12 +28,17 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.report.console import (
+    clock,
+    duration,
     encodable,
     launcher_columns,
+    number,
     on_terminal,
     open_console,
     print_line,
+    rate,
     set_bar_console,
+    thousands,
 )
 from lockstep.report.metrics import RunningMeans
 from lockstep.settings import sized
@@ -78,6 +83,7 @@ def progress(
     description: str = "",
     *,
     done: int = 0,
+    callbacks: Sequence[Callback] = (),
 ) -> Generator[Any, None, None]:
     """Delivers the loader's items and shows how the pass goes.
 
@@ -91,6 +97,7 @@ def progress(
         running: the means of all passes that run; those of this one are at its end meanwhile.
         description: what stands in front, such as `epoch 3`.
         done: global batches of the epoch that were done before, when it is resumed.
+        callbacks: told of new means.
 
     Raises:
         RanksDifferError: the ranks did not log the same names.
@@ -104,7 +111,7 @@ def progress(
             kind = LauncherBar
         display = kind(PassState(description, begun=done, done=done, total=steps))
     running.append(means)
-    complete = False
+    complete, known = False, means.values
     try:
         for item in loader:
             yield item
@@ -112,10 +119,16 @@ def progress(
             means.samples += current.local
             if current.last:
                 means.step()
+                if means.values is not known:
+                    known = means.values
+                    for callback in callbacks:
+                        callback.logged(description, known, complete=False)
                 if display is not None:
                     display.step(current.count, means.values)
         means.finish()
         complete = True
+        for callback in callbacks:
+            callback.logged(description, means.values, complete=True)
     finally:
         running.remove(means)
         if display is not None:
@@ -291,35 +304,6 @@ class PassState:
         if self.total is None or self.done <= self.begun:
             return None
         return self.seconds / (self.done - self.begun) * max(0, self.total - self.done)
-
-
-def thousands(number: float) -> str:
-    """`5 432`; two significant digits below ten."""
-    return f"{number:.2g}" if 0 < number < 9.95 else f"{number:,.0f}".replace(",", " ")
-
-
-def rate(samples: int, seconds: float) -> str:
-    """`5 432 samples/s`."""
-    return f"{thousands(samples / seconds if seconds > 0 else 0.0)} samples/s"
-
-
-def clock(seconds: float) -> str:
-    """`0:07`, `2:05`, `1:02:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def duration(seconds: float) -> str:
-    """`1.9 s` below a minute, else as `clock`."""
-    return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
-
-
-def number(value: float) -> str:
-    """Four significant digits or all before the point: `0.04120`, `12.35`, `54321`, `1.200e-05`."""
-    # What `#.4g` would write with an exponent, as far as it can be read without one.
-    text = f"{value:.0f}" if 9999.5 <= abs(value) < 9999999.5 else f"{value:#.4g}"
-    return text.rstrip(".")
 
 
 def mean_words(means: Mapping[str, float]) -> list[str]:

@@ -258,9 +258,9 @@ class ExactDDP(base.Around, DistributedDataParallel):
         """Forward passes at the last step of each optimizer, by its id."""
         shared = routing.shared_memory() if run.device.type == "cpu" else None
         self._means: _BucketMeans | CompressedMeans | None = None
-        if shared is not None or (
-            run.link is not None and run.device.type == "cpu"
-        ):  # to know how long is waited for others
+        timed = run.link is not None or run.settings.report is not None
+        if shared is not None or (timed and run.device.type == "cpu"):
+            # to know how long is waited for others
             self._means = _BucketMeans(shared)
         """What averages the gradients from the first step on, where the user registers nothing."""
         self.compressed: CompressedMeans | None = None

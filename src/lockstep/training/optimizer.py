@@ -122,6 +122,7 @@ class PreparedOptimizer(_Around, Optimizer):
         self._take_turn(present.replica)
         if len(self._states) == present.turns:  # all of them have begun
             self._states.pop(None, None)
+        self._step.enter_phase("optimizer")
         if closure is None:
             self._before()
         evaluate = None if closure is None else partial(self._evaluate, closure)
@@ -130,6 +131,7 @@ class PreparedOptimizer(_Around, Optimizer):
         if present.last:
             self._step.mark_stepped()
         self._after()
+        self._step.enter_phase("other")
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

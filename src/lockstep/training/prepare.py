@@ -67,14 +67,14 @@ class Preparer:
         """The prepared module of each parameter, also of those that a strategy has replaced."""
         self._replaced: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
         """What an optimizer holds in the place of such a one; None: it lives on other ranks."""
-        self._optimizers: list[PreparedOptimizer] = []
+        self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self._optimizers)
+        self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self.optimizers)
         self._end_advice = add_memory_advice_at_end(run.step)
         self.replicas: ReplicaStates | None = None
         if plan.replicas is not None:
             self.replicas = ReplicaStates(
-                plan.replicas, run.topology.is_main, self._wrapped, self._optimizers
+                plan.replicas, run.topology.is_main, self._wrapped, self.optimizers
             )
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
@@ -207,11 +207,12 @@ class Preparer:
         step = self.run.step
         self.guards.before_backward(loss)
         self._check_accumulation()
-        if self.precision.scaler is not None and self._wrapped and not self._optimizers:
+        if self.precision.scaler is not None and self._wrapped and not self.optimizers:
             raise _not_prepared(
                 "under precision='fp16' gradients are multiplied by the scale of the loss; a "
                 "prepared optimizer divides them again before it steps"
             )
+        before = step.enter_phase("backward")
         weighted = step.weighted(loss)
         try:
             for wrapped in self._wrapped.values():
@@ -222,6 +223,8 @@ class Preparer:
         except Exception as error:
             add_memory_advice(error, step.current.local, step.devices)
             raise
+        finally:
+            step.enter_phase(before)
         self._autotune.after_backward()
         step.running.backwards += 1
         self.guards.after_backward(loss)
@@ -236,7 +239,7 @@ class Preparer:
             )
         parameters = list(module.parameters())
         own = set(parameters)
-        of_module = (o.inner for o in self._optimizers if not own.isdisjoint(parameters_of(o)))
+        of_module = (o.inner for o in self.optimizers if not own.isdisjoint(parameters_of(o)))
         self.precision.unscale(of_module)
         norm = self.strategy.total_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -269,7 +272,7 @@ class Preparer:
         present = running.micro_batch
         if present.opens and present.closes:
             return
-        if running.backwards and len(self._optimizers) > 1:
+        if running.backwards and len(self.optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
                 "what one leaves in the parameters of another is cleared once per global batch, "
@@ -280,12 +283,12 @@ class Preparer:
         if present.opens or running.backwards or apart:
             return
         parameters = (p for module in self._wrapped for p in module.parameters())
-        if self._wrapped and not self._optimizers and all(p.grad is None for p in parameters):
+        if self._wrapped and not self.optimizers and all(p.grad is None for p in parameters):
             raise _not_prepared(
                 "the gradients of the micro-batches before are gone: it steps and clears them "
                 "in each micro-batch, not once in a global batch"
             )
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.check_kept()
 
     def _has(self, parameter: nn.Parameter) -> bool:
@@ -303,7 +306,7 @@ class Preparer:
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
         inner = [getattr(module, "module", module) for module in self._wrapped]
-        inner += [optimizer.inner for optimizer in self._optimizers]
+        inner += [optimizer.inner for optimizer in self.optimizers]
         known = any(thing is each for each in (*self._wrapped, *inner))
         if known or isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader):
             raise UsageError(
@@ -383,7 +386,7 @@ class Preparer:
         )
         if any(new is None for new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
-        self._optimizers.append(prepared)
+        self.optimizers.append(prepared)
         for module in modules:
             self._wrapped[module].optimizer_prepared(optimizer)
         return prepared
@@ -431,7 +434,7 @@ class Preparer:
         return places
 
     def _scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        driven = [o for o in self._optimizers if scheduler.optimizer in (o, o.inner)]
+        driven = [o for o in self.optimizers if scheduler.optimizer in (o, o.inner)]
         if not driven:
             raise UsageError(
                 f"world.prepare of {type(scheduler).__name__}",
@@ -469,7 +472,7 @@ class ReplicaStates:
     ) -> None:
         self.count = count
         self._stores_shared = stores_shared
-        self._wrapped, self._optimizers = wrapped, optimizers
+        self._wrapped, self.optimizers = wrapped, optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """Entries for each of this rank's replicas, and, on one rank, what all have alike."""
@@ -478,7 +481,7 @@ class ReplicaStates:
         entries = {
             replica: {
                 "modules": [module.replica_state(replica) for module in modules],
-                "optimizers": [each.replica_state(replica) for each in self._optimizers],
+                "optimizers": [each.replica_state(replica) for each in self.optimizers],
             }
             for replica in (modules[0].own if modules else ())
         }
@@ -509,7 +512,7 @@ class ReplicaStates:
         for number, module in enumerate(modules):
             of_module = {replica: entry["modules"][number] for replica, entry in own.items()}
             module.load(in_memory(state["shared"][number]), of_module)
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             for replica, entry in own.items():
                 optimizer.load_replica_state(replica, entry["optimizers"][number])
 

@@ -1,0 +1,216 @@
+"""Reads what the ranks of a run have written down, and what their launchers have.
+
+Needs no torch. A file may still grow: reading it again costs as much as what has been added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import CheckpointError
+from lockstep.step import PHASES
+
+FORMAT = 1
+NAME, SUFFIX = ".rank", ".record"
+LAUNCHER = ".launcher"
+"""In the name of a launcher's file."""
+COLUMNS = (
+    "step", "steps", "at", "longest_s", "loss", "learning_rate", "samples", "memory", "sent",
+    "shared", *PHASES,
+)  # fmt: skip
+"""Of a row: the number of its last step, from 0; how many steps it is of; seconds from the start of
+the record; seconds of the longest step; the mean over its steps of this rank's part of the loss,
+whose mean over the ranks is the loss of the global batch; the learning rate; samples on all ranks;
+the most memory so far, in bytes; bytes sent to other ranks and written into shared memory since the
+start; and seconds spent on each phase, in all of its steps."""
+_COLUMN = {name: number for number, name in enumerate(COLUMNS)}
+OWN = tuple(phase for phase in PHASES if phase != "communication")
+"""The phases in which a rank does not wait for others."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class _Lines:
+    """A file of lines of JSON that may still grow."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def new(self) -> Iterator[Any]:
+        """The values of the whole lines that have been added."""
+        with open(self._path, "rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        for line in data[:whole].splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:  # a disk that was full, and then was not
+                continue
+
+
+@dataclass
+class RankRecord:
+    """What one rank has written in one start of the run."""
+
+    rank: int
+    about: dict[str, Any] = field(default_factory=dict)
+    """The first line: `host`, `device`, `command`, ...; empty: it was not written."""
+    choices: list[list[str]] = field(default_factory=list)
+    """Name, value and reason of each."""
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    end: str | None = None
+    """`ok` or `failed`; None: it was killed, or still runs."""
+    rows: list[list[float]] = field(default_factory=list)
+
+    def add(self, line: Any) -> None:
+        """Takes up a line of the file."""
+        if isinstance(line, list):
+            if len(line) == len(COLUMNS):
+                self.rows.append([np.nan if value is None else value for value in line])
+        elif "record" in line:
+            self.about = line
+        elif "choices" in line:
+            self.choices += line["choices"]
+        elif "logged" in line:
+            self.logged.append(line)
+        elif "warning" in line:
+            self.warnings.append(line)
+        elif "end" in line:
+            self.end = line["end"]
+
+    def column(self, name: str) -> Floats:
+        """The values of a column, one a row."""
+        return np.array([row[_COLUMN[name]] for row in self.rows], dtype=np.float64)
+
+    def seconds(self, phases: Sequence[str] = PHASES) -> Floats:
+        """Of each row, in some of the phases together."""
+        summed: Floats = np.sum([self.column(p) for p in phases], axis=0, dtype=np.float64)
+        return summed
+
+
+@dataclass
+class Start:
+    """One start of the run."""
+
+    name: str
+    records: dict[int, RankRecord] = field(default_factory=dict)
+
+    @property
+    def time(self) -> float:
+        """When it began, as `time.time()`."""
+        return int(self.name.partition("-")[0]) / 1e9
+
+    @property
+    def main(self) -> RankRecord:
+        """That of rank 0, or of the first that there is."""
+        return self.records[min(self.records)]
+
+    @property
+    def ranks(self) -> int:
+        """How many the run had, whether they have written or not."""
+        told = (int(record.about["ranks"]) for record in self._written())
+        return max([len(self.records), *told])
+
+    @property
+    def last_time(self) -> float:
+        """When its last row was written, or it began."""
+        written = [record for record in self._written() if record.rows]
+        ends = [float(r.about["time"]) + r.rows[-1][_COLUMN["at"]] for r in written]
+        return max([self.time, *ends])
+
+    @property
+    def end(self) -> str | None:
+        """`ok`: all ranks came to the end; `failed`: one has failed; None: some did not say."""
+        ends = {record.end for record in self.records.values()}
+        if "failed" in ends:
+            return "failed"
+        return "ok" if ends == {"ok"} and len(self.records) == self.ranks else None
+
+    def loss(self) -> tuple[Floats, Floats]:
+        """Steps, and the loss of their global batches: the mean over the ranks that count.
+
+        Rows that not all of them have written yet are left out.
+        """
+        counting = [r for r in self._written() if r.about.get("contributes") and r.rows]
+        if not counting:
+            return np.empty(0), np.empty(0)
+        by_rank = [dict(zip(zip(r.column("step").tolist(), r.column("steps").tolist(), strict=True),
+                            r.column("loss").tolist(), strict=True)) for r in counting]  # fmt: skip
+        keys = [key for key in by_rank[0] if all(key in others for others in by_rank[1:])]
+        losses = np.array([np.mean([losses[key] for losses in by_rank]) for key in keys])
+        if np.isnan(losses).all():  # it was not given to `World.backward`
+            return np.empty(0), np.empty(0)
+        return np.array([key[0] for key in keys]), losses
+
+    def _written(self) -> list[RankRecord]:
+        return [record for record in self.records.values() if record.about]
+
+
+class Record:
+    """All that is in a folder.
+
+    Args:
+        folder: that `lockstep run --report` was given.
+
+    Raises:
+        CheckpointError: there is no record, or one of a later version.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.starts: list[Start] = []
+        self.told: list[dict[str, Any]] = []
+        """What the launchers have written: `kind`, `text`, `host`, `time`."""
+        self._lines: dict[str, _Lines] = {}
+        self.refresh()
+        if not self.starts:
+            raise CheckpointError(
+                f"the record of a run in {self.folder}",
+                "the folder holds none" if self.folder.is_dir() else "there is no such folder",
+                "train with lockstep run --report FOLDER, and give that folder",
+            )
+
+    def refresh(self) -> bool:
+        """Reads what has been added since; whether that was anything.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of a later version.
+        """
+        changed = False
+        starts = {start.name: start for start in self.starts}
+        try:
+            for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+                name, _, rank = path.name.removesuffix(SUFFIX).rpartition(NAME)
+                known = self._lines.setdefault(path.name, _Lines(path))
+                for line in known.new():
+                    changed = True
+                    if not rank.isdigit():
+                        self.told.append(line)
+                        continue
+                    if isinstance(line, dict) and line.get("record", FORMAT) != FORMAT:
+                        raise CheckpointError(
+                            f"the record of a run in {self.folder}",
+                            f"{path.name} is of version {line['record']}, and {FORMAT} is read",
+                            "read it with the Lockstep that wrote it",
+                        )
+                    start = starts.setdefault(name, Start(name))
+                    start.records.setdefault(int(rank), RankRecord(int(rank))).add(line)
+        except OSError as error:
+            raise CheckpointError(
+                f"the record of a run in {self.folder}",
+                f"it cannot be read: {error}",
+                "make it readable, or copy the folder",
+            ) from error
+        self.starts = [starts[name] for name in sorted(starts)]
+        self.told.sort(key=lambda told: float(told["time"]))
+        return changed

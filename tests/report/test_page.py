@@ -1,0 +1,228 @@
+"""The page of a record, what it says of the run, and where else its curves go."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import made
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli.main import main
+from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank
+from lockstep.report.reading import Record
+from lockstep.report.trackers import scalars
+
+BAD = "<script>alert(1)</script>"
+
+
+def texts(record: Record) -> list[str]:
+    return [f"{finding.level}: {finding.text}" for finding in find(record)]
+
+
+def test_a_straggler_is_named_with_its_host_and_phase(tmp_path: Path) -> None:
+    made.write(tmp_path, 16, work=made.noisy({11: ("data", 0.05)}))
+    (text,) = texts(Record(tmp_path))
+    assert text.startswith("warning: rank 11 on node2 is a straggler: it works 14")
+    assert text.endswith("most of the difference is in data")
+
+
+def test_of_two_ranks_the_slower_is_named(tmp_path: Path) -> None:
+    made.write(tmp_path, 2, work=made.noisy({0: ("backward", 0.03)}))
+    (text,) = texts(Record(tmp_path))
+    assert "rank 0 on node1 is a straggler" in text
+    assert text.endswith("in backward")
+
+
+def test_ranks_that_differ_by_chance_are_no_stragglers(tmp_path: Path) -> None:
+    made.write(tmp_path, 64, work=made.noisy({}))
+    assert texts(Record(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [("data", "wait for data for 2"), ("checkpoint", "wait for checkpoints for ")],
+)
+def test_what_all_ranks_wait_for_is_said(phase: str, words: str, tmp_path: Path) -> None:
+    made.write(tmp_path, 4, work=lambda rank, step: {**made.USUAL, phase: 0.035})
+    (text,) = texts(Record(tmp_path))
+    assert words in text
+
+
+def test_a_rank_that_saves_is_no_straggler(tmp_path: Path) -> None:
+    made.write(tmp_path, 4, work=lambda r, _: {**made.USUAL, "checkpoint": 0.05 * (r == 0)})
+    assert [text for text in texts(Record(tmp_path)) if "straggler" in text] == []
+
+
+def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
+    made.write(tmp_path, loss=lambda step: math.inf if step >= 70 else 1.0)
+    assert texts(Record(tmp_path)) == ["error: the loss is not finite from step 70 on"]
+
+
+def test_a_restart_and_the_steps_that_were_trained_again(tmp_path: Path) -> None:
+    made.write(tmp_path, rows=50, end=None)
+    made.write(tmp_path, rows=50, number=2, first=30)
+    told = {"kind": "failure", "text": "FIRST FAILURE: rank 1\n  killed", "host": "a", "time": 2.0}
+    (tmp_path / "1-b.launcher.record").write_text(json.dumps(told) + "\n")
+    assert texts(Record(tmp_path)) == [
+        "error: FIRST FAILURE: rank 1",
+        "warning: start 1 of 2 ranks ended without a word: it was killed; the next one trained "
+        "steps 30 to 49 again",
+    ]
+
+
+def test_what_is_not_known_of_a_gpu_is_said(tmp_path: Path) -> None:
+    made.write(tmp_path, device="cuda:0")
+    (finding,) = find(Record(tmp_path))
+    assert finding == Finding("note", finding.text)
+    assert "runs ahead of the GPU" in finding.text
+
+
+def test_scaling_is_against_one_rank(tmp_path: Path) -> None:
+    made.write(tmp_path / "one", 1)
+    made.write(tmp_path / "four", 4, work=lambda r, s: {p: v / 3 for p, v in made.USUAL.items()})
+    one, four = Record(tmp_path / "one"), Record(tmp_path / "four")
+    assert scaling(four.starts) == []
+    rows = scaling([*one.starts, *four.starts])
+    assert [(row.ranks, round(times, 6)) for row, times in rows] == [
+        (1, 1.0),
+        (4, round((0.112 + 0.013) / (0.112 / 3 + 0.013), 6)),
+    ]
+    found = speed(one.starts[0])
+    assert found is not None
+    assert found.samples_s == pytest.approx(256 / made.STEP_S)
+    assert work_by_rank(one.starts[0])[0] == pytest.approx(0.112)
+
+
+def test_a_rank_that_has_written_nothing_yet(tmp_path: Path) -> None:
+    made.write(tmp_path, 3, rows=0, end=None)
+    record = Record(tmp_path)
+    assert find(record) == []
+    assert (work_by_rank(record.starts[0]), speed(record.starts[0])) == ({}, None)
+
+
+def full(folder: Path, ranks: int) -> None:
+    """A record in which each text is one that a browser must not take for a tag."""
+    logged = {"logged": {BAD: 1.0}, "pass": BAD, "training": False, "step": 3, "complete": True}
+    lines = ({"choices": [[BAD, BAD, BAD]]}, logged, {"warning": BAD, "step": 1, "time": 1.0})
+    made.write(folder, ranks, rows=20, end="failed")
+    made.write(folder, ranks, number=2, rows=30, lines=lines, host=BAD, command=[BAD, BAD])
+    told = {"kind": BAD, "text": BAD, "host": BAD, "time": 2.0}
+    (folder / "1-b.launcher.record").write_text(json.dumps(told) + "\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 40])
+def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    full(tmp_path, ranks)
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 8
+    # A namespace is a name; nothing is loaded from it.
+    assert set(re.findall(r"https?://[\w.]+", page)) <= {"http://www.w3.org"}
+    assert "default-src 'none'" in page
+    assert 'http-equiv="refresh"' not in page
+    assert len(re.findall("<svg", page)) == (7 if ranks == 1 else 8)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert not re.findall(r"#0[0-9a-f]0b0[0-9a-f]", page), "a colour is not the style sheet's"
+    used = set(re.findall(r"var\(--(\w+)\)", page))
+    assert used <= set(re.findall(r"--(\w+):", page))
+    assert {"data", "communication", "line", "text"} <= used
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    made.write(tmp_path, rows=2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "pip install 'torch-lockstep[report]'" in result.stderr
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--to", "wandb"])
+    assert result.exit_code == 2
+    assert "wandb is not installed" in result.stderr
+
+
+def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    from lockstep.report import live
+
+    now = [0.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        live,
+        "render",
+        lambda record, _, refresh_s: f"{len(record.starts[0].main.rows)} every {refresh_s} s",
+    )
+    made.write(tmp_path, 1, rows=10, end=None)
+    server = live.make_server(live.LivePage(Record(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+
+    def get(path: str = "/", host: str = "localhost:80") -> tuple[int, str]:
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=600)
+        connection.request("GET", path, headers={"Host": host})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    try:
+        assert server.server_address[0] == "127.0.0.1"
+        assert get() == (200, "10 every 5.0 s")
+        made.write(tmp_path, 1, rows=20, end=None)
+        assert get() == (200, "10 every 5.0 s")  # drawn a moment ago
+        now[0] = 60.0
+        assert get() == (200, "20 every 5.0 s")
+        assert get("/etc/passwd")[0] == 404
+        assert get(host="evil.example:80")[0] == 403
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with live.make_server(live.LivePage(Record(tmp_path))) as taken:
+        port = str(taken.server_port)
+        result = CliRunner().invoke(main, ["report", str(tmp_path), "--live", "--port", port])
+    assert result.exit_code == 2
+    assert f"--port {port}" in result.stderr
+
+
+def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
+    line = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
+    made.write(tmp_path, 2, rows=2, lines=(line,))
+    record = Record(tmp_path)
+    values = [(s.step, s.name, s.value) for s in scalars(record.starts[0])]
+    assert (0, "loss", pytest.approx(2.0)) in values
+    assert (1, "learning_rate", pytest.approx(0.099)) in values
+    assert (1, "samples_per_second", pytest.approx(256 / made.STEP_S)) in values
+    assert values[-1] == (2, "evaluation/acc", 0.5)
+    sent: list[dict[str, Any]] = []
+    run = SimpleNamespace(
+        log=sent.append, define_metric=lambda *_, **__: None, finish=lambda: sent.append({})
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--to", "wandb", "--live"])
+    assert result.output == f"{len(values)} values written through wandb\n"
+    assert sent == [*({name: value, "step": step} for step, name, value in values), {}]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made.write(tmp_path, 2, rows=5)
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--to", "tensorboard"])
+    assert result.exit_code == 0, result.output
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]

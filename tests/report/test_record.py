@@ -1,0 +1,246 @@
+"""What the ranks write down of their steps, and how it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import mlp, tensors
+from ranks import RankFailed, run_ranks
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.communication import link
+from lockstep.errors import CheckpointError, LockstepWarning, SettingError
+from lockstep.report import record as writing
+from lockstep.report.reading import Record
+from lockstep.step import PHASES
+
+SAMPLES, BATCH = 20, 4
+
+
+def train(folder: Path, epochs: int, kill_after: int = 0) -> list[float]:
+    """The losses of the global batches."""
+    losses = []
+    with lockstep.init(seed=1, report=folder) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(SAMPLES), BATCH, shuffle=True, micro_batch_size=1)
+        for epoch in world.epochs(epochs):
+            for x, y in world.progress(loader, f"epoch {epoch}"):
+                loss = F.cross_entropy(model(x), y)
+                world.backward(loss)
+                world.log(loss=loss)
+                found = world.loss()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses += [] if found is None else [found]
+                if kill_after and world.step == kill_after and world.rank == world.size - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return losses
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_record_of_several_ranks(size: int, tmp_path: Path) -> None:
+    losses, *_ = run_ranks(train, size, tmp_path, 2)
+    record = Record(tmp_path)
+    (start,) = record.starts
+    assert (start.ranks, sorted(start.records), start.end) == (size, list(range(size)), "ok")
+    steps, recorded = start.loss()
+    assert steps.tolist() == list(range(10))
+    np.testing.assert_allclose(recorded, losses, rtol=1e-5)
+    for rank, of_rank in start.records.items():
+        assert of_rank.about["rank"] == rank
+        assert of_rank.column("samples").tolist() == [BATCH] * 10
+        assert set(of_rank.column("learning_rate")) == {0.5}
+        assert of_rank.column("memory").min() > 0
+        assert (of_rank.seconds() > 0).all()
+        assert sum(of_rank.column("communication")) > 0
+        # What lies between two rows was spent on one phase or another.
+        np.testing.assert_allclose(of_rank.seconds()[1:], np.diff(of_rank.column("at")), atol=1e-4)
+    main = start.main
+    assert ["strategy", "ddp"] in [choice[:2] for choice in main.choices]
+    complete = [told for told in main.logged if told["complete"]]
+    assert [(told["pass"], told["step"]) for told in complete] == [("epoch 0", 5), ("epoch 1", 10)]
+    assert complete[1]["logged"]["loss"] == pytest.approx(np.mean(losses[5:]), rel=1e-6)
+    assert start.records[1].logged == []
+
+
+def test_a_rank_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        run_ranks(train, 2, tmp_path, 2, 7)
+    train(tmp_path, 1)
+    killed, whole = Record(tmp_path).starts
+    assert (killed.ranks, killed.end, killed.records[1].end) == (2, "failed", None)
+    assert killed.records[1].column("step").tolist() == list(range(7))
+    assert (whole.ranks, whole.end) == (1, "ok")
+    assert whole.time > killed.time
+
+
+def test_it_is_read_while_it_grows_and_where_it_was_cut_off(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    (file,) = tmp_path.iterdir()
+    data = file.read_bytes()
+    at = data.index(b"\n[3,") + 10
+    file.write_bytes(data[:at])
+    record = Record(tmp_path)
+    assert record.starts[0].main.column("step").tolist() == [0, 1, 2]
+    assert not record.refresh()
+    with open(file, "ab") as more:
+        more.write(data[at:])
+    assert record.refresh()
+    assert record.starts[0].main.column("step").tolist() == [0, 1, 2, 3, 4]
+    assert record.starts[0].end == "ok"
+
+
+def test_rows_of_a_long_run_are_of_ever_more_steps(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(writing, "_ROWS", 4)
+    losses = train(tmp_path, 8)
+    main = Record(tmp_path).starts[0].main
+    steps = main.column("steps").tolist()
+    assert steps == [1] * 4 + [2] * 4 + [4] * 4 + [8] + [4]
+    assert (main.column("step") + 1).tolist() == np.cumsum(steps).tolist()
+    assert main.column("samples").sum() == 8 * SAMPLES
+    means = [
+        np.mean(part) for part in np.split(np.array(losses), np.cumsum(steps)[:-1].astype(int))
+    ]
+    np.testing.assert_allclose(main.column("loss"), means, rtol=1e-5)
+
+
+class Clock:
+    """Stands still unless it is put forward."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Slow(Dataset[Any]):
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._data = clock, tensors(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self._clock.now += 1.0
+        return self._data[index]
+
+
+def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = Clock()
+    monkeypatch.setattr(writing, "time", clock)
+    monkeypatch.setattr(link, "time", clock)
+
+    def take(seconds: float) -> Any:
+        clock.now += seconds
+
+    with lockstep.init(seed=1, report=tmp_path) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(lambda *_: take(64.0))
+        take(1000.0)  # before the first batch: of no step
+        (
+            model,
+            optimizer,
+        ) = world.prepare(model, optimizer)
+        train_set = world.loader(Slow(clock), BATCH)
+        test_set = world.loader(Slow(clock), BATCH)
+        state_dict = type(world).state_dict
+        checkpoint = world.checkpoint(tmp_path / "saved", model=model, asynchronous=False)
+        monkeypatch.setattr(
+            type(world),
+            "state_dict",
+            lambda _: take(512.0) or state_dict(world),
+        )
+        for number, (x, y) in enumerate(train_set):
+            take(8.0)
+            output = model(x)
+            output.register_hook(lambda _: take(16.0))
+            world.backward(F.cross_entropy(output, y))
+            if number == 1:
+                link.traffic.block(lambda: take(32.0))
+            optimizer.step()
+            take(128.0)
+            if number == 2:
+                with torch.no_grad():
+                    for _ in test_set:
+                        take(256.0)
+            if number == 3:
+                checkpoint.save()
+    main = Record(tmp_path).starts[0].main
+    found = {phase: main.column(phase).tolist() for phase in PHASES}
+    # The last step is followed by nothing; what follows another is in the row of the next.
+    assert found == {
+        "data": [4.0] * 5,
+        "forward": [8.0] * 5,
+        "backward": [16.0] * 5,
+        "communication": [0.0, 32.0, 0.0, 0.0, 0.0],
+        "optimizer": [64.0] * 5,
+        "checkpoint": [0.0, 0.0, 0.0, 0.0, 512.0],
+        "evaluation": [0.0, 0.0, 0.0, 5 * 256.0 + SAMPLES, 0.0],
+        "other": [0.0, 128.0, 128.0, 128.0, 128.0],
+    }
+    assert main.column("longest_s").tolist()[3] == sum(found[phase][3] for phase in PHASES)
+
+
+def test_warnings_are_in_it(tmp_path: Path) -> None:
+    from lockstep import errors
+
+    with lockstep.init(report=tmp_path), pytest.warns(LockstepWarning):
+        errors.warn("x=1", "it is <b>odd</b>", "choose another")
+    assert errors.on_warning == []
+    (warning,) = Record(tmp_path).starts[0].main.warnings
+    assert "it is <b>odd</b>" in warning["warning"]
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: Any) -> None:
+    written = []
+
+    def dumps(line: Any, **options: Any) -> str:
+        written.append(line)
+        if isinstance(line, list) and line[0] == 2:
+            raise OSError(28, "No space left on device")
+        return json.dumps(line, **options)
+
+    monkeypatch.setattr(writing, "json", SimpleNamespace(dumps=dumps))
+    with pytest.warns(LockstepWarning, match="(?s)No space left on device.*its record ends here"):
+        assert len(train(tmp_path, 1)) == 5
+    assert Record(tmp_path).starts[0].main.column("step").tolist() == [0, 1]
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(SettingError) as caught:
+        lockstep.init(report=folder)
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_said_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in run_ranks(refused, 2, str(tmp_path / "file")):
+        assert "it cannot be written: rank 0" in said
+        assert "leave the report out" in said
+
+
+def test_there_is_no_record(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the folder holds none"):
+        Record(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        Record(tmp_path / "no")
+    (tmp_path / "1-a.rank0.record").write_text('{"record": 2}\n')
+    with pytest.raises(CheckpointError, match="is of version 2"):
+        Record(tmp_path)
