@@ -686,3 +686,61 @@ def test_fewer_steps() -> None:
     cause = cause_of(divergence)
     assert cause.code == "LS405"
     assert cause.seen == ("one process took 2 steps, 2 took 1",)
+
+
+def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
+    factors = [{"local": (), "factor": factor} for factor in (0.2, 0.4)]
+    many = [replace(rank, **own) for rank, own in zip(two(THIRD), factors, strict=True)]
+    cause = found(many)[1]
+    assert cause.code == "LS404"
+    assert "0.2 on rank 0, 0.4 on rank 1" in cause.seen[0]
+
+
+def test_a_factor_that_came_after_the_backward_pass_is_none_of_the_loss_s() -> None:
+    one = replace(ALONE, factor=0.5)
+    assert found(two(1.4 * WHOLE, factor=0.7), one)[1].code == "LS403"
+    assert found(two(1.4 * WHOLE, factor=0.5), one)[1].code == "LS209"
+    assert found(two(1.4 * WHOLE), one)[1].code == "LS209"
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({"own_passes": [True, False]}, "LS301"),
+        ({"own_passes": [True, False], "past_wrapper": "train.py:5"}, "LS302"),
+        ({"own_passes": [False, True]}, "LS304"),
+    ],
+)
+def test_parameters_that_are_changed_between_backward_passes(
+    values: dict[str, Any], code: str
+) -> None:
+    many = two(THIRD, **values)
+    moved = [{"w": np.array([1.0, number])} for number in (1.0, 2.0)]
+    parted = [replace(r, shifted=own) for r, own in zip(many, moved, strict=True)]
+    assert found(parted)[1].code == code
+    same = [replace(rank, shifted=moved[0]) for rank in many]
+    assert found(same)[1].code == "LS210"
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.5, "LS313"), (0.6, "LS311")])
+def test_parameters_that_are_averaged_instead_of_gradients(share: float, code: str) -> None:
+    many = [
+        replace(
+            rank, gradients={"w": own}, unclipped={"w": own}, bare=("w",), parameters={"w": own}
+        )
+        for rank, own in zip(two(WHOLE), (ONE, OTHER), strict=True)
+    ]
+    mean = share * ONE + (1 - share) * OTHER
+    later = [replace(rank, rewritten={"w": mean}, step=1) for rank in many]
+    case = parting([[ALONE], [ALONE]], [many, later])
+    assert case is not None
+    assert cause_of(case).code == code
+
+
+@pytest.mark.parametrize(("passes", "code"), [(1, "LS102"), (3, "LS405")])
+def test_steps_that_are_skipped_on_some_processes(passes: int, code: str) -> None:
+    one = update(WHOLE, taken(0, 1, 2, 3, 4, 5), losses=(1.0,) * passes)
+    later = [replace(ALONE, losses=(1.0,))], [replace(rank, losses=(1.0,)) for rank in two(WHOLE)]
+    case = parting([[one], later[0]], [two(WHOLE), later[1]])
+    assert case is not None
+    assert cause_of(case).code == code

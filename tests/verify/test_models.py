@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.verify import patches, recorder
+from lockstep.verify.batches import look_at
 from lockstep.verify.models import Models, compares_samples
-from lockstep.verify.recorder import look_at
 
 
 def test_what_was_recorded_can_be_freed() -> None:
@@ -151,3 +151,18 @@ def test_a_parameter_group_knows_where_its_rate_was_set() -> None:
     optimizer.step()
     schedule.step()  # by the schedule
     assert group.line.endswith("# by the schedule")
+
+
+def test_a_statistic_over_samples_is_known_until_it_is_exchanged() -> None:
+    x, outputs = torch.arange(12.0).view(4, 3), torch.ones(4, requires_grad=True)
+    with patches.DeterminismPatches(double=False):
+        mean = x.mean(0)
+        made = [x.max(), x[:, 0].softmax(0), x.sort(0)[1], x.norm(2, 0), F.normalize(x, dim=0)]
+        made += [x[:, 0].topk(2).values, outputs.topk(2).values, torch.zeros(4)]
+        made[-1][1:] = (x[:, 0] - mean[0])[1:]
+        rows = [x.mean(1), x.max(dim=1).values, x.norm(dim=1), x.topk(2)[0], F.normalize(x)]
+        rows += [x[:1].sum(0), torch.maximum(x, -x), outputs.mean()]
+        patches.unmark(mean)
+    kinds = [[*patches.marks_of(each)] for each in made]
+    assert all(len(own) == 1 and own[0].startswith(patches.STATISTIC) for own in kinds), kinds
+    assert [patches.marks_of(each) for each in (mean, *rows)] == [{}] * (len(rows) + 1)

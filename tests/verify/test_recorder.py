@@ -155,6 +155,16 @@ def test_a_sharded_parameter_is_drawn_at_random(tmp_path: Path) -> None:
     assert verdict.word == "EQUAL", verdict.lines()
 
 
+def test_shards_that_are_clipped_by_their_own_norm(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    clip = "own = model.weight.grad.to_local(); own.mul_(0.1 / own.norm())"
+    text = SHARDED.replace("square()", "square().mul(torch.tensor([1.0, 3.0]))")
+    script.write_text(text.replace("    optimizer.step()", f"    {clip}\n    optimizer.step()"))
+    first = warm.verify(script).findings[0].cause
+    assert first.code == "LS404"
+    assert "multiplied by numbers of each rank" in first.seen[0]
+
+
 def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     verdict = warm.verify(RIGHT / "zero.py", steps=2)
     assert samples(verdict) == [12, 12]

@@ -20,9 +20,9 @@ from lockstep.verify.compare import (
     RankUpdate,
     ScriptCall,
     Update,
-    aligned,
     divergences,
 )
+from lockstep.verify.names import aligned
 
 X, Y = RANDOM.normal(size=(9, 2)), RANDOM.normal(size=(9, 2))
 """Of nine samples what they go in with, and what comes out."""
@@ -352,7 +352,7 @@ SCRIPTS = {
         "",
         "w = torch.bincount(labels, minlength=3)[labels]; "
         "loss = (w * F.cross_entropy(model(data), labels, reduction='none')).mean()",
-        "LS212",
+        "LS208",
     ),
     "mask": (
         "net",
@@ -360,6 +360,21 @@ SCRIPTS = {
         "m = (data[:, 0] > 0).double(); "
         "loss = (m * F.cross_entropy(model(data), labels, reduction='none')).sum() / m.sum()",
         "LS205",
+    ),
+    "queue": (
+        "net",
+        "queue = torch.zeros(12, 3)",
+        "out = model(data); loss = F.cross_entropy(out - queue.mean(0), labels); "
+        "queue = torch.cat([out.detach(), queue])[:12]",
+        "LS309",
+    ),
+    "perturbed": (
+        "net",
+        "",
+        "F.cross_entropy(net(data), labels).backward(); "
+        "moved = [p.grad.sign() for p in net.parameters()]; "
+        "torch._foreach_add_([p.data for p in net.parameters()], moved); " + PLAIN,
+        "LS302",
     ),
     "hook": ("net", COMMUNICATION, PLAIN, "LS213"),
     "memory": ("Centred()", "", PLAIN, "LS309"),
@@ -395,6 +410,9 @@ def test_a_script_of_the_kind(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = HEAD.format(model=model, made=made, inner=inner)
     classes = {"Centred()": MEMORY, "Normed()": NORMED, "Pooled()": POOLED}.get(model, "")
+    if name == "perturbed":
+        back = "torch._foreach_sub_([p.data for p in net.parameters()], moved)"
+        text = text.replace("loss.backward()", f"loss.backward(); {back}")
     script.write_text(text.replace("model = DDP", f"{classes}\nmodel = DDP"))
     judged = warm.verify(script, nproc=3 if name == "right" else 2)
     verdict, lines = judged.as_json(), judged.lines()

@@ -59,6 +59,11 @@ def shown(things: Sequence[object]) -> str:
     return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
 
 
+def plain(names: Iterable[str]) -> list[str]:
+    """Of tensors as the script calls them: without their model."""
+    return [name.partition("/")[2] or name for name in names]
+
+
 _HEAD = """\
 # Findings
 

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from lockstep.errors import name_ranks, some
-from lockstep.verify.catalogue import Cause, shown
+from lockstep.verify.catalogue import Cause, plain, shown
 from lockstep.verify.compare import (
     Array,
     Divergence,
-    ScriptCall,
-    Update,
     constant_ratio,
     flat,
     near,
@@ -33,6 +31,14 @@ from lockstep.verify.compare import (
     proportional,
     scale_of,
     weights,
+)
+from lockstep.verify.replicas import (
+    left_by,
+    of_factors,
+    of_own_gradients,
+    of_replicas,
+    of_shifted,
+    ranks_of,
 )
 from lockstep.verify.samples import (
     draws_of,
@@ -44,6 +50,7 @@ from lockstep.verify.samples import (
     of_outputs,
     of_padding,
     of_samples,
+    statistics_of,
     what_is_equal,
 )
 
@@ -52,19 +59,8 @@ def _of_initial(case: Divergence) -> Cause:
     apart = case.many.ranks_that_differ("initial", case.tolerance)
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
-        seen = f"before the first step {_ranks(apart)} had other values than rank 0"
+        seen = f"before the first step {ranks_of(apart)} had other values than rank 0"
     return Cause("LS305", (seen,))
-
-
-def _of_replicas(case: Divergence) -> Cause:
-    apart = case.many.replicas_that_differ()
-    number = case.many[0].step
-    seen = f"before step {number + 1} {_ranks(apart)} held other parameters than rank 0"
-    if not case.update:
-        return Cause("LS304", (seen,))
-    stepped = case.other[case.update - 1].ranks_that_differ("parameters", case.tolerance)
-    after = "has left them so" if stepped else "itself left all ranks with the same"
-    return Cause("LS304", (seen, f"the last step {after}"))
 
 
 def _of_gradients(case: Divergence) -> Cause:
@@ -77,13 +73,15 @@ def _of_gradients(case: Divergence) -> Cause:
         return cause
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
-        return _not_averaged(case, tuple(apart))
+        return of_own_gradients(case, tuple(apart))
+    if cause := of_shifted(case) or of_factors(case):
+        return cause
     gathered = case.many.first("gathered")
     if gathered:
         seen = "the loss is made of what an all-gather brought, which carries no gradient"
         return Cause("LS207", (seen, gathered, *_patterns(case)))
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
-    if case.what == "gradients" and (_clips(case.one) or _clips(case.many)):
+    if case.what == "gradients" and (case.one.clips or case.many.clips):
         return _of_clipping(case)
     return of_inputs(case) or _of_values(case, expected, found)
 
@@ -96,24 +94,20 @@ def _of_modes(case: Divergence) -> Cause | None:
             n: (alone ^ set(getattr(rank, what))) & rank.held.keys()
             for n, rank in enumerate(case.many)
             # A model and its copy that are met later may have come in another order.
-            if Counter(_plain(getattr(rank, what))) != Counter(_plain(alone))
+            if Counter(plain(getattr(rank, what))) != Counter(plain(alone))
             or case.reference[0][0].initial.keys() >= alone | set(getattr(rank, what))
         }
         if names := tuple(sorted(set().union(*apart.values()))):
             ranks = name_ranks(n for n, of_rank in apart.items() if of_rank)
-            seen = f"{words} is not that of one process on {ranks}: {shown(_plain(names))}"
+            seen = f"{words} is not that of one process on {ranks}: {shown(plain(names))}"
             return Cause("LS312", (seen,), names)
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     unused = tuple(sorted(expected.keys() - found.keys()))
-    same_names = Counter(_plain(expected)) == Counter(_plain(found))
+    same_names = Counter(plain(expected)) == Counter(plain(found))
     if case.what == "gradients" and unused and not same_names:
-        seen = f"no optimizer of {case.size} processes updates {some(_plain(unused))}"
+        seen = f"no optimizer of {case.size} processes updates {some(plain(unused))}"
         return Cause("LS312", (seen, "on one process one does"), unused)
     return None
-
-
-def _plain(names: Iterable[str]) -> list[str]:
-    return [name.partition("/")[2] or name for name in names]
 
 
 def _of_values(
@@ -162,8 +156,8 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
     number before the average, and so to one length; LS406 by gradients that were reduced when they
     were no longer what the backward passes had left.
     """
-    ranks = [_left(rank.local, found) for rank in case.many if rank.counts]
-    alone = _left(case.one[0].local, found)
+    ranks = [left_by(rank.local, found) for rank in case.many if rank.counts]
+    alone = left_by(case.one[0].local, found)
     if case.size == 1 or not alone or not all(ranks):
         return None
     mean = {name: np.asarray(sum(own[name] for own in ranks)) / len(ranks) for name in found}
@@ -182,25 +176,11 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
         norms = [norm(flat(own)) * abs(w) for own, w in zip(ranks, used, strict=True)]
         clipped = "to gradients of one length, as clipping does"
         return Cause("LS404", (seen, text, *([clipped] if _all_equal(norms, 1e-5) else [])))
-    changed = [call.line for call in _calls(case.many) if call.changed][:1]
+    changed = [call.line for call in case.many.calls if call.changed][:1]
     if changed:
         text = f"each rank changed its own before they were averaged: {changed[0]}"
         return Cause("LS406", (seen, text, *_patterns(case)))
     return Cause("LS210", (f"{seen}; what was made of it afterwards is not", *_patterns(case)))
-
-
-def _left(local: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
-    """What all backward passes have left; empty: it is not known of all names."""
-    found = {n: [part[n] for part in local if n in part] for n in names}
-    return {n: np.asarray(sum(each)) for n, each in found.items()} if all(found.values()) else {}
-
-
-def _calls(update: Update) -> list[ScriptCall]:
-    return [call for rank in update for call in rank.calls]
-
-
-def _clips(update: Update) -> list[ScriptCall]:
-    return [call for call in _calls(update) if call.name == "clip"]
 
 
 def _of_clipping(case: Divergence) -> Cause:
@@ -211,7 +191,7 @@ def _of_clipping(case: Divergence) -> Cause:
     in `_of_values`, by clipping before the last backward pass of a step that changed something.
     LS403: they were equal before. Whether clipping is all that was done in between is not seen.
     """
-    clips = _clips(case.many) or _clips(case.one)
+    clips = case.many.clips or case.one.clips
     lines = [call.line for call in clips][:1]
     expected = case.one.merged("unclipped")
     if not case.many.ranks_that_differ("unclipped", case.tolerance):
@@ -223,7 +203,7 @@ def _of_clipping(case: Divergence) -> Cause:
             sums[name].append(gradient)
     mean = {name: np.asarray(sum(each)) / len(case.many) for name, each in sums.items()}
     ratio = constant_ratio(expected, mean, case.exact)
-    if ratio is None or not any(call.acts for call in (*clips, *_clips(case.one))):
+    if ratio is None or not any(call.acts for call in (*clips, *case.one.clips)):
         cause = _of_values(case, expected, mean)
         early = "gradients were clipped while those of the ranks still differed"
         return replace(cause, seen=(*cause.seen, early, *lines))
@@ -231,113 +211,6 @@ def _of_clipping(case: Divergence) -> Cause:
     times = "" if near(ratio, 1) else f"{_times(ratio, case.size)} "
     right = f"their mean was {times or 'equal to '}that of one process before"
     return Cause("LS404", (early, right, *lines))
-
-
-def _not_averaged(case: Divergence, names: tuple[str, ...]) -> Cause:
-    """Ranks that step with gradients of their own.
-
-    LS303 goes by what DDP knows, LS213 by a communication hook of the script's, LS304 by clipping
-    that some ranks alone did, LS308 by random numbers in gradients. The others need ranks that used
-    what their own backward passes left: LS302 forward passes around the wrapper and none through
-    it, LS406 an all-reduce of these gradients, now or in the next step, LS311 a model that nothing
-    holds. LS301 is what is left where DDP knows all of them (parameters that the loss does not use,
-    or `no_sync` around the last backward pass, which look the same), or where the script reduces
-    others. Where a rank used something else (noise, a weight of its own after the average) nothing
-    is named.
-    """
-    total = len(case.many.merged("gradients"))
-    seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
-    new = {name for rank in case.many for name in rank.not_averaged}
-    if new and set(names) <= new:
-        return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
-    if hook := case.many.first("comm_hook"):
-        return Cause("LS213", (seen, f"DDP was given a communication hook: {hook}"), names)
-    clipping = [n for n, rank in enumerate(case.many) if _clips(Update([rank]))]
-    if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
-        only = f"they were the same until {name_ranks(clipping)} clipped them"
-        return Cause("LS304", (seen, only, _clips(case.many)[0].line), names)
-    # What comes too late is among the calls before the next update.
-    soon = case.other[case.update : case.update + 2]
-    reduced = [call for update in soon for call in _calls(update) if call.gradient_of]
-    line = case.many.first("past_wrapper")
-    around = [f"around the wrapper: {line}"] if line else []
-    own, passes = _passes_of_own(case, names), case.many.backward_passes
-    if not own:
-        return _of_other_gradients(case, names, seen, *around)
-    alone = "each rank used what its own backward pass left"
-    if own < passes:
-        alone = f"what the last {own} of {passes} backward passes left is each rank's own"
-    if line and not any(rank.wrapped_passes for rank in case.many):
-        return Cause("LS302", (seen, *around), names)
-    if reduced and any(call.gradient_of in names for call in reduced):
-        late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
-        return Cause("LS406", (seen, alone, late), names)
-    if others := [
-        *[f"the script reduces others: {c.line}" for c in reduced],
-        *_others(case, names),
-    ]:
-        return Cause("LS301", (seen, alone, others[0]), names)
-    if set(names) <= {name for rank in case.many for name in rank.bare}:
-        where = case.many.first("bare_line")
-        held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
-        return Cause("LS311", (seen, alone, held), names)
-    every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
-    return Cause("LS301", (seen, alone, *around, *every), names)
-
-
-def _others(case: Divergence, names: Sequence[str]) -> list[str]:
-    """That gradients which DDP does not know are averaged, but for these, in words."""
-    bare, optimizer = {*case.many[0].bare}, case.many[0].optimizer
-    models, averaged = {_root(name) for name in names}, dict[str, None]()
-    # Other optimizers of the same models step shortly before or after.
-    most = len({update[0].optimizer for update in case.other})
-    near_by = case.other[max(0, case.update - most + 1) : case.update + most]
-    for rank in (update[0] for update in near_by if {*names} <= bare):
-        left = _left(rank.local, rank.bare)
-        of_it = [n for n in left if rank.optimizer == optimizer or _root(n) in models]
-        used = {n: rank.unclipped[n] for n in of_it if n not in names and n in rank.unclipped}
-        for name, array in used.items():
-            if norm(flat({name: array - left[name]})) > case.exact * norm(array):
-                averaged[name] = None
-    return [f"those of others are averaged: {shown(_plain(averaged))}"] if averaged else []
-
-
-def _root(name: str) -> str:
-    return name.partition("/")[0]
-
-
-def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) -> Cause:
-    """Gradients that differ between ranks and are not what each one's backward passes left."""
-    if drawn := case.many.first("gradient_draw"):
-        text = f"they are made of random numbers that each rank drew: {drawn}"
-        return Cause("LS308", (*seen, text), names)
-    more = ["they are not what each rank's own backward passes left"]
-    first, *others = (rank.gradients for rank in case.many)
-    ratios = [constant_ratio(first, other, case.exact) for other in others]
-    if None not in ratios:
-        words = (f"{ratio:.6g} times on rank {n}" for n, ratio in enumerate(ratios, 1))
-        more.append(f"they are those of rank 0, {', '.join(words)}")
-    calls = [call for call in _calls(case.many) if call.gradient_of][:1]
-    more += [f"gradients were reduced: {call.line}" for call in calls]
-    return Cause("LS210", (*seen, *more, *draws_of(case)), names)
-
-
-def _passes_of_own(case: Divergence, names: Sequence[str]) -> int:
-    """How many of the last backward passes left what is each rank's own, and the only difference.
-
-    0: something else differs too, or it is not known.
-    """
-    for count in range(1, min(len(rank.local) for rank in case.many) + 1):
-        own, rest = [], []
-        for rank in case.many:
-            used = {n: rank.unclipped[n] for n in names if n in rank.unclipped}
-            left = [{n: part.get(n, 0 * a) for n, a in used.items()} for part in rank.local]
-            own.append(sum(map(flat, left[-count:]), np.zeros(1)))
-            rest.append(flat(used) - own[-1])
-        most = case.exact * norm(own[0])
-        if len(set(map(len, rest))) == 1 and all(norm(each - rest[0]) <= most for each in rest):
-            return count
-    return 0
 
 
 def _of_ratio(case: Divergence, ratio: float) -> Cause:
@@ -350,7 +223,7 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
     if near(ratio, 1):
         return Cause("LS210", ("they are those of one process but for rounding, as in float32",))
     seen = f"all gradients are {_times(ratio, size)} those of one process"
-    calls = [c for c in _calls(case.many) if c.name.startswith("all_gather") and not c.of_graph]
+    calls = [c for c in case.many.calls if c.name.startswith("all_gather") and not c.of_graph]
     more = [f"if the loss is made of it, its backward must add up: {c.line}" for c in calls[:1]]
     known = [("LS201", size, more), ("LS202", 1 / size, more)]
     if one != many and one and many:
@@ -361,6 +234,11 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
         code, why = fitting[0]
         also = [f"it may be {other} as well; another --nproc tells" for other, _ in fitting[1:]]
         return Cause(code, (seen, *_loss_line(case), *why, *also), ratio=ratio)
+    factors = [rank.factor for rank in (*case.one, *case.many)]
+    if near(factors[1] / factors[0] if factors[0] else math.nan, ratio):
+        told = f"by {factors[1]:.6g}, on one process by {factors[0]:.6g}"
+        after = f"they were right after the last backward pass, and then multiplied {told}"
+        return Cause("LS403", (after, *(call.line for call in case.many.clips[:1])))
     return Cause("LS209", (seen, *_loss_line(case)), ratio=ratio)
 
 
@@ -404,9 +282,12 @@ def _of_weights(
             return Cause(code, (*words, f"that is by their {key}: {numbers}"))
     if compares := _compares(case):
         return Cause("LS208", (*words, *compares))
+    told = statistics_of(case)
     if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
-        return Cause("LS205", (*words, nothing))
+        return Cause("LS205", (*words, *(told or [nothing])))
+    if told and not draws_of(case):
+        return Cause("LS208", (*words, *told))
     return Cause("LS210", words)
 
 
@@ -473,7 +354,8 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
         text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
         words.append(text.format(numbers[0], case.size, numbers[1], same))
     words += what_is_equal(case)
-    return Cause("LS210", (*seen, *words, *_loss_line(case), *_patterns(case)))
+    told = (*words, *statistics_of(case), *_loss_line(case), *_patterns(case))
+    return Cause("LS210", (*seen, *told))
 
 
 def _of_terms(case: Divergence) -> tuple[list[str], bool]:
@@ -505,7 +387,7 @@ def _of_terms(case: Divergence) -> tuple[list[str], bool]:
 
 def _compares(case: Divergence) -> list[str]:
     """Evidence for a loss over each rank's own samples that should be one over all, in words."""
-    gathers = any(call.name.startswith("all_gather") for call in _calls(case.many))
+    gathers = any(call.name.startswith("all_gather") for call in case.many.calls)
     if gathers or case.size == 1 or not any(rank.compares for rank in case.one):
         return []
     seen = "the loss compares samples: the gradient of one follows the output of another"
@@ -523,7 +405,7 @@ def _patterns(case: Divergence) -> tuple[str, ...]:
         kinds["in no constant ratio" if ratio is None else _times(ratio, case.size)].append(name)
     right = f"{len(expected) - len(wrong)} of {len(expected)} gradients are right"
     words = [right] if len(wrong) < len(expected) else []
-    return (*words, *(f"{key}: {shown(_plain(names))}" for key, names in list(kinds.items())[:3]))
+    return (*words, *(f"{key}: {shown(plain(names))}" for key, names in list(kinds.items())[:3]))
 
 
 def _of_loss(case: Divergence) -> Cause:
@@ -583,7 +465,7 @@ def _of_parameters(case: Divergence) -> Cause:
     if others := _of_optimizers(case):
         return Cause("LS403", (seen, *others))
     if apart:
-        return Cause("LS304", (seen, f"rank 0 has others than {_ranks(apart)}"), tuple(apart))
+        return Cause("LS304", (seen, f"rank 0 has others than {ranks_of(apart)}"), tuple(apart))
     return Cause("LS403", (seen,))
 
 
@@ -612,7 +494,7 @@ def _of_optimizers(case: Divergence) -> list[str]:
         ]
         if whole and not words:
             of = f"is not that of one process on rank {number}"
-            words.append(f"{held} {of}: {shown(sorted(_plain(whole)))}")
+            words.append(f"{held} {of}: {shown(sorted(plain(whole)))}")
     return words
 
 
@@ -624,13 +506,13 @@ def _of_kept(case: Divergence) -> Cause:
 def _of_buffers(case: Divergence) -> Cause:
     ends = ("running_mean", "running_var", "num_batches_tracked")
     of_norm = _of_batchnorm(case) if all(name.endswith(ends) for name in case.names) else None
-    return of_norm or Cause("LS309", (f"after the step: {shown(_plain(case.names))}",))
+    return of_norm or Cause("LS309", (f"after the step: {shown(plain(case.names))}",))
 
 
 def _of_batchnorm(case: Divergence) -> Cause | None:
     """LS306 and LS307 go by what BatchNorm's forward passes saw, and by how many they were."""
     patterns = () if case.what == "buffers" else _patterns(case)
-    layers = sorted({layer for rank in case.many for layer in _plain(rank.statistics)})
+    layers = sorted({layer for rank in case.many for layer in plain(rank.statistics)})
     if layers and case.size > 1:
         seen = f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
         return Cause("LS306", (seen, *patterns))
@@ -665,13 +547,9 @@ def _ratio_text(weights: Sequence[float]) -> str:
     return " : ".join(f"{weight / total:.4g}" if total else f"{weight:.4g}" for weight in weights)
 
 
-def _ranks(apart: Mapping[str, Sequence[int]]) -> str:
-    return name_ranks({rank for ranks in apart.values() for rank in ranks})
-
-
 KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
     "initial": (_of_initial, "the parameters before the first step"),
-    "replicas": (_of_replicas, "the parameters of the ranks"),
+    "replicas": (of_replicas, "the parameters of the ranks"),
     "samples": (of_samples, "the samples of the global batch"),
     "contents": (of_contents, "the content of samples"),
     "kept": (_of_kept, "parameters that are not trained"),

@@ -31,6 +31,7 @@ from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
 from lockstep.errors import user_line
 from lockstep.optim.precision import in_double
+from lockstep.verify.models import sums_of
 
 _DROPOUTS = {
     F.dropout,
@@ -57,6 +58,16 @@ _WIDE = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
+_OVER_ROWS = {
+    *("mean", "sum", "std", "var", "norm", "max", "min", "amax", "amin", "median", "logsumexp"),
+    *("softmax", "log_softmax", "cumsum", "bincount", "normalize", "vector_norm", "nanmean"),
+}
+_CHOICES = {"topk", "sort", "argsort", "kthvalue", "quantile", "median"}
+"""Which samples are taken, or a limit for them, follows from all of them."""
+_SECOND = {"topk", "kthvalue", "norm", "normalize", "quantile", "vector_norm"}
+"""Functions with another argument before that of their dimension."""
+STATISTIC, MADE = "statistic ", "made "
+"""How kinds of marks begin: see `mark`."""
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _CONVERSIONS = "conversions to a lower precision"
 
@@ -150,7 +161,7 @@ class DeterminismPatches(TorchFunctionMode):
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
             marks |= _divided(name, *args)
             result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
-        mark(result, **marks)
+        _mark_made(result, marks, name, args, kwargs)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
@@ -386,6 +397,31 @@ def _divided(name: str, *args: Any) -> dict[str, Any]:
     return {"divisor": (float(args[1]), user_line() or "")}
 
 
+def _over_samples(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether something is taken over the rows of what carries no gradient, or rows are chosen."""
+    given = args[0] if args else kwargs.get("input")
+    if name not in _OVER_ROWS | _CHOICES or not isinstance(given, Tensor) or not given.dim():
+        return False
+    if len(given) < 2 or (given.requires_grad and name not in _CHOICES):
+        return False
+    place = 1 + (name in _SECOND)
+    last = name in _CHOICES - {"median", "quantile"}
+    usual = 1 if name == "normalize" else -1 if last else None
+    dims = kwargs.get("dim", args[place] if len(args) > place else usual)
+    dims = dims if isinstance(dims, tuple | list) else [dims]
+    return any(d is None or (type(d) is int and d % given.dim() == 0) for d in dims)
+
+
+def _number(result: Any) -> float | None:
+    """A number that changes with any of a result's; None: it cannot be told."""
+    first = next(iter(tensors(result)), None)
+    if type(first) is not Tensor or first.is_meta or first.is_complex():
+        return None
+    with suppress(RuntimeError):  # as torch says of a function that it transforms
+        return float(sums_of(first)[0])
+    return None
+
+
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -408,8 +444,10 @@ def mark(values: Any, **marks: Any) -> None:
     """Tensors, and all that is made of them, have a mark of a kind.
 
     `gather`: the line of an all-gather that carries no gradient; `batch`: the number of a batch;
-    `draw`: the number and line of a draw; `divisor`: by what a loss was divided, and the line. Of
-    several of a kind the last counts, which of divisors is the largest.
+    `draw`: the number and line of a draw; `divisor`: by what a loss was divided, and the line;
+    `statistic` and a line: a number of what was taken over the samples there; `made` and the number
+    of an update: the line of a model that was called before it. Of several of a kind the last
+    counts, which of divisors is the largest.
     """
     for tensor in tensors(values) if marks else ():
         known = tensor.__dict__.setdefault("_marks", {})
@@ -423,6 +461,24 @@ def marks_of(values: Any) -> dict[str, Any]:
         for kind, value in leaf.__dict__.get("_marks", {}).items():
             found[kind] = max(found.get(kind, value), value)
     return found
+
+
+def _mark_made(
+    result: Any, marks: dict[str, Any], name: str, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """What a function has made, or has written into, has the marks of what it was given."""
+    if _over_samples(name, args, kwargs) and (number := _number(result)) is not None:
+        marks[f"{STATISTIC}{user_line() or ''}"] = number
+    mark(result, **marks)
+    if name == "__setitem__":
+        mark(args[0], **marks_of(args[2]))
+
+
+def unmark(tensor: Tensor) -> None:
+    """What is in a tensor is of all ranks from here on."""
+    known = tensor.__dict__.get("_marks", {})
+    for kind in [kind for kind in known if kind.startswith((STATISTIC, MADE))]:
+        del known[kind]
 
 
 _MOVE = {"rename", "replace", "link", "copyfile", "copy", "copy2"}

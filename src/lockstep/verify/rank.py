@@ -37,9 +37,10 @@ from lockstep.distributed.torch_compat import in_backward_pass
 from lockstep.errors import UsageError, user_line
 from lockstep.launcher.worker import run_as_main
 from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.verify.batches import random_streams, streams_that_moved
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
-from lockstep.verify.recorder import Recorder, random_streams, streams_that_moved
+from lockstep.verify.recorder import Recorder
 from lockstep.watchdog.probe import on_start_processes
 
 # Some have new names since torch 2.13, beside the old ones.
@@ -93,7 +94,11 @@ def _watch_losses(recorder: Recorder) -> None:
         if not in_backward_pass() and isinstance(single, Tensor) and single.numel() == 1:
             recorder.lost(single)
 
-    _tell(torch.autograd, "backward", begins)
+    def returns(*_: Any, **__: Any) -> None:
+        if not in_backward_pass():
+            recorder.returns()
+
+    _tell(torch.autograd, "backward", begins, returns)
 
 
 def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:

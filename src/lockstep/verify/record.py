@@ -23,7 +23,8 @@ from typing import Any
 from lockstep.errors import LockstepError, UsageError, grouped
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import RankUpdate, Update, renamed
+from lockstep.verify.compare import RankUpdate, Update
+from lockstep.verify.names import renamed
 from lockstep.watchdog.exit_status import describe
 
 OWN_PROCESSES = (
@@ -53,7 +54,7 @@ class UpdateWriter:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder / f"rank{rank}"
         self.folder.mkdir(parents=True)
-        self._count = 0
+        self.count = 0
         self._owner = os.getpid()
 
     def write(self, update: RankUpdate, replica: int | None = None) -> None:
@@ -77,9 +78,9 @@ class UpdateWriter:
         unfinished = self.folder / "unfinished"
         with unfinished.open("wb") as file:
             pickle.dump(update, file)
-        unfinished.rename(self.folder / f"{self._count}.pickle")
+        unfinished.rename(self.folder / f"{self.count}.pickle")
         (self.folder / f"{_STEP}{update.step}").touch()
-        self._count += 1
+        self.count += 1
 
     def end(self, error: BaseException | None, notes: Sequence[str] = (), **known: Any) -> None:
         """The script has ended.

@@ -7,9 +7,7 @@ records a digest of each sample and what it may weigh; a model's tensors it name
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, p
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
+from lockstep.verify.batches import Fetched, look_at
 from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.models import (
     Models,
@@ -44,90 +43,20 @@ from lockstep.verify.models import (
     sums_of,
     with_rows,
 )
-from lockstep.verify.patches import IGNORED, DeterminismPatches, mark, marks_of, terms_of
+from lockstep.verify.patches import (
+    MADE,
+    STATISTIC,
+    DeterminismPatches,
+    mark,
+    marks_of,
+    terms_of,
+    unmark,
+)
 from lockstep.verify.record import LEAST_STEPS, UpdateWriter, Way
-
-
-def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
-    """Takes a batch apart.
-
-    Args:
-        batch: a nest of tensors, each with one row a sample.
-        count: of samples; None: the rows of the first tensor.
-        **known: what else is known of it.
-    """
-    plain = [t for t in tensors(batch) if t.layout == torch.strided and t.dim()]
-    held = [t.detach().cpu() for t in plain]
-    if count is None:
-        count = len(held[0]) if held else 0
-    rows = [t for t in held if len(t) == count]
-    shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
-    contents = _digests(rows, count)
-    return Taken(contents=contents, shape=shape, weights=_weights(rows, count), **known)
-
-
-def random_streams() -> list[str]:
-    """A digest of each stream that reading and training may draw from: torch's, numpy's, Python's.
-
-    That of a GPU comes last, where one is used.
-    """
-    kind, keys, position, *_ = np.random.get_state()
-    states = [
-        torch.get_rng_state().numpy().tobytes(),
-        np.asarray(keys).tobytes() + f"{kind}{position}".encode(),
-        repr(random.getstate()).encode(),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state().numpy().tobytes())
-    return [hashlib.blake2b(state, digest_size=8).hexdigest() for state in states]
-
-
-_STREAMS = "torch", "numpy's global stream", "the global stream of Python's random", "the GPU's"
-
-
-def streams_that_moved(before: Sequence[str]) -> dict[str, str]:
-    """What was drawn from since, but for torch's stream: its numbers are seen themselves."""
-    both = zip(_STREAMS, before, random_streams(), strict=False)
-    return {kind: was for kind, was, now in both if was != now and kind != "torch"}
-
-
-def _digests(rows: list[Tensor], count: int) -> list[str]:
-    plain = [t.reshape(count, -1).contiguous().view(torch.uint8).numpy() for t in rows if t.numel()]
-    return [
-        ".".join(hashlib.blake2b(v[n].tobytes(), digest_size=6).hexdigest() for v in plain)
-        for n in range(count if rows else 0)
-    ]
-
-
-def _weights(rows: list[Tensor], count: int) -> dict[str, float]:
-    """Samples, and of each whole-number tensor what is not ignored, not zero, or set.
-
-    Also without the first column, as the loss of a language model leaves it out, and what is not
-    the value that ends most rows, which may be padding.
-    """
-    found = {"samples": float(count)}
-    tensors = {f"tensor {number}": tensor for number, tensor in enumerate(rows)}
-    for name, tensor in list(tensors.items()):
-        if tensor.dim() > 1 and tensor.shape[1] > 1:
-            tensors[f"{name} without its first column"] = tensor[:, 1:]
-    for name, tensor in tensors.items():
-        if tensor.is_complex() or tensor.is_floating_point():
-            is_mask = bool(((tensor == 0) | (tensor == 1)).all())
-            if is_mask and tensor.dim() > 1:
-                found[f"ones in {name}"] = float(tensor.sum())
-            continue
-        kept = tensor[tensor != IGNORED] if tensor.dtype != torch.bool else tensor
-        found[f"labels in {name}"] = float(kept.numel())
-        found[f"non-zero values in {name}"] = float(kept.count_nonzero())
-        if tensor.dim() == 2 and tensor.numel():
-            padding = int(tensor[:, -1].long().mode().values)
-            found[f"values but {padding} in {name}"] = float((tensor != padding).sum())
-    return found
-
 
 _OF_BACKWARD = (
     "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
-    "weighed", "loss_options", "couples", "entered",
+    "weighed", "loss_options", "couples", "entered", "batch_statistics", "own_passes", "shifted",
     "draws", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
 )  # fmt: skip
 """What belongs to backward passes, after which several optimizers may step."""
@@ -137,45 +66,10 @@ _FEW_VALUES = 65_536
 """Of inputs that are recorded as they are."""
 _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
+_ONE_NUMBER = 1e-12
+"""Of a squared norm, what may be left beside a multiple."""
 _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
-
-
-class _Fetched:
-    """Batches of torch's loaders that no model has been called with so far.
-
-    Of loaders whose batches are recognised in what models are called with, they belong to a later
-    update.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._unused: dict[int, Taken] = {}
-        self._recognised: set[int] = set()
-        """Loaders."""
-        self.only_seen: list[Taken] = []
-        """What the script looked at in a pass of its own."""
-
-    def add(self, batch: Any, taken: Taken) -> None:
-        """One more, as it was handed out."""
-        self._number += 1
-        mark(batch, batch=self._number)
-        self._unused[self._number] = taken
-
-    def used(self, number: int) -> None:
-        """A model is called with what was made of a batch; those before it are over."""
-        if used := self._unused.get(number):
-            self._recognised.add(used.loader)
-            for each, taken in list(self._unused.items()):
-                if each <= number and taken.loader == used.loader:
-                    self.only_seen += [taken] if taken.epoch < used.epoch else []
-                    del self._unused[each]
-
-    def ahead(self) -> list[Taken]:
-        """What belongs to a later update; the rest is forgotten."""
-        kept = {n: taken for n, taken in self._unused.items() if taken.loader in self._recognised}
-        self._unused, self.only_seen = kept, []
-        return list(kept.values())
 
 
 class Finished(SystemExit):
@@ -210,6 +104,12 @@ class _Beside:
     """Of models, since then."""
     present: _Pass | None = None
     """Of the outermost model that is being called."""
+    made: dict[int, str] = field(default_factory=dict)
+    """Lines of forward passes that the loss is made of, by the updates before them."""
+    began: dict[str, Array] = field(default_factory=dict)
+    """Sums over the parameters at the first forward pass."""
+    graded: dict[int, Tensor] = field(default_factory=dict)
+    """The gradients of this rank as the last backward pass left them, by the ids of parameters."""
     left: list[dict[int, Tensor]] = field(default_factory=list)
     """What each backward pass has left, by the ids of parameters."""
     unclipped: dict[str, Array] = field(default_factory=dict)
@@ -232,8 +132,6 @@ class Recorder(Callback):
 
     def __init__(self, writer: UpdateWriter, way: Way, patches: DeterminismPatches) -> None:
         self.models = Models()
-        self.of_lockstep = False
-        """Whether the script trains by Lockstep."""
         self.by_choice = ""
         """What is left out, as the script has chosen it although it gives other numbers."""
         self._writer = writer
@@ -256,7 +154,9 @@ class Recorder(Callback):
         """The last one that was complete."""
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
-        self._fetched = _Fetched()
+        self._stepped: dict[Optimizer, int] = {}
+        """Updates up to the last one of each optimizer."""
+        self._fetched = Fetched()
         self._ahead: list[Taken] = []
         """Batches of a later update."""
         self._passes: dict[Any, int] = {}
@@ -272,11 +172,15 @@ class Recorder(Callback):
         self._weighted = False
         """`World.backward` runs, or has: its loss is known."""
 
+    @property
+    def of_lockstep(self) -> bool:
+        """Whether the script trains by Lockstep."""
+        return bool(self.models.prepared)
+
     # Of Lockstep's steps
 
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
-        self.of_lockstep = True
         self.by_choice = self.by_choice or vars(module).get("by_choice", "")
         self.models.prepared.add(id(unwrap(module)))
         self._meet(module)
@@ -359,6 +263,32 @@ class Recorder(Callback):
         update.forwards = [*update.forwards, *(each.seen for each in passes)][-_MOST_FORWARDS:]
         self._beside.forwards, self._beside.calls, self._beside.unclipped = [], 0, {}
 
+    def returns(self) -> None:
+        """A backward pass is over."""
+        update, left, own = self._update, self._beside.left, []
+        graded = self._beside.graded = {}
+        for _, parameter in self.models.parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                now = graded[id(parameter)] = own_part(parameter.grad).clone()
+                parts = [part[id(parameter)] for part in left if id(parameter) in part]
+                whole = sum(parts, torch.zeros_like(now))
+                own += [now.equal(whole) or now.equal(parts[-1])] if parts else []
+        update.own_passes.append(bool(own) and all(own))
+
+    def _factor(self) -> float:
+        """See `RankUpdate.factor`."""
+        graded, products = self._beside.graded, np.zeros(3)
+        for _, parameter in self.models.parameters():
+            if parameter.grad is not None:
+                if id(parameter) not in graded:
+                    return math.nan
+                now, then = own_part(parameter.grad), graded[id(parameter)]
+                now, then = (t.double().flatten() for t in (now, then))
+                products += [float(now @ then), float(then @ then), float(now @ now)]
+        both, before, after = products
+        ratio = both / before if before else math.nan
+        return ratio if after - ratio * both <= _ONE_NUMBER * after else math.nan
+
     def _weigh(self, divisor: float, passes: Sequence[_Pass]) -> None:
         """What a loss may have been divided by, and what samples were to become in it."""
         calls, self._patches.loss_calls = self._patches.loss_calls, []
@@ -377,6 +307,11 @@ class Recorder(Callback):
 
     def _made_of(self, marks: Mapping[str, Any], before: int) -> None:
         """What has these marks is part of the loss; draws up to a number do not count."""
+        for kind, value in marks.items():
+            if kind.startswith(STATISTIC):
+                self._update.batch_statistics[kind.removeprefix(STATISTIC)] = value
+            elif kind.startswith(MADE):
+                self._beside.made[int(kind.removeprefix(MADE))] = value
         number, *draw = marks.get("draw", (0,))
         self._update.draws += [(draw[0], draw[1])] if number > before else []
 
@@ -416,6 +351,8 @@ class Recorder(Callback):
             passes=len(self._update.losses),
         )
         self._update.calls.append(call)
+        if isinstance(tensor, Tensor):
+            unmark(tensor)
         if call.of_graph and into is not None:
             mark(into, gather=call.line)
 
@@ -460,6 +397,7 @@ class Recorder(Callback):
             if not update.begun:
                 update.begun, update.rewritten = True, self._rewritten()
             if len(update.inputs) == len(update.losses):
+                self._look_between()
                 seen = look_at(inputs, ids=())
                 self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
                 update.inputs += [seen] if seen.shape else []
@@ -470,6 +408,17 @@ class Recorder(Callback):
             self._made_of(marks, self._drawn_before)
             self._beside.present = self._begins(module, inputs)
         return self._patches.converted(inputs) if holds_tensors(module) else None
+
+    def _look_between(self) -> None:
+        """The first forward pass for a backward pass begins."""
+        now = {n: sums_of(p) for n, p in self.models.parameters() if not is_sharded(p)}
+        began = self._beside.began = self._beside.began or now
+        if not self._writer.count and not self._update.initial:
+            whole = ((n, p) for n, p in self.models.parameters() if n in now)
+            self._update.initial = _arrays(whole)
+        if not self._update.shifted:
+            changed = (n for n in now if n in began and not np.array_equal(now[n], began[n]))
+            self._update.shifted = {n: now[n] for n in changed}
 
     def _rewritten(self) -> dict[str, Array]:
         left, named = self.models.left, self.models.parameters()
@@ -493,6 +442,8 @@ class Recorder(Callback):
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
         self._depth -= 1
+        if not self._depth and next(module.parameters(), None) is not None:
+            mark(output, **{f"{MADE}{self._writer.count}": user_line() or ""})
         present = self._beside.present
         if present is None or not torch.is_grad_enabled():
             return
@@ -558,7 +509,10 @@ class Recorder(Callback):
         update.evaluating = [name for name, p in named if id(p) in self._beside.evaluating]
         update.unprepared = optimizer not in self.known and self.models.of_prepared(held)
         if not any(self._taken.values()):
-            update.initial = _arrays(named)
+            update.initial = {**_arrays(named), **update.initial}
+        update.factor = self._factor()
+        early = (n for n in self._beside.made if n < self._stepped.get(optimizer, 0))
+        update.carried = next((self._beside.made[n] for n in early), "")
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
         for gradient in (p.grad for _, p in named if p.grad is not None):
@@ -568,7 +522,8 @@ class Recorder(Callback):
             n: self._beside.unclipped.get(n, array) for n, array in gradients.items()
         }
         update.frozen = [name for name, parameter in named if not parameter.requires_grad]
-        update.held = {name: sums_of(p) for name, p in named if not is_sharded(p)}
+        whole = {name: sums_of(p) for name, p in named if not is_sharded(p)}
+        update.held = {**whole, **self._beside.began}
         update.attributes, update.comm_hook = self.models.attributes(), self.models.comm_hook
         update.state = {
             f"{name}/{key}": sums_of(value)
@@ -606,6 +561,7 @@ class Recorder(Callback):
         update.buffers = _arrays(self.models.buffers())
         self.models.left.update(update.parameters)
         self._writer.write(update, self._micro_batch.replica)
+        self._stepped[optimizer] = self._writer.count
         self._taken[optimizer] += self._micro_batch.replica is None or self._micro_batch.last
         self._begun = min(self._begun, time.monotonic())
         self._update = RankUpdate(counts=update.counts, taken=self._ahead)

@@ -5,6 +5,7 @@ A way leads from inputs to outputs, from there to the loss; where it parts first
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ def of_samples(case: Divergence) -> Cause:
     expected, found = Counter(identity(case.one)), Counter(identity(case.many))
     total, wanted = found.total(), expected.total()
     numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
+    if skips := _skipped(case):
+        return Cause("LS405", (numbers, *skips))
     before = _all(case.other[: case.update], identity).keys() - expected.keys()
     again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
     again = again if {*(found - expected)} <= {*again} else []
@@ -62,6 +65,24 @@ def of_samples(case: Divergence) -> Cause:
         other = (found - expected).total()
         text = f"{other} of them are in another step of one process, or in none"
     return Cause("LS109", (numbers, text))
+
+
+def _skipped(case: Divergence) -> list[str]:
+    """That steps are skipped after some backward passes on some processes only, in words.
+
+    It goes by other numbers of backward passes before this step, which are not always as many.
+    """
+    ranks = [*case.one, *(rank for rank in case.many if rank.counts)]
+    passes = [len(rank.losses) for rank in ranks]
+    always = [
+        len({len(update[n].losses) for update in run}) == 1
+        for run in (case.reference, case.other)
+        for n in range(len(run[0]))
+    ]
+    if all(always) or len({*passes}) == 1 or 0 in passes:
+        return []
+    told = ", ".join(f"{count} on rank {n}" for n, count in enumerate(passes[1:]))
+    return [f"backward passes since the step before: {passes[0]} on one process, {told}"]
 
 
 def of_contents(case: Divergence) -> Cause:
@@ -121,6 +142,24 @@ def draws_of(case: Divergence) -> list[str]:
     return [text.format(line) for line, _ in others[:1]]
 
 
+def statistics_of(case: Divergence) -> list[str]:
+    """Statistics over each rank's own samples that the loss is made of, in words.
+
+    They are not those of one process on some rank; what the ranks have reduced does not count. That
+    it is wrong is not known: the greatest length of a batch does no harm.
+    """
+    one = case.one[0].batch_statistics
+    lines = [
+        line
+        for line, number in one.items()
+        for rank in case.many
+        if line in rank.batch_statistics and case.size > 1
+        if not math.isclose(number, rank.batch_statistics[line], rel_tol=case.exact, abs_tol=1e-12)
+    ]
+    text = "each rank's own samples alone gave a statistic that the loss is made of: {}"
+    return [text.format(line) for line in dict.fromkeys(lines)][:2]
+
+
 def of_inputs(case: Divergence) -> Cause | None:
     """Batches of no DataLoader, by what the models were called with.
 
@@ -148,7 +187,7 @@ def of_inputs(case: Divergence) -> Cause | None:
         beside, outputs = rows.differ("beside"), rows.differ("outputs").any()
         if beside.any() and outputs:
             seen = _beside(rows, beside)
-            return of_draws(case, seen) or Cause("LS111", (seen,))
+            return of_draws(case, seen) or Cause("LS111", (seen, *statistics_of(case)))
         if outputs:
             return None
     return None
@@ -192,7 +231,8 @@ def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
         return Cause("LS111", (numbers, text, "as by the mean and deviation of its part alone"))
     if again.all():
         return Cause("LS111", (numbers, *([twice] if len(place) else []), left_out))
-    return Cause("LS111", (numbers, f"{(~elsewhere).sum()} are not known from one process"))
+    unknown = f"{(~elsewhere).sum()} are not known from one process"
+    return Cause("LS111", (numbers, unknown, *statistics_of(case)))
 
 
 def _shifted(rows: Rows) -> bool:
@@ -343,8 +383,10 @@ def _first(update: Update) -> list[Forward]:
 def of_loss(case: Divergence) -> Cause | None:
     """A loss that makes something else of the same outputs.
 
-    LS112 goes by targets that torch's loss functions were given; LS212 by their other arguments,
-    or by gradients of the outputs that are those of one process but for a number for each sample.
+    LS112 goes by targets that torch's loss functions were given; LS309 by outputs of earlier steps
+    that the ranks have not exchanged; LS212 by the functions' other arguments, or by gradients of
+    the outputs that are those of one process but for a number for each sample; LS208 by what each
+    rank took over its own samples, unless random numbers may be the cause.
     """
     every = rows_of(case.one, case.many)
     if not every or any(rows.differ("outputs").any() for rows in every):
@@ -352,7 +394,11 @@ def of_loss(case: Divergence) -> Cause | None:
     targets = every[0].differ("targets")
     if targets.any():
         count = f"{targets.sum()} of {len(targets)} samples with the same inputs"
-        return Cause("LS112", (f"the loss was given other targets for {count}",))
+        told = f"the loss was given other targets for {count}"
+        return Cause("LS112", (told, *statistics_of(case)))
+    if carried := case.many.first("carried"):
+        text = "the loss is made of what models returned in earlier steps, which no rank exchanged"
+        return Cause("LS309", (f"{text}: {carried}", "outputs of this step are the same"))
     expected, found = case.one.merged("loss_options"), case.many.merged("loss_options")
     options = [
         name
@@ -361,11 +407,13 @@ def of_loss(case: Divergence) -> Cause | None:
         if name in rank.loss_options and case.tolerance.differ(array, rank.loss_options[name], 0.0)
     ]
     if options and expected.keys() == found.keys():
-        return Cause("LS212", (f"not that of one process is {options[0]}",))
-    for rows in every:
-        if weights := _weights_of_samples(rows, case.size):
-            return Cause("LS212", weights)
-    return None
+        return Cause("LS212", (f"not that of one process is {options[0]}", *statistics_of(case)))
+    weighs = next(filter(None, (_weights_of_samples(rows, case.size) for rows in every)), ())
+    if (took := statistics_of(case)) and not draws_of(case):
+        return Cause(
+            "LS208", (*took, *(weighs or ["for each sample the models returned the same"]))
+        )
+    return Cause("LS212", weighs) if weighs else None
 
 
 def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:

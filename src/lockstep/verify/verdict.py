@@ -20,12 +20,12 @@ from lockstep.verify.compare import (
     Divergence,
     Tolerance,
     Update,
-    aligned,
     comparable,
     divergences,
     of_tensors,
     tolerance_of,
 )
+from lockstep.verify.names import aligned
 from lockstep.verify.record import OWN_PROCESSES, Recorded
 from lockstep.verify.rows import followed
 from lockstep.verify.samples import repeated

@@ -1,0 +1,208 @@
+"""Ranks that part: replicas that differ, and gradients that stay each rank's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from lockstep.errors import name_ranks
+from lockstep.verify.catalogue import Cause, plain, shown
+from lockstep.verify.compare import (
+    Array,
+    Divergence,
+    Update,
+    constant_ratio,
+    flat,
+    near,
+    norm,
+)
+from lockstep.verify.samples import draws_of
+
+
+def of_replicas(case: Divergence) -> Cause:
+    """LS304: ranks that hold other parameters than rank 0 before a step."""
+    apart = case.many.replicas_that_differ()
+    number = case.many[0].step
+    seen = f"before step {number + 1} {ranks_of(apart)} held other parameters than rank 0"
+    if not case.update:
+        return Cause("LS304", (seen,))
+    stepped = case.other[case.update - 1].ranks_that_differ("parameters", case.tolerance)
+    after = "has left them so" if stepped else "itself left all ranks with the same"
+    return Cause("LS304", (seen, f"the last step {after}"))
+
+
+def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
+    """Ranks that step with gradients of their own.
+
+    LS303 goes by what DDP knows, LS213 by a communication hook of the script's, LS304 by clipping
+    that some ranks alone did, LS308 by random numbers in gradients. The others need ranks that used
+    what their own backward passes left: LS313 parameters that are averaged before a later step,
+    LS302 forward passes around the wrapper and none through it, LS406 an all-reduce of these
+    gradients, now or in the next step, LS311 a model that nothing holds. LS301 is what is left
+    where DDP knows all of them (parameters that the loss does not use, or `no_sync` around the last
+    backward pass, which look the same), or where the script reduces others. Where a rank used
+    something else (noise, a weight of its own after the average) nothing is named.
+    """
+    total = len(case.many.merged("gradients"))
+    seen = f"the gradients of {len(names)} of {total} parameters differ between the ranks"
+    new = {name for rank in case.many for name in rank.not_averaged}
+    if new and set(names) <= new:
+        return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
+    if hook := case.many.first("comm_hook"):
+        return Cause("LS213", (seen, f"DDP was given a communication hook: {hook}"), names)
+    clipping = [n for n, rank in enumerate(case.many) if Update([rank]).clips]
+    if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
+        only = f"they were the same until {name_ranks(clipping)} clipped them"
+        return Cause("LS304", (seen, only, case.many.clips[0].line), names)
+    line = case.many.first("past_wrapper")
+    around = [f"around the wrapper: {line}"] if line else []
+    own, passes = _passes_of_own(case, names), case.many.backward_passes
+    if not own:
+        return _of_other_gradients(case, names, seen, *around)
+    alone = "each rank used what its own backward pass left"
+    if own < passes:
+        alone = f"what the last {own} of {passes} backward passes left is each rank's own"
+    return _of_what_was_left(case, names, around, seen, alone)
+
+
+def _of_what_was_left(
+    case: Divergence, names: tuple[str, ...], around: Sequence[str], seen: str, alone: str
+) -> Cause:
+    """Ranks that used what their own backward passes left; see `of_own_gradients`."""
+    # What comes too late is among the calls before the next update.
+    soon = case.other[case.update : case.update + 2]
+    reduced = [call for update in soon for call in update.calls if call.gradient_of]
+    if averaged := _averaged_later(case, names):
+        return Cause("LS313", (seen, alone, *averaged), names)
+    if around and not any(rank.wrapped_passes for rank in case.many):
+        return Cause("LS302", (seen, *around), names)
+    if any(call.gradient_of in names for call in reduced):
+        late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
+        return Cause("LS406", (seen, alone, late), names)
+    if others := [
+        *[f"the script reduces others: {c.line}" for c in reduced],
+        *_others(case, names),
+    ]:
+        return Cause("LS301", (seen, alone, others[0]), names)
+    if set(names) <= {name for rank in case.many for name in rank.bare}:
+        where = case.many.first("bare_line")
+        held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
+        return Cause("LS311", (seen, alone, held), names)
+    total = len(case.many.merged("gradients"))
+    every = ["none of all was averaged, as under no_sync"] if len(names) == total > 1 else []
+    return Cause("LS301", (seen, alone, *around, *every), names)
+
+
+def _averaged_later(case: Divergence, names: Sequence[str]) -> list[str]:
+    """That the script averages these parameters between two later steps, in words."""
+    for before, after in pairwise(case.other[case.update :]):
+        now = [{n: rank.rewritten[n] for n in names if n in rank.rewritten} for rank in after]
+        was = [{n: r.parameters[n] for n in names if n in r.parameters} for r in before]
+        if all(now) and before.ranks_that_differ("parameters", case.tolerance):
+            mean = {n: np.asarray(sum(own[n] for own in was)) / len(was) for n in was[0]}
+            ratios = [constant_ratio(mean, own, case.exact) for own in now]
+            if all(ratio is not None and near(ratio, 1) for ratio in ratios):
+                step = after[0].step + 1
+                return [
+                    f"before step {step} parameters, not gradients, are averaged over the ranks"
+                ]
+    return []
+
+
+def of_shifted(case: Divergence) -> Cause | None:
+    """Parameters that the ranks have changed otherwise between the backward passes of one step.
+
+    LS302 and LS301 go by gradients that were each rank's own after an earlier one of these passes,
+    around DDP or not; LS304 is what is left.
+    """
+    apart = case.many.ranks_that_differ("shifted", case.tolerance)
+    if not apart:
+        return None
+    to = f"{ranks_of(apart)} changed parameters to others than rank 0"
+    seen = [f"between the backward passes of this step {to}"]
+    if not any(any(rank.own_passes[:-1]) for rank in case.many):
+        return Cause("LS304", tuple(seen))
+    seen.append("what a backward pass before it left was each rank's own, and no average")
+    if line := case.many.first("past_wrapper"):
+        return Cause("LS302", (*seen, f"around the wrapper: {line}"))
+    return Cause("LS301", tuple(seen))
+
+
+def of_factors(case: Divergence) -> Cause | None:
+    """LS404: ranks that have each multiplied their shards by another number after the backward."""
+    factors = [rank.factor for rank in case.many]
+    if any(map(math.isnan, factors)) or all(near(factors[0], each) for each in factors):
+        return None
+    each = ", ".join(f"{factor:.4g} on rank {n}" for n, factor in enumerate(factors))
+    seen = f"after the last backward pass gradients were multiplied by numbers of each rank: {each}"
+    why = "as by the norm of its own shards, where it is to be that of all"
+    return Cause("LS404", (seen, why, *(call.line for call in case.many.clips[:1])))
+
+
+def _others(case: Divergence, names: Sequence[str]) -> list[str]:
+    """That gradients which DDP does not know are averaged, but for these, in words."""
+    bare, optimizer = {*case.many[0].bare}, case.many[0].optimizer
+    models, averaged = {_root(name) for name in names}, dict[str, None]()
+    # Other optimizers of the same models step shortly before or after.
+    most = len({update[0].optimizer for update in case.other})
+    near_by = case.other[max(0, case.update - most + 1) : case.update + most]
+    for rank in (update[0] for update in near_by if {*names} <= bare):
+        left = left_by(rank.local, rank.bare)
+        of_it = [n for n in left if rank.optimizer == optimizer or _root(n) in models]
+        used = {n: rank.unclipped[n] for n in of_it if n not in names and n in rank.unclipped}
+        for name, array in used.items():
+            if norm(flat({name: array - left[name]})) > case.exact * norm(array):
+                averaged[name] = None
+    return [f"those of others are averaged: {shown(plain(averaged))}"] if averaged else []
+
+
+def _root(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) -> Cause:
+    """Gradients that differ between ranks and are not what each one's backward passes left."""
+    if drawn := case.many.first("gradient_draw"):
+        text = f"they are made of random numbers that each rank drew: {drawn}"
+        return Cause("LS308", (*seen, text), names)
+    more = ["they are not what each rank's own backward passes left"]
+    first, *others = (rank.gradients for rank in case.many)
+    ratios = [constant_ratio(first, other, case.exact) for other in others]
+    if None not in ratios:
+        words = (f"{ratio:.6g} times on rank {n}" for n, ratio in enumerate(ratios, 1))
+        more.append(f"they are those of rank 0, {', '.join(words)}")
+    calls = [call for call in case.many.calls if call.gradient_of][:1]
+    more += [f"gradients were reduced: {call.line}" for call in calls]
+    return Cause("LS210", (*seen, *more, *draws_of(case)), names)
+
+
+def _passes_of_own(case: Divergence, names: Sequence[str]) -> int:
+    """How many of the last backward passes left what is each rank's own, and the only difference.
+
+    0: something else differs too, or it is not known.
+    """
+    for count in range(1, min(len(rank.local) for rank in case.many) + 1):
+        own, rest = [], []
+        for rank in case.many:
+            used = {n: rank.unclipped[n] for n in names if n in rank.unclipped}
+            left = [{n: part.get(n, 0 * a) for n, a in used.items()} for part in rank.local]
+            own.append(sum(map(flat, left[-count:]), np.zeros(1)))
+            rest.append(flat(used) - own[-1])
+        most = case.exact * norm(own[0])
+        if len(set(map(len, rest))) == 1 and all(norm(each - rest[0]) <= most for each in rest):
+            return count
+    return 0
+
+
+def left_by(local: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
+    """What all backward passes have left; empty: it is not known of all names."""
+    found = {n: [part[n] for part in local if n in part] for n in names}
+    return {n: np.asarray(sum(each)) for n, each in found.items()} if all(found.values()) else {}
+
+
+def ranks_of(apart: Mapping[str, Sequence[int]]) -> str:
+    """The ranks of what differs, in words."""
+    return name_ranks({rank for ranks in apart.values() for rank in ranks})
