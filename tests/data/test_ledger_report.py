@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.ledger import FORMAT, STEP, Report, judge, read_file
+from lockstep.data.ledger import (
+    FORMAT,
+    STEP,
+    Report,
+    Row,
+    judge,
+    read_file,
+    repeats_and_gaps,
+)
 from lockstep.errors import CheckpointError
 
 LENGTH, BATCH, STEPS = 10, 4, 3
@@ -257,3 +266,30 @@ def test_a_ledger_of_a_later_version(tmp_path):
 def test_the_format_is_that_which_is_written():
     assert STEP.format == NUMBERS.format
     assert FORMAT == 1
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7, 1000])
+def test_repeats_and_gaps_are_the_same_however_few_are_compared_at_a_time(at_once):
+    draw = np.random.default_rng(at_once)
+    for _ in range(20):
+        samples = draw.integers(5, 60, 50)
+        halves = [Row(0, 0, 0, 0, 25, tuple(np.split(half, [7]))) for half in np.split(samples, 2)]
+        twice, absent = repeats_and_gaps(halves, range(3, 64), at_once)
+        counts = np.bincount(samples, minlength=64)
+        assert twice.first.tolist() == np.flatnonzero(counts > 1).tolist()
+        assert absent.first.tolist() == [n for n in range(3, 64) if not counts[n]]
+        assert (twice.count, absent.count) == (len(twice.first), len(absent.first))
+
+
+def test_a_long_ledger_is_judged_in_bounded_memory():
+    order = np.arange(1_000_000)[::-1].copy()  # 8 MB
+    rows = [Row(t, 0, 0, t, 10_000, (order[t * 10_000 :][:10_000],)) for t in range(100)]
+    rows[17] = rows[17]._replace(samples=rows[18].samples)
+    tracemalloc.start()
+    try:
+        twice, absent = repeats_and_gaps(rows, range(1_000_000), 2**15)
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert twice.first.tolist() == sorted(rows[18].samples[0].tolist())
+    assert absent.first.tolist() == sorted(order[170_000:180_000].tolist())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import secrets
 import struct
 import time
@@ -58,6 +59,8 @@ _LISTED = 20
 """Findings in the text; JSON has all."""
 _SHOWN = 5
 """Of several things in a text."""
+_AT_ONCE, _KEPT = 2**24, 2**16
+"""Samples that are compared at a time, and that are kept of those with the same fault."""
 
 
 class Ledger(Callback):
@@ -265,7 +268,13 @@ class Row(NamedTuple):
     position: int
     total: int
     """Samples of the global batch on all ranks."""
-    samples: Indices
+    samples: tuple[Indices, ...]
+    """One array a rank."""
+
+    @property
+    def written(self) -> int:
+        """Samples that are written down."""
+        return sum(map(len, self.samples))
 
 
 @dataclass
@@ -405,7 +414,7 @@ def _batches(
                 faults[number, code].append(Finding(code, what, step, loader, first.epoch))
                 if code == "LS109":  # its parts are of different global batches
                     continue
-            samples = np.concatenate([row.samples for row in rows.values()])
+            samples = tuple(part for row in rows.values() for part in row.samples)
             epochs[loader, first.epoch].append(first._replace(samples=samples))
     for found in faults.values():
         also = f"; so in {len(found)} steps, the last {found[-1].step}" if found[1:] else ""
@@ -417,7 +426,7 @@ def _fault(rows: Mapping[int, Row], absent: Sequence[int], ranks: int) -> tuple[
     """Why what the ranks trained in a step does not make a global batch: code and words."""
     (rank, first), *others = rows.items()
     place = f"global batch {first.position} of epoch {first.epoch}"
-    found = sum(len(row.samples) for row in rows.values())
+    found = sum(row.written for row in rows.values())
     other = next(((r, row) for r, row in others if row[:5] != first[:5]), None)
     if other is not None:
         r, row = other
@@ -469,7 +478,6 @@ def _check_epoch(
         where = {"loader": loader["loader"], "epoch": begin.epoch, "samples": first}
         report.find(code, f"{title}: {what}", **where)
 
-    samples = np.concatenate([batch.samples for batch in batches])
     positions = {batch.position for batch in batches}
     steps, stop = loader["steps"], max(positions) + 1
     ended = stop == steps
@@ -491,23 +499,23 @@ def _check_epoch(
         if len(positions) < len(batches):
             find("LS101", "a global batch of the user's own order was trained twice")
     else:
-        distinct, counts = np.unique(samples, return_counts=True)
-        twice = distinct[counts > 1]
-        if len(twice):
-            first = [_with_steps(sample, batches) for sample in twice[: _SHOWN + 1].tolist()]
-            number = counted(len(twice), "sample")
-            find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice)
-        if not missing and all(len(batch.samples) == batch.total for batch in batches):
-            absent = _absent(loader, samples, start, ended=ended)
-            if len(absent):
-                number = counted(len(absent), "sample")
-                find("LS102", f"{number} left out: {spans(absent.tolist(), _SHOWN)}", absent)
+        whole = not missing and all(batch.written == batch.total for batch in batches)
+        wanted = _wanted(loader, batches, start, ended=ended) if whole else range(0)
+        twice, absent = repeats_and_gaps(batches, wanted)
+        if twice.count:
+            first = [_with_steps(sample, batches) for sample in twice.first[: _SHOWN + 1].tolist()]
+            number = counted(twice.count, "sample")
+            find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice.first)
+        if absent.count:
+            number = counted(absent.count, "sample")
+            shown = spans(absent.first.tolist(), _SHOWN)
+            find("LS102", f"{number} left out: {shown}", absent.first)
     report.epochs.append(
         {
             "loader": loader["loader"],
             "dataset": loader["dataset"],
             "epoch": begin.epoch,
-            "samples": len(samples),
+            "samples": sum(batch.written for batch in batches),
             "batches": len(positions),
             "steps": steps,
             "ended": ended,
@@ -516,18 +524,52 @@ def _check_epoch(
 
 
 def _with_steps(sample: int, batches: Sequence[Row]) -> str:
-    steps = [str(batch.step) for batch in batches if sample in batch.samples]
+    steps = [str(b.step) for b in batches if any(sample in part for part in b.samples)]
     return f"{sample} (step{'s' * (len(steps) > 1)} {', '.join(steps)})"
 
 
-def _absent(loader: dict[str, Any], samples: Indices, start: int, *, ended: bool) -> Indices:
-    """Where no global batch is missing: the samples that are in none."""
-    wanted = range(0)
+def _wanted(loader: dict[str, Any], batches: Sequence[Row], start: int, *, ended: bool) -> range:
+    """Where no global batch is missing: the samples that have to be in one."""
     if loader["stream"] is None and ended and not start and not loader["drop_last"]:
-        wanted = range(loader["length"])
-    elif loader["stream"] in ("whole", "seek"):  # a stream of a rank's own has no numbers in a row
-        wanted = range(start * loader["batch_size"], int(samples.max()) + 1)
-    return np.setdiff1d(np.asarray(wanted, dtype=np.int64), samples)
+        return range(loader["length"])
+    if loader["stream"] in ("whole", "seek"):  # a stream of a rank's own has no numbers in a row
+        last = max(int(part.max()) for b in batches for part in b.samples if len(part))
+        return range(start * loader["batch_size"], last + 1)
+    return range(0)
+
+
+class Some:
+    """Samples that are counted, and the first of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = np.empty(0, np.int64)
+
+    def add(self, samples: Indices) -> None:
+        """Some more, each of them once."""
+        self.count += len(samples)
+        self.first = np.sort(np.concatenate([self.first, samples]))[:_KEPT]
+
+
+def repeats_and_gaps(
+    batches: Sequence[Row], wanted: range, at_once: int = _AT_ONCE
+) -> tuple[Some, Some]:
+    """The samples that are in two places, and those of `wanted` that are in none.
+
+    Memory does not grow with the epoch: of the samples those are compared that leave the same
+    remainder, about `at_once` at a time.
+    """
+    total = max(len(wanted), sum(batch.written for batch in batches))
+    parts = [part for batch in batches for part in batch.samples]
+    divisor, twice, absent = max(1, -(-total // at_once)), Some(), Some()
+    for rest in range(divisor):
+        samples = np.concatenate([part[part % divisor == rest] for part in parts])
+        distinct, counts = np.unique(samples, return_counts=True)
+        twice.add(distinct[counts > 1])
+        first = wanted.start + (rest - wanted.start) % divisor
+        due = np.arange(first, wanted.stop, divisor, dtype=np.int64)
+        absent.add(np.setdiff1d(due, distinct, assume_unique=True))
+    return twice, absent
 
 
 def read_folder(folder: Path) -> list[Attempt]:
@@ -565,7 +607,9 @@ def read_file(path: Path) -> RankFile:
     """
     file = RankFile(path.name)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as opened:
+            mapped = path.stat().st_size  # of nothing there is no map
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if mapped else b""
     except OSError as error:
         raise CheckpointError(
             f"the ledger {path.parent}",
@@ -579,7 +623,7 @@ def read_file(path: Path) -> RankFile:
             step, loader, epoch, position, total = STEP.unpack_from(data, begin + 1)
             if file.parts[-1] and step < file.parts[-1][-1].step:
                 file.parts.append([])
-            file.parts[-1].append(Row(step, loader, epoch, position, total, samples))
+            file.parts[-1].append(Row(step, loader, epoch, position, total, (samples,)))
             continue
         values = json.loads(data[begin + 1 : end])
         if "loader" in values:
@@ -595,7 +639,7 @@ def read_file(path: Path) -> RankFile:
     return file
 
 
-def _records(data: bytes, file: RankFile) -> Iterator[tuple[int, int]]:
+def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
     """Where each whole record begins and ends."""
     at = 0
     while at < len(data):
