@@ -348,6 +348,7 @@ class World:
 
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
+        first = not self._folders
         self._folders.append(str(folder))
         saved = {id(value) for value in state.values()}
         for scheduler in self._preparer.schedulers:
@@ -360,7 +361,9 @@ class World:
                     "name it too: world.checkpoint(..., scheduler=scheduler)",
                 )
         replicas = self._preparer.replicas
-        return Checkpoint(folder, self._run, policy, state, world=self, replicas=replicas)
+        return Checkpoint(
+            folder, self._run, policy, state, world=self, replicas=replicas, rounds=first
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What the run itself has to remember: epoch, step, the loss scaler.

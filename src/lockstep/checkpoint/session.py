@@ -4,6 +4,9 @@ Communication: `save` is two small exchanges of text, `resume` three, `wait` one
 errors too, so that what goes wrong on one rank is raised on all of them. No tensor is sent. What
 all ranks have alike rank 0 writes, and every rank its shards, in a thread while the training goes
 on; what goes wrong there is carried by the next exchange. Every rank reads what it needs.
+
+Where replicas train apart, `step` also keeps each round in memory (`rounds`), without any
+communication, and `resume` looks there first.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
 from lockstep.checkpoint.preemption import Moment, Policy, Requests
+from lockstep.checkpoint.rounds import Rounds, choose
 from lockstep.checkpoint.save import (
     HostCopies,
     Others,
@@ -54,6 +58,7 @@ RESERVED = frozenset({"training", "manifest", "world", "random", "replicas"})
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Under these names torch's schedulers keep how long they are."""
 _BUILD = "build {} as it was in the run that saved it"
+_IN_MEMORY = "the last round, from memory"
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
 
@@ -99,8 +104,9 @@ class Checkpoint:
             `state_dict` and `load_state_dict`. Modules are saved under the names of the bare
             module, each in a file of its own, so that they fit a run of any size and any wrapper.
         world: the run's own state.
-        replicas: what replicas that train apart have each of its own; None: none do. It has
-            `state_dict`, `load_state_dict` and `check`.
+        replicas: what replicas that train apart have each of its own; None: none do. It is a
+            `lockstep.training.prepare.ReplicaStates`.
+        rounds: keep those of such replicas in memory, where the launcher holds some.
 
     Raises:
         UsageError: there is nothing to save, or something that has no state.
@@ -115,6 +121,7 @@ class Checkpoint:
         *,
         world: CheckpointWorld,
         replicas: Any = None,
+        rounds: bool = False,
     ) -> None:
         _check_state(state)
         self.folder = Path(folder)
@@ -130,6 +137,8 @@ class Checkpoint:
         self._passed_over: tuple[str, ...] = ()
         self._copies = HostCopies()
         self._writer = Writer(self.folder, run.collectives)
+        here = rounds and replicas is not None and bool(run.topology.memory)
+        self._rounds = Rounds(self.folder, run.collectives) if here else None
         requests = Requests()
         self._moment = Moment(policy.every, run.collectives, requests)
         self._stepped = 0
@@ -216,6 +225,9 @@ class Checkpoint:
         in the same step, and the run ends with exit code 143, as one that SIGTERM has ended. Both
         are noticed within about half a second of training, and only here.
 
+        Under DiLoCo, where `lockstep run` may start the ranks again, it also copies the state of
+        each round to memory, from which `resume()` then takes it.
+
         Returns:
             The folder, where it has saved.
 
@@ -227,6 +239,8 @@ class Checkpoint:
         if number == self._stepped:  # in the middle of a global batch
             return None
         self._stepped = number
+        if self._rounds is not None and self._replicas.round_is_over:
+            self._keep_round(self._rounds)
         what = self._moment.decide(number)
         if what is None:
             return None
@@ -243,10 +257,11 @@ class Checkpoint:
     def resume(self) -> bool:
         """Takes up the latest sound checkpoint; False where the folder has none.
 
-        Rank 0 chooses, and all ranks read the same checkpoint. One whose files are not what was
-        written is passed over, which is said. Everything is checked on all ranks before anything
-        is changed. Random states are restored where the number of ranks is that of the run that
-        saved; `last_resume_note` says what was done.
+        A round that is still in memory is taken up instead, unless the checkpoint is of a later
+        step. Rank 0 chooses, and all ranks read the same checkpoint. One whose files are not what
+        was written is passed over, which is said. Everything is checked on all ranks before
+        anything is changed. Random states are restored where the number of ranks is that of the
+        run that saved; `last_resume_note` says what was done.
 
         Raises:
             CheckpointError: on all ranks, when any of them cannot see or read the checkpoint that
@@ -254,6 +269,8 @@ class Checkpoint:
                 checkpoints and none of them is sound.
         """
         self.wait()
+        if self._rounds is not None and self._resume_round(self._rounds):
+            return True
         doing = f"resuming from {self.folder}"
         see = partial(_find, self.folder, thoroughly=self._collectives.topology.is_main)
         _, answers = exchange_on_all_ranks(self._collectives, doing, lambda: (None, see()))
@@ -266,9 +283,7 @@ class Checkpoint:
         path = self.folder / chosen.name
         loaded = run_on_all_ranks(self._collectives, doing, lambda: self._read_all(path, chosen.id))
         note = run_on_all_ranks(self._collectives, doing, lambda: self._apply_all(path, loaded))
-        self.last_resume_note = note + chosen.words
-        self._world.print(self.last_resume_note)
-        self._stepped = self._progress.number
+        self._resumed(note + chosen.words)
         return True
 
     @_in_phase
@@ -301,10 +316,7 @@ class Checkpoint:
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
             self._writer.finish()
-        states: dict[str, Any] = {"world": self._world.state_dict()}
-        for name, value in self._stateful().items():
-            module = isinstance(value, nn.Module)
-            states[name] = plain_state_dict(value) if module else value.state_dict()
+        states = self._states(self._stateful())
         held = self._held(states)
         return states, {
             "skip": skip,
@@ -313,6 +325,73 @@ class Checkpoint:
             "held": held,
             "stores": bool(held) or any(map(is_sharded, tensors(states))),
         }
+
+    def _states(self, stateful: Mapping[str, Any]) -> dict[str, Any]:
+        states: dict[str, Any] = {"world": self._world.state_dict()}
+        for name, value in stateful.items():
+            module = isinstance(value, nn.Module)
+            states[name] = plain_state_dict(value) if module else value.state_dict()
+        return states
+
+    def _keep_round(self, rounds: Rounds) -> None:
+        """Copies to memory what is not in that of a rank before this one on the machine."""
+        topology = self._collectives.topology
+        first = topology.local_rank == 0
+        together = max(1, topology.size // self._replicas.count)
+        replicas = self._replicas.state_dict(shared=first)
+        random = rng_state_to_text(seeding.rng_state(self._collectives.device))
+        rounds.keep(
+            {"step": self._progress.number, "random": random},
+            {**self._states(self._state), "replicas": replicas["shared"]} if first else None,
+            replicas["state"] if first or topology.rank % together == 0 else {},
+        )
+
+    def _resume_round(self, rounds: Rounds) -> bool:
+        """Takes up the round that is in memory, if one is, and no later step is on disk."""
+        doing = "resuming from memory"
+
+        def look() -> tuple[None, dict[str, Any]]:
+            latest = layout.latest(self.folder)
+            step = -1 if latest is None else layout.step_of(latest)
+            return None, {**rounds.report(), "own": self._replicas.own, "disk": step}
+
+        _, reports = exchange_on_all_ranks(self._collectives, doing, look)
+        chosen = choose(reports, self._replicas.count)
+        # As far as what is on disk is of the same step, it has all replicas.
+        if chosen is None or reports[0]["disk"] >= chosen.step + (not chosen.lost):
+            return False
+        machines, wanted = ([report[key] for report in reports] for key in ("machine", "own"))
+        shared, replicas = rounds.read(chosen, machines, wanted)
+        manifest = {
+            "step": chosen.step,
+            "epoch": self._epoch(shared),
+            "world_size": chosen.facts["world_size"],
+            "strategy": self._world.strategy,
+            "modules": self._modules(),
+        }
+        loaded = {
+            **shared,
+            "manifest": manifest,
+            "random": chosen.random and list(map(rng_state_from_text, chosen.random)),
+            "replicas": {"shared": shared["replicas"], "state": replicas},
+        }
+
+        def apply() -> str:
+            _check_fits(_IN_MEMORY, self._state, loaded)
+            return self._apply_all(_IN_MEMORY, loaded)
+
+        note = run_on_all_ranks(self._collectives, doing, apply)
+        rounds.forget_after(chosen.step)
+        for replica in chosen.lost:
+            note += f"; replica {replica} was lost with its machine, and begins with the shared "
+            note += f"weights and the optimizer state of replica {chosen.instead[replica]}"
+        self._resumed(note)
+        return True
+
+    def _resumed(self, note: str) -> None:
+        self.last_resume_note = note
+        self._world.print(note)
+        self._stepped = self._progress.number
 
     def _held(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:
         """Of states of which this rank may have a part only: the entries that it has."""
@@ -375,8 +454,13 @@ class Checkpoint:
             self._replicas.check(saved["replicas"])
         return saved
 
-    def _apply_all(self, path: Path, loaded: Mapping[str, Any]) -> str:
-        """Takes up what `_read_all` gave; returns what was done, in words."""
+    def _apply_all(self, path: Path | str, loaded: Mapping[str, Any]) -> str:
+        """Takes up what `_read_all` gave; returns what was done, in words.
+
+        Args:
+            path: of the checkpoint, or where else it was.
+            loaded: all states; `random` may be None.
+        """
         notes = ""
         for name, target in {**self._state, "world": self._world}.items():
             if isinstance(target, LRScheduler):
@@ -404,6 +488,8 @@ class Checkpoint:
                 f"model-side randomness (dropout) starts from the seed{notes}"
             )
         versions = "resume with the versions of Python and torch that saved them"
+        if loaded["random"] is None:
+            return f"{note}; model-side randomness (dropout) starts from the seed{notes}"
         with _explained(f"resuming the random streams from {path}", versions):
             streams = sharding.in_memory(loaded["random"][topology.rank])
             seeding.set_rng_state(streams, self._collectives.device)
@@ -414,10 +500,6 @@ class Checkpoint:
     ) -> dict[str, Any]:
         from lockstep import __version__  # the package itself imports this module
 
-        # A loop that is not over `world.epochs` is known to the loaders alone.
-        loaders = [name for name, value in self._state.items() if isinstance(value, Loader)]
-        epoch = states["world"]["epoch"] or min((states[n]["epoch"] for n in loaders), default=0)
-
         return {
             "step": int(states["world"]["step"]),
             # Tells apart two checkpoints of one name, on machines that share no file system.
@@ -425,7 +507,7 @@ class Checkpoint:
             "lockstep": __version__,
             "torch": torch.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "epoch": int(epoch),
+            "epoch": self._epoch(states),
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
             "metric": metric if metric is not None and math.isfinite(metric) else None,
@@ -433,6 +515,12 @@ class Checkpoint:
             "modules": {name: trees[name] for name in self._modules()},
             "training": trees[layout.TRAINING],
         }
+
+    def _epoch(self, states: Mapping[str, Any]) -> int:
+        # A loop that is not over `world.epochs` is known to the loaders alone.
+        loaders = [name for name, value in self._state.items() if isinstance(value, Loader)]
+        of_loaders = min((states[name]["epoch"] for name in loaders), default=0)
+        return int(states["world"]["epoch"] or of_loaders)
 
     def _stateful(self) -> dict[str, Any]:
         """All that is saved but the world's own state."""
@@ -566,7 +654,7 @@ def _seen(path: Path, identity: str | None) -> dict[str, Any]:
     )
 
 
-def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_fits(path: Path | str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Whether what was saved is the state of a run, and of one that has what this one has."""
     doing, manifest = f"resuming from {path}", saved["manifest"]
     numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
@@ -598,7 +686,7 @@ def _check_fits(path: Path, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
             _check_length(path, name, value, saved[name])
 
 
-def _check_length(path: Path, name: str, own: LRScheduler, saved: Any) -> None:
+def _check_length(path: Path | str, name: str, own: LRScheduler, saved: Any) -> None:
     """Whether a schedule that ends, and raises behind its end, ends where it did."""
     for place, before, now in _other_lengths(own, saved):
         if place.endswith("total_steps"):

@@ -71,6 +71,8 @@ class Topology:
     """The launcher already serves a store at the master's address; rank 0 must not open another."""
     source: str = "one process"
     """Where this was learnt from, in words: `torchrun`, `Slurm`, ..."""
+    memory: tuple[str, ...] = ()
+    """Two files in memory that the launcher holds for this rank and those that follow it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -145,6 +147,7 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=environ.get("LOCKSTEP_LAUNCHER")
         or ("torchrun" if elastic else "RANK and WORLD_SIZE"),
+        memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
     )
     if local_size > size or rank < local_rank:
         raise SettingError(

@@ -18,7 +18,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from lockstep.distributed.network import socket_variables, wait_until
 from lockstep.errors import JoinError, SettingError, counted
 from lockstep.launcher import process as job
-from lockstep.launcher.machine import peak_memory, read_oom_counts
+from lockstep.launcher.machine import memory_for_ranks, peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
@@ -88,10 +88,13 @@ def launch_agent(
         SettingError: a flag's value that cannot be honoured.
         JoinError: the machines of the run did not come together.
     """
+    parameters = rendezvous_parameters(flags)
+    again = flags.max_restarts > 0 or parameters.min_nodes < parameters.max_nodes
     with (
         _scarcity_explained(plan.nproc),
         console_for(flags, plan.nproc) as console,
-        open_rendezvous(rendezvous_parameters(flags), console.announce) as rendezvous,
+        memory_for_ranks(plan.nproc if again else 0) as memory,
+        open_rendezvous(parameters, console.announce) as rendezvous,
     ):
         variables = {
             **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
@@ -100,7 +103,7 @@ def launch_agent(
             **({} if plan.nproc == 1 and plan.one_node else console.environment),
             **({} if plan.own_processes else {LAUNCHER: plan.launcher}),
         }
-        agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous)
+        agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, memory)
         numbers = [text.strip() for text in flags.signals_to_handle.split(",") if text.strip()]
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.pass_on,  # it asks for a checkpoint
@@ -138,6 +141,7 @@ class Agent(api.SimpleElasticAgent):
         variables: for every rank.
         console: opens and reads the ranks' streams.
         rendezvous: also carries what the machines of the run tell each other.
+        memory: the variables by which the ranks find what is held for them, by local rank.
     """
 
     def __init__(
@@ -149,6 +153,7 @@ class Agent(api.SimpleElasticAgent):
         variables: Mapping[str, str],
         console: Console,
         rendezvous: Rendezvous,
+        memory: Sequence[Mapping[str, str]],
     ) -> None:
         super().__init__(  # not with the grace, which newer versions take: `_end` has it
             api.WorkerSpec(
@@ -170,6 +175,7 @@ class Agent(api.SimpleElasticAgent):
         self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
         self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))
+        self._memory = memory
         self._stop_at, self._next_look = math.inf, 0.0
         self._oom = read_oom_counts()
         self._refused: str | None = None
@@ -245,6 +251,7 @@ class Agent(api.SimpleElasticAgent):
             **({} if self._plan.own_processes else place),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
+            **(self._memory[local_rank] if self._memory else {}),
             **command.environment,
             **self._variables,
         }

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -188,3 +188,20 @@ def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
     """Bytes of a running process's highest resident memory (VmHWM, proc(5)); None: not known."""
     kib = _field(root / f"proc/{pid}/status", "VmHWM:")
     return None if kib is None else kib * 1024
+
+
+@contextmanager
+def memory_for_ranks(nproc: int) -> Iterator[list[dict[str, str]]]:
+    """Two files in memory for each rank, which those that are started again find as they were.
+
+    Not in /dev/shm, which containers make small, and where files stay when a launcher is killed.
+    """
+    with ExitStack() as files:
+        variables = []
+        for _ in range(nproc):
+            held = [os.memfd_create("lockstep-rounds") for _ in range(2)]
+            for file in held:
+                files.callback(os.close, file)
+            names = " ".join(f"/proc/{os.getpid()}/fd/{file}" for file in held)
+            variables.append({"LOCKSTEP_MEMORY": names})
+        yield variables

@@ -130,6 +130,9 @@ class ApartState(Protocol):
     own: Sequence[int]
     """Those that this process computes."""
 
+    def round_is_over(self) -> bool:
+        """Whether in the present step all replicas have begun again with the shared weights."""
+
     def shared_state(self) -> Any:
         """What all ranks have alike, besides the module's own state."""
 

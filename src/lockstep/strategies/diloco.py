@@ -582,6 +582,11 @@ class _Turns:
             own = self._weights.of(self.own[0])
             yield Replicas(dict(zip(self._names, own, strict=True)), {}, self._group)
 
+    def round_is_over(self) -> bool:
+        """Whether the last fragment was applied in the present step; with `start`, all along."""
+        number = self._step.number - self._options.start
+        return number % self._options.every == self._options.delay
+
     def shared_state(self) -> Any:
         """The outer optimizer's momentum, and the fragments on their way, which have come then."""
         for fragment, sent in self._sent.items():

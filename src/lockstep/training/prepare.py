@@ -474,20 +474,35 @@ class ReplicaStates:
         self._stores_shared = stores_shared
         self._wrapped, self.optimizers = wrapped, optimizers
 
-    def state_dict(self) -> dict[str, Any]:
-        """Entries for each of this rank's replicas, and, on one rank, what all have alike."""
+    @property
+    def own(self) -> list[int]:
+        """The replicas that this rank computes."""
         modules = self._modules()
-        shared = [module.shared_state() for module in modules]
+        return list(modules[0].own) if modules else []
+
+    @property
+    def round_is_over(self) -> bool:
+        """Whether replicas have nothing of their own just now but the state of an optimizer."""
+        return any(module.round_is_over() for module in self._modules())
+
+    def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
+        """Entries for each of this rank's replicas, and what all ranks have alike.
+
+        Args:
+            shared: whether that is in it; None: on one rank.
+        """
+        modules = self._modules()
+        alike = [module.shared_state() for module in modules]
         entries = {
             replica: {
                 "modules": [module.replica_state(replica) for module in modules],
                 "optimizers": [each.replica_state(replica) for each in self.optimizers],
             }
-            for replica in (modules[0].own if modules else ())
+            for replica in self.own
         }
         return {
             "replicas": self.count,
-            "shared": shared if self._stores_shared else None,
+            "shared": alike if (self._stores_shared if shared is None else shared) else None,
             "state": entries,
         }
 
@@ -508,7 +523,7 @@ class ReplicaStates:
         if state is None:
             return
         saved = state["state"]
-        own = {r: in_memory(saved[r]) for r in (modules[0].own if modules else ())}
+        own = {r: in_memory(saved[r]) for r in self.own}
         for number, module in enumerate(modules):
             of_module = {replica: entry["modules"][number] for replica, entry in own.items()}
             module.load(in_memory(state["shared"][number]), of_module)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -163,19 +163,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     Raises:
         CheckpointError: the format has no name for a tensor's dtype.
     """
-    # By size of their elements, so that each begins where one of its kind may; as safetensors does.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header = _header(path, ordered)
     size, crc = 0, 0
     with storage.new_file(path) as file:
-        values = (to_bytes(tensor).numpy().data for _, tensor in ordered)
-        for data in (memoryview(header), *values):
+        for data in content_of(path, tensors):
             for begin in range(0, len(data), _CHUNK):
                 chunk = data[begin : begin + _CHUNK]
                 crc = zlib.crc32(chunk, crc)
                 storage.write(file, chunk)
             size += len(data)
     return Written(size, storage.in_words(crc))
+
+
+def content_of(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """All bytes of a safetensors file, the header first; the tensors' own memory after it.
+
+    Raises:
+        CheckpointError: as `write_tensors`.
+    """
+    # By size of their elements, so that each begins where one of its kind may; as safetensors does.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    yield memoryview(_header(path, ordered))
+    yield from (to_bytes(tensor).numpy().data for _, tensor in ordered)
 
 
 def _header(path: Path, tensors: list[tuple[str, Tensor]]) -> bytes:
