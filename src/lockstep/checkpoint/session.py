@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import layout, sharding
+from lockstep.checkpoint.checks import BUILD, check_fits, check_state, other_lengths
 from lockstep.checkpoint.encoding import Box, encode, rng_state_from_text, rng_state_to_text
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder
-from lockstep.checkpoint.modules import differences, load_plain, plain_state_dict
+from lockstep.checkpoint.modules import load_plain, plain_state_dict
 from lockstep.checkpoint.preemption import Moment, Policy, Requests
 from lockstep.checkpoint.rounds import Rounds, choose
 from lockstep.checkpoint.save import (
@@ -54,10 +55,6 @@ from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, UsageError
 
 M = TypeVar("M", bound=Callable[..., Any])
-RESERVED = frozenset({"training", "manifest", "world", "random", "replicas"})
-_LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Under these names torch's schedulers keep how long they are."""
-_BUILD = "build {} as it was in the run that saved it"
 _IN_MEMORY = "the last round, from memory"
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
@@ -123,7 +120,7 @@ class Checkpoint:
         replicas: Any = None,
         rounds: bool = False,
     ) -> None:
-        _check_state(state)
+        check_state(state)
         self.folder = Path(folder)
         self.last_resume_note = ""
         """What the last `resume()` found and did, in a sentence or two."""
@@ -377,7 +374,7 @@ class Checkpoint:
         }
 
         def apply() -> str:
-            _check_fits(_IN_MEMORY, self._state, loaded)
+            check_fits(_IN_MEMORY, self._state, loaded)
             return self._apply_all(_IN_MEMORY, loaded)
 
         note = run_on_all_ranks(self._collectives, doing, apply)
@@ -449,7 +446,7 @@ class Checkpoint:
         training = read_stored(path, manifest, layout.TRAINING)
         others = training if isinstance(training, dict) else {}
         saved = {"manifest": manifest, **others, **modules}
-        _check_fits(path, self._state, saved)
+        check_fits(path, self._state, saved)
         if self._replicas is not None and "replicas" in saved:
             self._replicas.check(saved["replicas"])
         return saved
@@ -464,9 +461,9 @@ class Checkpoint:
         notes = ""
         for name, target in {**self._state, "world": self._world}.items():
             if isinstance(target, LRScheduler):
-                for place, saved, built in _other_lengths(target, loaded[name]):
+                for place, saved, built in other_lengths(target, loaded[name]):
                     notes += f"; {name} keeps {place}={saved} as saved, not {built} as built"
-            with _explained(f"resuming {name} from {path}", _BUILD.format(name)):
+            with _explained(f"resuming {name} from {path}", BUILD.format(name)):
                 if isinstance(target, nn.Module):
                     load_plain(target, loaded[name])
                 elif isinstance(target, Optimizer):
@@ -474,7 +471,7 @@ class Checkpoint:
                 else:
                     target.load_state_dict(sharding.in_memory(loaded[name]))
         if self._replicas is not None:
-            with _explained(f"resuming the replicas from {path}", _BUILD.format("the model")):
+            with _explained(f"resuming the replicas from {path}", BUILD.format("the model")):
                 self._replicas.load_state_dict(loaded.get("replicas"))
         elif "replicas" in loaded:
             notes += "; its replicas are left out, the training goes on from their shared weights"
@@ -566,34 +563,6 @@ def _check_found(folder: Path, chosen: Finding, seen_by: list[str]) -> None:
         )
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
-    if not state:
-        raise UsageError(
-            "world.checkpoint without anything to save",
-            "only the folder was given",
-            "name what to save: world.checkpoint(folder, model=model, optimizer=optimizer)",
-        )
-    for name, value in state.items():
-        if not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
-            raise UsageError(
-                f"world.checkpoint(..., {name}=...)",
-                f"a {type(value).__name__} has no state_dict() and load_state_dict()",
-                "pass modules, optimizers, schedulers, loaders, or own objects that have both",
-            )
-        if name in RESERVED or not name.isidentifier():
-            raise UsageError(
-                f"world.checkpoint(..., {name}=...)",
-                "the name is taken by the checkpoint itself, or is no plain word",
-                "use another keyword",
-            )
-    if len({name.lower() for name in state}) < len(state):
-        raise UsageError(
-            f"world.checkpoint with {', '.join(state)}",
-            "names that differ in upper and lower case alone are one file on some systems",
-            "use keywords that differ in more",
-        )
-
-
 class Finding(NamedTuple):
     """What one rank sees in the run's folder."""
 
@@ -652,66 +621,3 @@ def _seen(path: Path, identity: str | None) -> dict[str, Any]:
         found,
         "use a shared folder, one that all machines see, or copy the checkpoint to each",
     )
-
-
-def _check_fits(path: Path | str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Whether what was saved is the state of a run, and of one that has what this one has."""
-    doing, manifest = f"resuming from {path}", saved["manifest"]
-    numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
-    if not (numbers and "strategy" in manifest and {"world", "random"} <= saved.keys()):
-        raise CheckpointError(
-            doing,
-            "its manifest lacks the step, or the state of the run",
-            "use an earlier checkpoint of the same folder",
-        )
-    there = saved.keys() - RESERVED
-    if own.keys() != there:
-        raise CheckpointError(
-            f"{doing} with {', '.join(sorted(own))}",
-            f"not in the checkpoint: {', '.join(sorted(own.keys() - there)) or 'nothing'}; "
-            f"in the checkpoint alone: {', '.join(sorted(there - own.keys())) or 'nothing'}",
-            "pass to world.checkpoint the names that the run was saved with, or load single "
-            "models with lockstep.load_weights",
-        )
-    for name, value in own.items():
-        found, was_module = "", name in manifest["modules"]
-        if isinstance(value, nn.Module) != was_module:
-            was = "was a module" if was_module else "was not a module"
-            found = f"{name} {was} when it was saved, and is a {type(value).__name__} now"
-        elif was_module and (differ := differences(saved[name], plain_state_dict(value))):
-            found = f"{name} does not fit: {differ}"
-        if found:
-            raise CheckpointError(doing, found, _BUILD.format(name))
-        if isinstance(value, LRScheduler):
-            _check_length(path, name, value, saved[name])
-
-
-def _check_length(path: Path | str, name: str, own: LRScheduler, saved: Any) -> None:
-    """Whether a schedule that ends, and raises behind its end, ends where it did."""
-    for place, before, now in _other_lengths(own, saved):
-        if place.endswith("total_steps"):
-            kind = type(getattr(own, "inner", own)).__name__
-            raise CheckpointError(
-                f"resuming {name} from {path}",
-                f"{kind} was saved with {place}={before} and is built with {place}={now}: "
-                f"it would go on as saved, and end after {before} steps",
-                "resume with as many epochs as before; to train longer, load the model alone with "
-                "lockstep.load_weights and begin a new schedule, or use a schedule without an end",
-            )
-
-
-def _other_lengths(own: LRScheduler, saved: Any) -> list[tuple[str, int, int]]:
-    """Where a scheduler is built of another length than it was saved with; both lengths."""
-    before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
-    return [(p, before[p], n) for p, n in now.items() if before.get(p, n) != n]
-
-
-def _lengths(state: Any, place: str = "") -> Iterator[tuple[str, int]]:
-    """How long a scheduler, and those inside it, are, by where that stands in its state."""
-    if isinstance(state, list | tuple):
-        state = dict(enumerate(state))
-    for key, value in state.items():
-        if isinstance(value, dict | list | tuple):
-            yield from _lengths(value, f"{place}{key}.")
-        elif key in _LENGTHS and type(value) is int:
-            yield f"{place}{key}", value
