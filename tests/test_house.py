@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import house
 
 MODULES = house.read_house()
-MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 148, 28_330, 700
+MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 163, 28_991, 700
 """No more than there are today; a change that takes something away lowers them."""
 
 ORDER = (
@@ -30,7 +30,7 @@ ORDER = (
     {"guards"},
     {"training"},
     {"world"},
-    {"verify"},
+    {"verify", "doctor"},
     {"testing", "cli"},
 )
 """A room imports itself and the rooms before it; those of one line do not know each other."""
@@ -42,12 +42,12 @@ SEEN_FROM_BESIDE = {
     "distributed.topology",
     "distributed.torch_compat",
 }
-MAY_USE_BESIDE = {"verify", "testing", "cli", ""}
+MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
 MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = {"cli", "report"}
 MIN_ROOM = 60
-OF_VARIANTS = {"cli", "guards", "strategies"}
+OF_VARIANTS = {"cli", "doctor", "guards", "strategies"}
 """Rooms with one file a command, a check, a strategy, however short."""
 
 

@@ -12,7 +12,7 @@ import click
 from lockstep import __version__
 from lockstep.errors import LockstepError
 
-COMMANDS = ("run", "verify", "report", "ledger", "checkpoint", "explain")
+COMMANDS = ("run", "verify", "doctor", "report", "ledger", "checkpoint", "explain")
 
 
 class LazyGroup(click.Group):

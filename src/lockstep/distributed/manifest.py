@@ -59,7 +59,7 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
         "platform": platform.machine(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
-        "NCCL": _nccl_version(),
+        "NCCL": nccl_version(),
         "numpy": _version("numpy"),
         "lockstep": _version("torch-lockstep"),
     }
@@ -112,7 +112,8 @@ def _script_hash() -> str:
     return f"sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
 
 
-def _nccl_version() -> str:
+def nccl_version() -> str:
+    """NCCL's, or `none`."""
     if torch.version.cuda is None or not dist.is_nccl_available():
         return "none"
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

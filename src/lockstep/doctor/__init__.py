@@ -1,0 +1,111 @@
+"""What `lockstep doctor` looks at: one file a check, and one line in `CHECKS`.
+
+A check has two functions. `gather(folder)` looks at this machine and gives facts, values that JSON
+can hold; `judge(facts)` is pure and says what is wrong with them. One that can mend something has
+`fix(facts)` too, which needs no root.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
+
+CHECKS = (
+    "software",
+    "gpus",
+    "cores",
+    "memory",
+    "shared_memory",
+    "limits",
+    "clock",
+    "disk",
+    "hostname",
+    "network",
+    "variables",
+    "leftovers",
+)
+DEADLINE_S = 20.0
+"""For all checks of a machine together: what looks at a broken machine may wait for ever."""
+_UNKNOWN = "unknown"
+"""In the place of facts: why there are none."""
+
+
+def gather(
+    folder: Path, checks: Sequence[str] = CHECKS, deadline_s: float = DEADLINE_S
+) -> dict[str, Facts]:
+    """The facts of this machine, by check; all checks look at the same time.
+
+    Args:
+        folder: where checkpoints are to go.
+        checks: which.
+        deadline_s: seconds after which what has not answered is given up.
+    """
+    found: dict[str, Facts] = {}
+
+    def look(name: str) -> None:
+        try:
+            facts = import_module(f"lockstep.doctor.{name}").gather(folder)
+        except Exception as error:  # whatever is broken here must not hide the other checks
+            facts = {_UNKNOWN: f"{type(error).__name__}: {error}"}
+        found[name] = facts
+
+    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in checks]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = {_UNKNOWN: f"no answer within {deadline_s:g} s"}
+    return {name: found.get(name, late) for name in checks}
+
+
+def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
+    """What is wrong with the facts of a machine, by check."""
+    return {name: _judge(name, of_check) for name, of_check in facts.items()}
+
+
+def _judge(name: str, facts: Facts) -> Finding:
+    if _UNKNOWN in facts:
+        return Finding(
+            WARNING, f"not known: {facts[_UNKNOWN]}", "what it looked at may hang or be broken"
+        )
+    finding: Finding = import_module(f"lockstep.doctor.{name}").judge(facts)
+    return finding
+
+
+def fix(facts: Mapping[str, Facts]) -> list[str]:
+    """Mends what can be mended without root; says what was done."""
+    done: list[str] = []
+    for name, of_check in facts.items():
+        mend: Callable[[Facts], list[str]] | None
+        mend = getattr(import_module(f"lockstep.doctor.{name}"), "fix", None)
+        if mend is not None and _UNKNOWN not in of_check:
+            done += mend(of_check)
+    return done
+
+
+def exit_code(findings: Mapping[str, Finding]) -> int:
+    """1 where there is an error, else 0."""
+    return int(any(finding.level == ERROR for finding in findings.values()))
+
+
+def lines(findings: Mapping[str, Finding]) -> list[str]:
+    """One line a check, and one of what to do where something is wrong."""
+    width = max(map(len, findings)) + 2
+    found = []
+    for name, finding in findings.items():
+        found.append(f"{finding.level:<9}{name.replace('_', ' '):<{width}}{finding.found}")
+        if finding.level != OK and finding.do:
+            found.append(f"{'':<{9 + width}}do: {finding.do}")
+    return found
+
+
+def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict[str, Any]:
+    """Findings and facts as values for `json.dumps`."""
+    return {name: {**findings[name]._asdict(), "facts": facts[name]} for name in facts}

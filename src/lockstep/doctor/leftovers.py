@@ -1,0 +1,83 @@
+"""What runs have left behind: shared memory of processes that are gone, and old logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.errors import counted
+
+_SHARED = Path("/dev/shm")
+_OF_TORCH = re.compile(r"torch_(\d+)_")
+"""How torch's names begin, with the process that made it."""
+_YOUNG_S = 3600.0
+_OLD_S = 14 * 24 * 3600.0
+_MUCH = 2**28
+
+
+def gather(folder: Path) -> Facts:
+    """This user's alone: paths and bytes."""
+    shared = []
+    for path in _SHARED.glob("torch_*") if _SHARED.is_dir() else ():
+        made_by = _OF_TORCH.match(path.name)
+        try:
+            found = path.stat()
+            # A young one may be of a process that has another number in its own container.
+            old_enough = time.time() - found.st_mtime > _YOUNG_S
+            ours = found.st_uid == os.getuid() and old_enough
+            if made_by and ours and not _runs(int(made_by[1])):
+                shared.append([str(path), found.st_size])
+        except OSError:  # it is gone
+            continue
+    logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
+    old = []
+    for run in logs.iterdir() if logs.is_dir() and logs.stat().st_uid == os.getuid() else ():
+        files = [path.lstat() for path in run.rglob("*")] if run.is_dir() else []
+        newest = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
+        if time.time() - newest > _OLD_S:
+            old.append([str(run), sum(file.st_size for file in files)])
+    return {"shared": shared, "logs": old}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def judge(facts: Facts) -> Finding:
+    """What takes memory, and what takes much of a disk."""
+    shared, logs = facts["shared"], facts["logs"]
+    problems = []
+    if shared:
+        size = sum(size for _, size in shared) / 2**20
+        found = f"{counted(len(shared), 'file')} of ended processes take {size:.0f} MiB of /dev/shm"
+        problems.append(Finding(WARNING, found, "--fix removes them"))
+    size = sum(size for _, size in logs)
+    if size > _MUCH:
+        found = (
+            f"logs of {counted(len(logs), 'run')} of more than two weeks ago take {size >> 20} MiB"
+        )
+        problems.append(Finding(WARNING, found, "--fix removes them"))
+    return verdict("nothing that matters" if not problems else "of earlier runs", problems)
+
+
+def fix(facts: Facts) -> list[str]:
+    """Removes both."""
+    done = []
+    for path, _ in facts["shared"]:
+        Path(path).unlink(missing_ok=True)
+        done.append(f"removed {path}")
+    for path, _ in facts["logs"]:
+        shutil.rmtree(path, ignore_errors=True)
+        done.append(f"removed {path}")
+    return done

@@ -1,0 +1,224 @@
+"""Each check of a machine finds the fault planted in its facts, and nothing in sound ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep import doctor
+from lockstep.cli.main import main
+from lockstep.doctor import disk, gpus, leftovers, memory
+from lockstep.doctor.base import ERROR, OK, WARNING
+
+GPU = {"name": "H100", "error": None, "difference": 1e-6, "total": 80, "free": 80,
+       "processes": [], "ecc": 0, "throttled": 0}  # fmt: skip
+SOUND: dict[str, dict[str, Any]] = {
+    "software": {"python": "3.12.1", "lockstep": "0.1.0", "torch": "2.13.0+cu128", "cuda": "12.8",
+                 "nccl": "2.27.3", "driver": "570.1", "available": True},
+    "gpus": {"gpus": [GPU, GPU], "nvml": None},
+    "cores": {"machine": 16, "allowed": 16, "quota": None, "load": 3.0},
+    "memory": {"total": 64 << 30, "available": 60 << 30, "group": None},
+    "shared_memory": {"total": 32 << 30, "free": 32 << 30, "writable": True},
+    "limits": {"files": 65536, "most_files": None, "processes": None, "locked": None,
+               "infiniband": True},
+    "clock": {"time": 1.8e9, "synchronised": True},
+    "disk": {"folder": "runs", "exists": True, "total": 1 << 40, "free": 1 << 39, "files": None,
+             "temporary": "/tmp", "temporary_free": 1 << 36, "speed": 5e8, "problem": None},
+    "hostname": {"name": "node1", "addresses": ["10.0.0.1"]},
+    "network": {"interfaces": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}, "loopback_problem": None,
+                "address": "10.0.0.1", "interface": "eth0", "mtu": 1500, "mbits": 10000,
+                "variables": {"NCCL_SOCKET_IFNAME": "eth"}},
+    "variables": {"OMP_NUM_THREADS": "4"},
+    "leftovers": {"shared": [], "logs": []},
+}  # fmt: skip
+
+PLANTED = [
+    ("software", {"python": "3.10.2"}, ERROR, "older than 3.11"),
+    ("software", {"torch": "2.9.1"}, ERROR, "older than 2.11"),
+    ("software", {"torch": None, "problem": "ImportError: libcudart"}, ERROR, "libcudart"),
+    ("software", {"cuda": None, "nccl": None}, WARNING, "built without CUDA"),
+    ("software", {"available": False}, ERROR, "torch cannot use CUDA"),
+    ("gpus", {"gpus": [GPU, GPU | {"error": "an illegal access"}]}, ERROR, "GPU 1 does not"),
+    ("gpus", {"gpus": [GPU | {"difference": 0.4}]}, ERROR, "GPU 0 computes wrongly (by 0.4)"),
+    ("gpus", {"gpus": [GPU | {"difference": float("nan")}]}, ERROR, "computes wrongly (by nan)"),
+    ("gpus", {"gpus": [GPU | {"processes": [77]}]}, WARNING, "GPU 0 is used by process 77"),
+    ("gpus", {"gpus": [GPU | {"free": 20}]}, WARNING, "free"),
+    ("gpus", {"gpus": [GPU | {"ecc": 3}]}, ERROR, "3 memory errors"),
+    ("gpus", {"gpus": [GPU | {"throttled": 0x40 | 0x4}]}, WARNING, "too hot (hardware)"),
+    ("gpus", {"gpus": [GPU, GPU | {"name": "T4"}]}, WARNING, "not alike"),
+    ("cores", {"allowed": 2, "quota": 2.5}, WARNING, "the control group allows 2.5"),
+    ("cores", {"load": 60.0}, WARNING, "60.0 processes want them"),
+    ("memory", {"available": 1 << 30}, WARNING, "half a GiB"),
+    ("memory", {"group": 1 << 30}, WARNING, "its control group leaves 1 GiB"),
+    ("memory", {"group": 1 << 20}, ERROR, "no process with torch fits"),
+    ("shared_memory", {"total": 64 << 20, "free": 64 << 20}, WARNING, "bus error"),
+    ("shared_memory", {"free": 1 << 20}, WARNING, "nearly full"),
+    ("shared_memory", {"writable": False}, ERROR, "may not write"),
+    ("limits", {"files": 1024}, WARNING, "more open files"),
+    ("limits", {"processes": 100}, WARNING, "at most 100 processes"),
+    ("limits", {"locked": 65536}, WARNING, "64 KiB may be locked"),
+    ("clock", {"synchronised": False}, WARNING, "not kept right"),
+    ("clock", {"time": 0.0}, ERROR, "1970-01-01"),
+    ("disk", {"problem": "Permission denied", "speed": None}, ERROR, "Permission denied"),
+    ("disk", {"speed": 1e7}, WARNING, "10 MB/s"),
+    ("disk", {"free": 1 << 30}, WARNING, "little for checkpoints"),
+    ("disk", {"files": 10}, WARNING, "no more than 10 files"),
+    ("disk", {"temporary_free": 1 << 20}, WARNING, "where logs go"),
+    ("hostname", {"addresses": []}, WARNING, "does not resolve"),
+    ("hostname", {"addresses": ["127.0.1.1"]}, WARNING, "loopback"),
+    ("network", {"loopback_problem": "it is down"}, ERROR, "loopback does not work: it is down"),
+    ("network", {"variables": {"GLOO_SOCKET_IFNAME": "eth7"}}, ERROR, "GLOO_SOCKET_IFNAME=eth7"),
+    ("network", {"variables": {"NCCL_SOCKET_IFNAME": "ib"}}, ERROR, "NCCL_SOCKET_IFNAME=ib"),
+    ("network", {"mtu": 576}, WARNING, "packets are so short"),
+    ("variables", {"RANK": "0", "WORLD_SIZE": "4"}, WARNING, "RANK=0, WORLD_SIZE=4"),
+    ("variables", {"CUDA_LAUNCH_BLOCKING": "1"}, WARNING, "every kernel is waited for"),
+    ("variables", {"CUDA_VISIBLE_DEVICES": ""}, WARNING, "hides all GPUs"),
+    ("leftovers", {"shared": [["/dev/shm/torch_1_2_3", 5 << 20]]}, WARNING, "take 5 MiB"),
+    ("leftovers", {"logs": [["/tmp/lockstep-logs-0/a", 1 << 30]]}, WARNING, "1024 MiB"),
+]  # fmt: skip
+
+
+def test_every_check_has_sound_facts_and_faults() -> None:
+    assert tuple(SOUND) == doctor.CHECKS
+    assert {name for name, *_ in PLANTED} == set(doctor.CHECKS)
+
+
+@pytest.mark.parametrize("name", doctor.CHECKS)
+def test_nothing_is_found_in_a_sound_machine(name: str) -> None:
+    finding = import_module(f"lockstep.doctor.{name}").judge(SOUND[name])
+    assert finding.level == OK, finding
+    assert finding.do == ""
+
+
+@pytest.mark.parametrize(("name", "fault", "level", "words"), PLANTED)
+def test_a_fault_is_found(name: str, fault: dict[str, Any], level: str, words: str) -> None:
+    facts = SOUND | {name: SOUND[name] | fault}
+    findings = doctor.judge(facts)
+    assert findings[name].level == level
+    assert words in findings[name].found
+    assert findings[name].do
+    others = {other: finding for other, finding in findings.items() if other != name}
+    assert {finding.level for finding in others.values()} == {OK}
+    assert doctor.exit_code(findings) == (1 if level == ERROR else 0)
+
+
+def test_a_machine_without_gpus_is_sound() -> None:
+    assert gpus.judge({"gpus": [], "nvml": None}).level == OK
+    found = gpus.judge({"gpus": [GPU], "nvml": "nvidia-ml-py is not installed"})
+    assert (found.level, "not known: nvidia-ml-py" in found.found) == (OK, True)
+
+
+def test_a_limit_that_the_user_may_raise_is_raised_without_root() -> None:
+    from lockstep.doctor import limits
+
+    sound = SOUND["limits"] | {"files": 256}
+    assert limits.judge(sound | {"most_files": 8192}).do == "ulimit -n 8192"
+    assert "as root" in limits.judge(sound | {"most_files": 512}).do
+
+
+def test_the_command_on_this_machine(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["doctor", "--folder", str(tmp_path), "--json", "-"])
+    report = json.loads(result.stdout)
+    assert tuple(report) == doctor.CHECKS
+    assert all(set(of) == {"level", "found", "do", "facts"} for of in report.values())
+    assert all("unknown" not in of["facts"] for of in report.values())
+    assert result.exit_code == int(any(of["level"] == ERROR for of in report.values()))
+    facts = {name: of["facts"] for name, of in report.items()}
+    assert facts["software"]["python"] == sys.version.split()[0]
+    assert facts["disk"]["speed"] > 0
+    assert facts["limits"]["files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_hangs_or_raises_hides_no_other(monkeypatch: Any) -> None:
+    from lockstep.doctor import clock, cores, hostname
+
+    go_on = threading.Event()
+
+    def broken(folder: Path) -> Any:
+        raise ZeroDivisionError("no cores")
+
+    monkeypatch.setattr(hostname, "gather", lambda folder: go_on.wait())
+    monkeypatch.setattr(cores, "gather", broken)
+    monkeypatch.setattr(clock, "gather", lambda folder: SOUND["clock"])
+    before = set(threading.enumerate())
+    facts = doctor.gather(Path("."), ("hostname", "cores", "clock"), deadline_s=0.2)
+    go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    findings = doctor.judge(facts)
+    assert findings["hostname"].found == "not known: no answer within 0.2 s"
+    assert findings["cores"].found == "not known: ZeroDivisionError: no cores"
+    assert [finding.level for finding in findings.values()] == [WARNING, WARNING, OK]
+    text = doctor.lines(findings)
+    assert text[0].startswith("warning  hostname  not known")
+    assert text[-1].startswith("ok       clock")
+
+
+def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
+    shared, temporary = tmp_path / "shm", tmp_path / "tmp"
+    logs = temporary / f"lockstep-logs-{os.getuid()}"
+    for folder in (shared, logs / "old", logs / "new"):
+        folder.mkdir(parents=True)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    gone, runs = shared / f"torch_{ended}_1_0", shared / f"torch_{os.getpid()}_1_0"
+    young, other = shared / f"torch_{ended}_2_0", shared / "sem.mine"
+    long_ago = time.time() - 30 * 24 * 3600
+    for path in (gone, runs, young, other, logs / "old" / "log", logs / "new" / "log"):
+        path.write_bytes(bytes(1000))
+        if path not in (young, logs / "new" / "log"):
+            os.utime(path, (long_ago, long_ago))
+    monkeypatch.setattr(leftovers, "_SHARED", shared)
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(temporary))
+    folder = tmp_path / "runs" / "a"
+    facts = {"leftovers": leftovers.gather(folder), "disk": disk.gather(folder)}
+    assert facts["disk"]["exists"] is False
+    done = doctor.fix(facts)
+    assert sorted(done) == sorted([f"made {folder}", f"removed {gone}", f"removed {logs / 'old'}"])
+    assert folder.is_dir()
+    assert sorted(shared.iterdir()) == sorted([runs, young, other])
+    assert list(logs.iterdir()) == [logs / "new"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Any) -> None:
+    def refused(**_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk.tempfile, "TemporaryFile", refused)
+    facts = disk.gather(tmp_path)
+    assert disk.judge(facts).level == ERROR
+    assert disk.fix({**facts, "exists": False, "folder": str(tmp_path / "no")}) == []
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_a_control_group_leaves(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (group.parent / "memory.max").write_text("max\n")
+    (group.parent / "memory.current").write_text("5000\n")
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("400\n")
+    assert memory.group_left(tmp_path) == 600
+    assert memory.group_left(tmp_path / "none") is None
+
+
+def test_secrets_are_not_shown(monkeypatch: Any) -> None:
+    from lockstep.doctor import variables
+
+    monkeypatch.setenv("LOCKSTEP_TOKEN", "abc123")
+    facts = variables.gather(Path("."))
+    assert facts["LOCKSTEP_TOKEN"] == "***"

@@ -1,0 +1,43 @@
+"""What the launcher writes into the record of a run, and the page says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launched import launch
+
+from lockstep.report.analysis import find
+from lockstep.report.reading import Record
+
+SCRIPT = """
+import os, signal
+import torch, lockstep
+from torch.utils.data import TensorDataset
+
+with lockstep.init() as world:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    for (x,) in world.loader(TensorDataset(torch.ones(12, 1)), 4):
+        world.backward(model(x).mean())
+        optimizer.step()
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and world.rank == 1 and world.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_is_killed_and_the_restart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = ["run", "--nproc", "2", "--max-restarts", "1", "--report", "runs/a", "train.py"]
+    ended = launch(arguments, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    record = Record(tmp_path / "runs" / "a")
+    assert [start.ranks for start in record.starts] == [2, 2]
+    assert record.starts[1].end == "ok"
+    assert [told["kind"] for told in record.told] == ["failure", "restart"]
+    assert "killed by SIGKILL" in record.told[0]["text"]
+    findings = find(record)
+    assert findings[0].level == "error"
+    assert findings[0].text.startswith("FIRST FAILURE: rank 1 on host")
+    assert "start 1 of 2 ranks ended" in findings[1].text
