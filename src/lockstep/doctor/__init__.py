@@ -108,4 +108,7 @@ def lines(findings: Mapping[str, Finding]) -> list[str]:
 
 def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict[str, Any]:
     """Findings and facts as values for `json.dumps`."""
-    return {name: {**findings[name]._asdict(), "facts": facts[name]} for name in facts}
+    found = {}
+    for name, (level, words, do) in findings.items():
+        found[name] = {"level": level, "found": words, "do": do, "facts": facts[name]}
+    return found
