@@ -1,12 +1,14 @@
-"""`lockstep doctor`: is this machine fit for a run."""
+"""`lockstep doctor`: is this machine fit for a run, and are several together."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
 
 from lockstep.cli.verify import show, write_json
+from lockstep.errors import SettingError
 
 
 @click.command(
@@ -16,15 +18,32 @@ from lockstep.cli.verify import show, write_json
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("."),
               help="Where checkpoints are to go.")  # fmt: skip
 @click.option("--fix", is_flag=True, help="Mend what can be mended without root.")
+@click.option("--hosts", metavar="HOSTS|FILE",
+              help="Look at these machines, and between them.")  # fmt: skip
+@click.option("--script", metavar="FILE", help="With --hosts: is it the same everywhere.")
+@click.option("--ssh", default="ssh", help="With --hosts: how to call it, such as ssh -F F.")
 @click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
 @click.pass_context
-def command(ctx: click.Context, /, folder: Path, fix: bool, as_json: str | None) -> None:
+def command(
+    ctx: click.Context,
+    /,
+    folder: Path,
+    fix: bool,
+    hosts: str | None,
+    script: str | None,
+    ssh: str,
+    as_json: str | None,
+) -> None:
     """Looks at versions, GPUs, cores, memory, limits, clock, disk and network, in under 30 seconds.
 
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
     from lockstep import doctor
 
+    if hosts is not None:
+        if fix:
+            raise SettingError("--fix with --hosts", "it mends one machine", "call it there")
+        ctx.exit(_on_hosts(hosts, folder, script, shlex.split(ssh), as_json))
     facts = doctor.gather(folder)
     done = doctor.fix(facts) if fix else []
     if done:
@@ -33,3 +52,32 @@ def command(ctx: click.Context, /, folder: Path, fix: bool, as_json: str | None)
     show([*(f"fixed    {text}" for text in done), *doctor.lines(findings)], as_json)
     write_json(as_json, doctor.as_json(facts, findings))
     ctx.exit(doctor.exit_code(findings))
+
+
+def _on_hosts(
+    hosts: str, folder: Path, script: str | None, ssh: list[str], as_json: str | None
+) -> int:
+    """Prints what is found on and between machines; gives the exit code."""
+    from lockstep import doctor
+    from lockstep.doctor import between
+    from lockstep.doctor.base import ERROR, Finding
+    from lockstep.doctor.hosts import look
+    from lockstep.launcher.hosts import parse_hosts
+
+    machines, failed = look(parse_hosts(hosts), folder, script, ssh)
+    judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}
+    judged |= {name: {"reached": Finding(ERROR, why)} for name, why in failed.items()}
+    if machines:
+        judged["between the machines"] = between.judge(machines)
+    text = []
+    for name, findings in judged.items():
+        text += [f"{name}:", *(f"  {line}" for line in doctor.lines(findings))]
+    show(text, as_json)
+    found = {
+        name: {
+            check: dict(zip(Finding._fields, finding, strict=True)) for check, finding in of.items()
+        }
+        for name, of in judged.items()
+    }
+    write_json(as_json, {"findings": found, "facts": machines})
+    return max(doctor.exit_code(findings) for findings in judged.values())

@@ -1,8 +1,8 @@
 """The record of a run: every rank writes down how its steps go, for `lockstep report`.
 
 A folder holds one file for each rank and each start of the run, whose name tells which. A file is
-lines of JSON that are only ever added to, each with one call of the system: what a killed process
-leaves behind is whole but for its last line. A line is
+lines of JSON that are only ever added to, once a second: what a killed process leaves behind is
+whole but for its last line, and lacks the last second. A line is
 
 * `{"record": 1, ...}`, the first: who writes, and what the columns of its rows are;
 * a list, a row: the sums over one or several steps in a row (`COLUMNS`);
@@ -37,7 +37,7 @@ from lockstep.step import PHASES, Callback
 
 _ROWS = 256
 """After so many rows the next ones are of twice as many steps."""
-_MEMORY_EVERY_S = 1.0
+_MEMORY_EVERY_S = _WRITE_EVERY_S = 1.0
 
 
 class Recorder(Callback):
@@ -59,6 +59,7 @@ class Recorder(Callback):
         topology, self._folder = run.topology, folder
         self._step, self._optimizers, self._device = run.step, optimizers, run.device
         self._is_main = topology.is_main
+        self._lines: list[object] = []
         self._file: io.FileIO | None = open_on_all_ranks(
             folder, run.collectives, f"{NAME}{topology.rank}{SUFFIX}", "report"
         )
@@ -86,6 +87,7 @@ class Recorder(Callback):
         self._loss: float | Tensor = 0.0
         self._longest_s = 0.0
         self._memory, self._memory_at = 0, -_MEMORY_EVERY_S
+        self._written_at = 0.0
         self._means: dict[str, Any] | None = None
         self._copied: _Row | None = None
         run.step.enter_phase = self._wait_for_training
@@ -177,8 +179,11 @@ class Recorder(Callback):
         if self._rows % _ROWS == 0:
             self._every *= 2
         if self._means is not None:
-            self._write(self._means)
+            self._lines.append(self._means)
             self._means = None
+        if at - self._written_at >= _WRITE_EVERY_S:
+            self._written_at = at
+            self._write()
 
     def _loss_on_host(self) -> tuple[float | Tensor | None, Any]:
         """The mean of the row's losses, and what tells when it has come from the device."""
@@ -202,7 +207,7 @@ class Recorder(Callback):
             row.event.synchronize()
         row.values[_LOSS] = None if row.loss is None else float(row.loss)
         self._copied = None
-        self._write([float(f"{v:.7g}") if isinstance(v, float) else v for v in row.values])
+        self._lines.append(row.values)
 
     def _learning_rate(self) -> float | None:
         """That of the first parameter group; one that is a tensor on a device is left there."""
@@ -220,12 +225,15 @@ class Recorder(Callback):
         unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def _write(self, line: object) -> None:
-        if self._file is None or self._file.closed:
+    def _write(self, *added: object) -> None:
+        """Writes the lines that wait, and some more."""
+        lines, self._lines = [*self._lines, *added], []
+        if self._file is None or self._file.closed or not lines:
             return
         try:
             # A loss may be NaN or infinite, which is no JSON elsewhere; Python reads it.
-            data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            text = "".join(json.dumps(_short(line), separators=(",", ":")) + "\n" for line in lines)
+            data = text.encode()
             if self._file.write(data) == len(data):
                 return
             problem = "the disk is full"
@@ -240,6 +248,13 @@ class Recorder(Callback):
 
 
 _LOSS = COLUMNS.index("loss")
+
+
+def _short(line: Any) -> Any:
+    """A row with no more digits than anybody reads; another line as it is."""
+    if not isinstance(line, list):
+        return line
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in line]
 
 
 class _Row(NamedTuple):

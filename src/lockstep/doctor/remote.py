@@ -1,0 +1,167 @@
+"""The end of `lockstep doctor --hosts` on each machine: what ssh starts there.
+
+Requests are lines of JSON on its standard input, `{"ask": NAME, ...}`; each gets one answer. It
+ends with its input. Meanwhile it listens, for machines that know the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep import doctor
+from lockstep.distributed.network import resolve
+from lockstep.launcher.remote import MARK, listen, look
+
+_TOKEN = 32
+_CONNECT_S, _ANSWER_S, _MEASURED_S = 5.0, 5.0, 1.0
+_PINGS = 9
+_SIZES = (2**14, 2**20, 2**24)
+"""Bytes of what is sent; the first fills ten packets, the others follow where that is soon done."""
+_SECONDS_UP_TO = 60.0
+
+
+def facts(folder: str, names: list[str], script: str | None) -> dict[str, Any]:
+    """What this machine has, and what it makes of the others' names."""
+    digest = None
+    if script is not None and Path(script).is_file():
+        digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+    return {
+        "checks": doctor.gather(Path(folder)),
+        "resolved": {name: resolve(name) for name in names},
+        "script": digest,
+    }
+
+
+def serve(token: str) -> dict[str, Any]:
+    """Answers those that send the token, until this process ends."""
+    listener, found = listen(0, instead=False)
+    if listener is None:
+        return found
+    threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
+    return found
+
+
+def _accept(listener: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
+
+
+def _answer(connection: socket.socket, token: bytes) -> None:
+    """Sends a byte back for each message: its length in 8 bytes, and that many bytes."""
+    with connection:
+        connection.settimeout(_SECONDS_UP_TO)
+        try:
+            if not secrets.compare_digest(_receive(connection, _TOKEN), token):
+                return
+            while size := int.from_bytes(_receive(connection, 8)):
+                while size:
+                    size -= len(_receive(connection, min(size, 1 << 16)))
+                connection.sendall(b"+")
+        except OSError:
+            return
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data
+
+
+def measure(address: str, port: int, token: str) -> dict[str, Any]:
+    """How far another machine is; `error`: it is not reached; `stalled`: by no long message."""
+    try:
+        connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+    except OSError as error:
+        return {"error": error.strerror or f"no answer within {_CONNECT_S:g} s"}
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_ANSWER_S)
+
+        def send(size: int) -> float:
+            begun = time.perf_counter()
+            connection.sendall(size.to_bytes(8) + bytes(size))
+            _receive(connection, 1)
+            return time.perf_counter() - begun
+
+        try:
+            connection.sendall(token.encode())
+            send(1)
+            latency = statistics.median(send(1) for _ in range(_PINGS)) / 2
+        except OSError as error:
+            return {"error": error.strerror or f"no answer within {_ANSWER_S:g} s"}
+        bandwidth = 0.0
+        try:
+            for size in _SIZES:
+                if bandwidth and size / bandwidth > _MEASURED_S:
+                    break
+                bandwidth = size / max(send(size) - latency, 1e-6)
+        except OSError:
+            if not bandwidth:
+                return {"latency_s": latency, "stalled": True}
+    return {"latency_s": latency, "bandwidth": bandwidth}
+
+
+def write(path: str, text: str) -> dict[str, Any]:
+    """Writes a small file."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    except OSError as error:
+        return {"error": error.strerror}
+    return {"error": None}
+
+
+def read(path: str) -> dict[str, Any]:
+    """What is in a small file; None: it is not there."""
+    try:
+        return {"text": Path(path).read_text()}
+    except OSError:
+        return {"text": None}
+
+
+def remove(path: str) -> dict[str, Any]:
+    """Removes a file."""
+    Path(path).unlink(missing_ok=True)
+    return {}
+
+
+_ASKED: dict[str, Callable[..., dict[str, Any]]] = {
+    "look": lambda **request: look(request),
+    "time": lambda: {"time": time.time()},
+    "facts": facts,
+    "serve": serve,
+    "measure": measure,
+    "write": write,
+    "read": read,
+    "remove": remove,
+}
+
+
+def main() -> None:
+    """Answers until there is nobody who asks."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not stand among the answers
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _ASKED[request.pop("ask")](**request)
+        os.write(output, MARK + json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What is found between machines: planted faults, and two machines that are this one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import launch
+
+from lockstep.doctor import remote
+from lockstep.doctor.base import ERROR, OK, WARNING
+from lockstep.doctor.between import judge
+
+SOFTWARE = {"python": "3.12.1", "torch": "2.13.0", "cuda": None, "nccl": None, "lockstep": "0.1.0",
+            "packages": {"numpy": "2.1", "rich": "15.0"}}  # fmt: skip
+LINK = {"latency_s": 1e-4, "bandwidth": 1.2e8}
+
+
+def machines() -> dict[str, Any]:
+    """Three that nothing is wrong with."""
+    names = ("a", "b", "c")
+    return {
+        name: {
+            "checks": copy.deepcopy({"software": SOFTWARE, "variables": {"NCCL_DEBUG": "INFO"}}),
+            "resolved": {other: [f"10.0.0.{i}"] for i, other in enumerate(names, 1)},
+            "script": "12345678",
+            "clock": 0.01,
+            "shared": True,
+            "links": {other: dict(LINK) for other in names if other != name},
+        }
+        for name in names
+    }
+
+
+def of(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def plant(found: dict[str, Any]) -> None:
+        *places, last = path.split("/")
+        for place in places:
+            found = found[place]
+        found[last] = value
+
+    return plant
+
+
+PLANTED = [
+    ("versions", of("b/checks/software/torch", "2.12.0"), ERROR, "2.13.0 on a, c, 2.12.0 on b"),
+    ("versions", of("c/checks/software/python", "3.11.2"), ERROR, "python 3.12.1 on a, b"),
+    ("packages", of("b/checks/software/packages/numpy", "2.2"), WARNING, "2.1 on a, c, 2.2 on b"),
+    ("packages", of("b/checks/software/packages/own", "1"), WARNING, "own none on a, c, 1 on b"),
+    ("variables", of("b/checks/variables/NCCL_DEBUG", "WARN"), WARNING, "NCCL_DEBUG INFO on a, c"),
+    ("clocks", of("b/clock", -5.0), WARNING, "b is 5.0 s behind this machine"),
+    ("clocks", of("c/clock", 3600.0), ERROR, "c is 3600.0 s ahead of this machine"),
+    ("names", of("a/resolved/b", []), ERROR, "a does not know b"),
+    ("names", of("a/resolved/b", ["127.0.1.1"]), ERROR, "on a, b is 127.0.1.1: loopback"),
+    ("names", of("b/resolved/b", ["127.0.1.1"]), WARNING, "on b, b is 127.0.1.1: loopback"),
+    ("links", of("a/links/b", {"error": "no answer within 5 s"}), ERROR, "a to b: no answer"),
+    ("links", of("c/links/a", {"latency_s": 1, "stalled": True}), ERROR, "c to a: short messages"),
+    ("links", of("b/links/c/bandwidth", 1e6), WARNING, "b to c is 120 times as slow as"),
+    ("folder", of("b/shared", False), WARNING, "not shared: b does not see"),
+    ("folder", of("a/shared", None), WARNING, "not known: a cannot write there"),
+    ("script", of("b/script", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
+    ("script", of("b/script", None), ERROR, "missing on b"),
+]  # fmt: skip
+
+
+def test_nothing_is_found_between_sound_machines() -> None:
+    findings = judge(machines())
+    assert {finding.level for finding in findings.values()} == {OK}
+    assert findings["links"].found == "at least 960 Mb/s (and 0.1 ms) each way"
+    assert set(findings) == {name for name, *_ in PLANTED}
+
+
+@pytest.mark.parametrize(("check", "plant", "level", "words"), PLANTED)
+def test_a_fault_between_machines_is_found(
+    check: str, plant: Callable[[dict[str, Any]], None], level: str, words: str
+) -> None:
+    found = machines()
+    plant(found)
+    findings = judge(found)
+    assert findings[check].level == level
+    assert words in findings[check].found
+    assert findings[check].do
+    assert {f.level for name, f in findings.items() if name != check} == {OK}
+
+
+def test_a_machine_alone_has_no_links() -> None:
+    alone = machines()["a"] | {"links": {}, "resolved": {"a": ["127.0.1.1"]}}
+    findings = judge({"a": alone})
+    assert {finding.level for finding in findings.values()} == {OK}
+
+
+def test_the_way_to_another_machine(monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(remote, "_SIZES", (2**14, 2**16))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert remote.measure("127.0.0.1", port, "t" * 32) == {"error": "Connection refused"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+        found = remote.measure("127.0.0.1", silent.getsockname()[1], "t" * 32)
+    assert found == {"error": "no answer within 0.5 s"}
+
+
+def test_two_machines_that_are_this_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    arguments = ["doctor", "--hosts", "localhost,127.0.0.1", "--script", "train.py"]
+    ended = launch([*arguments, "--json", "found.json"], tmp_path)
+    report = json.loads((tmp_path / "found.json").read_text())
+    between = report["findings"]["between the machines"]
+    levels = {name: finding["level"] for name, finding in between.items()}
+    assert levels.pop("names") == ERROR  # they are loopback, which no other machine reaches
+    assert set(levels.values()) == {OK}, ended.stdout
+    assert ended.returncode == 1
+    links = {name: of["links"] for name, of in report["facts"].items()}
+    assert links["localhost"]["127.0.0.1"]["bandwidth"] > 0
+    assert links["127.0.0.1"]["localhost"]["latency_s"] > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json", "train.py"]
+    assert "between the machines:" in ended.stdout
+
+
+def test_a_machine_that_ssh_does_not_reach(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'Could not resolve hostname' >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    ended = launch(["doctor", "--hosts", "nowhere.invalid", "--ssh", "./ssh"], tmp_path)
+    assert ended.returncode == 1
+    assert "nowhere.invalid:\n  error    reached" in ended.stdout
+    assert "there is no such name" in ended.stdout
+    assert "Traceback" not in ended.stderr
