@@ -53,16 +53,20 @@ class Node:
     folder: Path
     """Of its server, and its temporary files."""
     server: subprocess.Popen[bytes]
-    log: Path
+    daemons: set[int] = field(default_factory=set)
+    """What else belongs to the machine, such as a scheduler's."""
 
     def processes(self) -> list[psutil.Process]:
-        """Those that run there, but for its server."""
+        """Those that run there, but for its server and daemons."""
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True)
         found = []
         for pid in map(int, done.stdout.split()):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if pid != self.server.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    pid not in {self.server.pid, *self.daemons}
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
@@ -173,7 +177,7 @@ class Cluster:
         path = node.folder / f"said-{len(self.commands)}"
         log = path.open("wb")
         process = subprocess.Popen(
-            _as(node.namespace, node.name, line),
+            on_machine(node.namespace, node.name, line),
             cwd=folder,
             env={**os.environ, "TMPDIR": str(node.folder), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -265,7 +269,7 @@ def _node(
     (folder / "sshd_config").write_text(_SERVER.format(folder=folder, keys=keys))
     log = folder / "sshd.log"
     line = ["/usr/sbin/sshd", "-D", "-E", str(log), "-f", str(folder / "sshd_config")]
-    server = subprocess.Popen(_as(namespace, name, line), stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(on_machine(namespace, name, line), stdin=subprocess.DEVNULL)
 
     def end() -> None:
         server.kill()
@@ -274,10 +278,10 @@ def _node(
     stack.callback(end)
     until(lambda: (log.exists() and "listening" in log.read_text()) or server.poll() is not None)
     assert server.poll() is None, log.read_text()
-    return Node(name, namespace, address, folder, server, log)
+    return Node(name, namespace, address, folder, server)
 
 
-def _as(namespace: str, name: str, line: Sequence[str]) -> list[str]:
+def on_machine(namespace: str, name: str, line: Sequence[str]) -> list[str]:
     """The command on a machine, under its host name; it keeps its process id."""
     become = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
     return ["ip", "netns", "exec", namespace, *become, *line]

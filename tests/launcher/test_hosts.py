@@ -14,11 +14,11 @@ from lockstep.errors import SettingError
 from lockstep.launcher.hosts import (
     Host,
     HostsSpec,
-    check_flags,
     forwarded,
     parse_hosts,
     ssh_failure,
 )
+from lockstep.launcher.plan import check_flags_elsewhere
 
 PYTHON = "/env/bin/python"
 
@@ -70,8 +70,8 @@ def test_the_address_of_a_host() -> None:
 )
 def test_flags_that_contradict(flag: str) -> None:
     with pytest.raises(SettingError, match="with --hosts"):
-        check_flags(["--max-restarts", "1", flag, "2"])
-    check_flags(["--max-restarts", "1", "--master-port", "2"])
+        check_flags_elsewhere(["--max-restarts", "1", flag, "2"], "--hosts")
+    check_flags_elsewhere(["--max-restarts", "1", "--master-port", "2"], "--hosts")
 
 
 def test_the_variables_that_are_sent() -> None:

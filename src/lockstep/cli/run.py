@@ -11,14 +11,15 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import SettingError
-from lockstep.launcher.hosts import (
-    HostsSpec,
-    check_flags,
-    forwarded,
-    parse_hosts,
-    run_on_hosts,
+from lockstep.launcher import slurm
+from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts, run_on_hosts
+from lockstep.launcher.plan import (
+    HangRules,
+    LaunchSpec,
+    check_flags_elsewhere,
+    meeting_given,
+    parse_flags,
 )
-from lockstep.launcher.plan import HangRules, LaunchSpec, parse_flags
 from lockstep.launcher.worker import Script
 from lockstep.settings import seconds
 
@@ -130,6 +131,21 @@ def samples_or_auto(
     metavar="COMMAND",
     help="With --hosts: how to call it, such as ssh -F F.",
 )
+@click.option("--slurm", is_flag=True, help="Submit the run as a job to Slurm.")
+@click.option("--nodes", type=click.IntRange(min=1), help="With --slurm: how many machines.")
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --slurm: GPUs of each, and processes on it.",
+)
+@click.option("--time", metavar="HH:MM:SS", help="With --slurm: the job's time limit.")
+@click.option(
+    "--sbatch",
+    multiple=True,
+    metavar="OPTION",
+    help="With --slurm: another option of sbatch's, such as --partition=gpu.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option(
@@ -199,20 +215,37 @@ def command(
     The settings (--strategy to --report) reach `lockstep.init` in the script; a script that sets
     one itself to another value ends in an error.
     """
-    of_hosts = {name: settings.pop(name) for name in _OF_HOSTS}
-    if of_hosts["hosts"] is not None:
-        on_all = _on_hosts(ctx, (script, *args), of_hosts)
+    _check_together(ctx)
+    elsewhere = {name: settings.pop(name) for name in (*_OF_HOSTS, *_OF_SLURM)}
+    torchrun = tuple(ctx.meta[_TORCHRUN])
+    if elsewhere["hosts"] is not None:
+        on_all = _on_hosts(ctx, (script, *args), elsewhere)
         if dry_run:
             click.echo(on_all.describe())
         else:
             _end(ctx, run_on_hosts(on_all, _say), script, args)
         return
-    _only_with_hosts(ctx)
+    if elsewhere["slurm"]:
+        text = _job_script(ctx, (script, *args), elsewhere)
+        click.echo(text if dry_run else slurm.submit(text))
+        return
+    job = None
+    if not meeting_given(torchrun, os.environ):
+        job = slurm.in_job(os.environ)
+    if job is not None:
+        nproc, torchrun = nproc or job.nproc, (*torchrun, *job.meeting)
+        if job.nodes:
+            line = slurm.srun(job.nodes, nproc, _arguments(ctx, (script, *args)))
+            if dry_run:
+                click.echo(shlex.join(line))
+            else:
+                slurm.become(line)
+            return
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
         settings={name: value for name, value in settings.items() if value is not None},
-        torchrun=tuple(ctx.meta[_TORCHRUN]),
+        torchrun=torchrun,
         warm=warm,
         hang=HangRules(on_hang, seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
@@ -226,13 +259,15 @@ def command(
 
 
 _OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
+_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
+"""Options that say where else the run is; the first of them makes the others mean something."""
 
 
 def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> HostsSpec:
     """What is to be started on several machines."""
     from lockstep.launcher.script import check_script
 
-    check_flags(ctx.meta[_TORCHRUN])
+    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
     check_script(Script(path=script[0], module=ctx.params["module"]))
     return HostsSpec(
         hosts=parse_hosts(given["hosts"]),
@@ -248,20 +283,55 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
     )
 
 
-def _only_with_hosts(ctx: click.Context) -> None:
-    for param in ctx.command.params:
-        given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-        if given and param.name in _OF_HOSTS:
-            raise SettingError(param.opts[0], "there is no --hosts", "add it, or leave this out")
+def _job_script(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> str:
+    """The job that is to be submitted."""
+    from lockstep.launcher.script import check_script
+
+    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
+    check_script(Script(path=script[0], module=ctx.params["module"]))
+    gpus = given["gpus_per_node"]
+    return slurm.job_script(
+        slurm.Request(
+            nodes=given["nodes"] or 1,
+            gpus_per_node=gpus,
+            time=given["time"],
+            options=given["sbatch"],
+        ),
+        ctx.params["nproc"] or str(gpus or 1),
+        _arguments(ctx, script),
+        script[0],
+    )
+
+
+def _is_given(ctx: click.Context, param: click.Parameter) -> bool:
+    return ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+
+
+def _check_together(ctx: click.Context) -> None:
+    """Refuses options that mean nothing without another one."""
+    for names in (_OF_HOSTS, _OF_SLURM):
+        first, *others = [p for name in names for p in ctx.command.params if p.name == name]
+        for param in () if _is_given(ctx, first) else others:
+            if _is_given(ctx, param):
+                raise SettingError(
+                    param.opts[0], f"there is no {first.opts[0]}", "add it, or leave this out"
+                )
+    if ctx.params["hosts"] is not None and ctx.params["slurm"]:
+        raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
+
+
+def _arguments(ctx: click.Context, script: tuple[str, ...]) -> list[str]:
+    """All that was given, but for --nproc, as it is to be given to launchers elsewhere."""
+    module = ["-m"] if ctx.params["module"] else []
+    return [*_given(ctx), *ctx.meta[_TORCHRUN], *module, *script]
 
 
 def _given(ctx: click.Context) -> list[str]:
     """The options that were given, as they are to be given to each machine's launcher."""
-    left_out = {*_OF_HOSTS, "nproc", "module", "dry_run"}
+    left_out = {*_OF_HOSTS, *_OF_SLURM, "nproc", "module", "dry_run"}
     words = []
     for param in ctx.command.params:
-        given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-        if isinstance(param, click.Option) and given and param.name not in left_out:
+        if isinstance(param, click.Option) and _is_given(ctx, param) and param.name not in left_out:
             value = ctx.params[str(param.name)]
             if param.is_flag:
                 words += [(param.opts if value else param.secondary_opts)[0]]

@@ -43,14 +43,6 @@ SSH_OPTIONS = (
 )
 FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 """How the variables begin that all machines get."""
-_NOT_WITH_HOSTS = (
-    "--nnodes",
-    "--node-rank",
-    "--standalone",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--local-addr",
-)
 _PORT = 29500
 _ANSWER_S = 25.0
 _HEARTBEAT_S = 2.0
@@ -194,21 +186,6 @@ def _of_line(was_set: str, line: str) -> Host:
     if not _NAME.fullmatch(name) or not known or (slots and not slots.isdecimal()) or slots == "0":
         raise SettingError(was_set, f"the line {line.strip()!r}", "write it as: node1 slots=4")
     return Host(name, slots)
-
-
-def check_flags(torchrun: Sequence[str]) -> None:
-    """Refuses torchrun's flags that say how the machines meet.
-
-    Raises:
-        SettingError: one of them is given.
-    """
-    given = next((flag for flag in torchrun if flag.replace("_", "-") in _NOT_WITH_HOSTS), None)
-    if given:
-        raise SettingError(
-            f"{given} with --hosts",
-            "--hosts numbers the machines, and says how they meet",
-            "leave it out; --master-addr and --master-port say where the first one is reached",
-        )
 
 
 def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

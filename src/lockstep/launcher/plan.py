@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 _RENDEZVOUS = ("--standalone", "--node-rank", "--master-addr", "--master-port", "--rdzv-")
 """How the flags begin that say how nodes meet."""
+_OF_ONE_NODE = (
+    "--nnodes",
+    "--node-rank",
+    "--standalone",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--local-addr",
+)
 _MASTER_PORT = 29500
 """Torchrun's, where --master-port does not say."""
 _NOTHING = Command((), {})
@@ -177,7 +185,11 @@ def plan(
         environment=environment,
         notes=tuple(notes),
         flags=(
-            *(["--standalone"] if one_node and not _rendezvous_given(spec, environ) else []),
+            *(
+                ["--standalone"]
+                if one_node and not _rendezvous_given(spec.torchrun, environ)
+                else []
+            ),
             *spec.torchrun,
             f"--nproc-per-node={nproc}",
             *(["--module"] if spec.script.module else []),
@@ -187,11 +199,31 @@ def plan(
     )
 
 
-def _rendezvous_given(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
+def _rendezvous_given(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether the user says how the nodes meet, by flag or by torchrun's `PET_` variables."""
     named = [f"--{name[4:].lower()}" for name in environ if name.startswith("PET_")]
-    given = (word.replace("_", "-") for word in (*spec.torchrun, *named))
+    given = (word.replace("_", "-") for word in (*torchrun, *named))
     return any(word.startswith(_RENDEZVOUS) for word in given)
+
+
+def meeting_given(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the user says how many nodes there are, or how they meet."""
+    return "--nnodes" in torchrun or "PET_NNODES" in environ or _rendezvous_given(torchrun, environ)
+
+
+def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
+    """Refuses torchrun's flags that say which node this is, where `option` says that.
+
+    Raises:
+        SettingError: one of them is given.
+    """
+    given = next((flag for flag in torchrun if flag.replace("_", "-") in _OF_ONE_NODE), None)
+    if given:
+        raise SettingError(
+            f"{given} with {option}",
+            f"{option} numbers the machines, and says how they meet",
+            "leave it out; --master-addr and --master-port may say where the first one is reached",
+        )
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

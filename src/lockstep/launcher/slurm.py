@@ -1,0 +1,203 @@
+"""Slurm: `lockstep run` inside a job finds its place by itself, and `--slurm` submits one.
+
+    in a step of srun, one task a machine   the launcher of this machine; the others are tasks too
+    in the script of a job, or in salloc    srun starts a launcher on each machine of the job
+    elsewhere, with --slurm                 a job script that does the latter, for sbatch
+
+Source: "INPUT/OUTPUT ENVIRONMENT VARIABLES" in the manual pages of srun and sbatch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.distributed.topology import detect, expand_tasks
+from lockstep.errors import SettingError
+from lockstep.launcher.auth import VARIABLE as TOKEN
+
+_INTERACTIVE_STEP = "4294967290"
+"""The step in which salloc's shell may run (SLURM_INTERACTIVE_STEP in slurm.h)."""
+_WARNING_S, _SAVING_S = 120, 110
+"""Before the time is over the ranks are asked to save; and how long they may take."""
+_SRUN = ("--ntasks-per-node=1", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0")
+"""A launcher on each machine, with all of the job's cores there; launchers end each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InJob:
+    """What a job says about a run that is started in it."""
+
+    nproc: str
+    """Processes on each machine."""
+    meeting: tuple[str, ...] = ()
+    """Torchrun's flags by which the machines of the job meet."""
+    nodes: int = 0
+    """Machines on which launchers are still to be started; 0: here, by this one."""
+
+
+def in_job(environ: Mapping[str, str]) -> InJob | None:
+    """The place of this launcher in a job; None: it is in none.
+
+    Raises:
+        SettingError: several launchers share a machine, or the tasks are spread unevenly.
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    place = detect(environ)
+    if place is not None and place.source == "Slurm":
+        if place.local_size > 1:
+            raise SettingError(
+                "lockstep run, started by srun",
+                f"{place.local_size} tasks of this machine start it, and each would start ranks",
+                "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with a task a rank",
+            )
+        meeting = (f"--nnodes={place.size}", f"--node-rank={place.node_rank}")
+        where = (f"--master-addr={place.master_addr}", f"--master-port={place.master_port}")
+        return InJob(nproc=environ.get("SLURM_GPUS_ON_NODE") or "1", meeting=meeting + where)
+    if place is not None:
+        return None
+    in_step = environ.get("SLURM_STEP_NUM_TASKS")
+    if in_step and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP:
+        return InJob(nproc=environ.get("SLURM_GPUS_ON_NODE") or "1")
+    nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    here = nodes == 1 and environ.get("SLURMD_NODENAME")
+    return InJob(nproc=_tasks(environ), nodes=0 if here else nodes)
+
+
+def _tasks(environ: Mapping[str, str]) -> str:
+    """Processes a machine: the tasks that the job asks for, else one a GPU, else one."""
+    asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
+    text = environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts = set(expand_tasks(text)) if asked else {1}
+    if len(counts) > 1:
+        raise SettingError(
+            "lockstep run in a Slurm job, without --nproc",
+            f"the job has {text} tasks on its machines",
+            "give --nproc, or ask for as many on each: --ntasks-per-node",
+        )
+    (count,) = counts
+    return str(count) if count > 1 else environ.get("SLURM_GPUS_ON_NODE") or "1"
+
+
+def srun(nodes: int, nproc: str, arguments: Sequence[str]) -> list[str]:
+    """The command that starts a launcher on each machine of the job.
+
+    Args:
+        nodes: how many machines.
+        nproc: processes on each.
+        arguments: of `lockstep run`, but for --nproc.
+    """
+    size = [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    return ["srun", *size, *_SRUN, *_lockstep(nproc), *arguments]
+
+
+def become(line: list[str]) -> NoReturn:
+    """Executes srun in the place of this process; the launchers that it starts share a token.
+
+    Raises:
+        SettingError: there is no srun.
+    """
+    token = os.environ.get(TOKEN) or secrets.token_hex(32)
+    try:
+        os.execvpe(line[0], line, {**os.environ, TOKEN: token})
+    except FileNotFoundError:
+        raise _missing(line[0]) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a job asks for."""
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    time: str | None = None
+    options: tuple[str, ...] = ()
+    """Others of sbatch's, such as `--partition=gpu`."""
+
+
+def job_script(request: Request, nproc: str, arguments: Sequence[str], script: str) -> str:
+    """The job script, which also says what happens when the job's time is over.
+
+    Args:
+        request: what the job asks for.
+        nproc: processes on each machine.
+        arguments: of `lockstep run`, but for --nproc; the script and its own are among them.
+        script: its name.
+    """
+    options = {
+        "job-name": Path(script).stem,
+        "nodes": request.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": request.gpus_per_node,
+        "time": request.time,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "chdir": os.getcwd(),
+        "requeue": "",
+        "signal": f"B:USR1@{_WARNING_S}",
+    }
+    given = {option.lstrip("-").partition("=")[0].split()[0] for option in request.options}
+    lines = ["#!/bin/bash"]
+    for name, value in options.items():
+        if value is not None and name not in given:
+            lines.append(
+                f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value != "" else "")
+            )
+    lines += [f"#SBATCH {option}" for option in request.options]
+    run = ["srun", *_SRUN, *_lockstep(nproc), *arguments]
+    body = _BODY.format(token=TOKEN, saving=_SAVING_S, srun=shlex.join(run))
+    return "\n".join([*lines, body])
+
+
+_BODY = """
+export {token}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}  # seconds in which the ranks may save
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # the time is almost over
+trap true TERM  # when the job is cancelled or preempted the ranks are told too; wait for them
+{srun} &
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done  # a signal ends the waiting
+# Asked to end (128 + 15), but not cancelled: the time was over, or others need the machines.
+if [ $code -eq 143 ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def submit(script: str) -> str:
+    """Hands a job script to sbatch; what it prints.
+
+    Raises:
+        SettingError: there is no sbatch, or it refuses the job.
+    """
+    if not shutil.which("sbatch"):
+        raise _missing("sbatch")
+    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
+    if done.returncode:
+        raise SettingError(
+            "lockstep run --slurm",
+            f"sbatch refuses the job: {done.stderr.strip() or 'without a word'}",
+            "see what the cluster has (sinfo), and what --dry-run prints",
+        )
+    return done.stdout.strip()
+
+
+def _lockstep(nproc: str) -> list[str]:
+    return [sys.executable, "-m", "lockstep", "run", f"--nproc={nproc}"]
+
+
+def _missing(program: str) -> SettingError:
+    return SettingError(
+        "a run under Slurm",
+        f"there is no {program} on this machine",
+        "start it where Slurm's commands are, such as the login node",
+    )
