@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.manifest import Join, JoinRequest
+from lockstep.distributed.manifest import Join
 from lockstep.distributed.network import Endpoint, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -23,7 +24,7 @@ from lockstep.errors import (
     WorldSizeError,
 )
 
-Decision = Sequence[JoinRequest] | LockstepError
+Decision = Sequence[str] | LockstepError
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class Rank:
     topology: Topology
     manifest: dict[str, str]
     timeout: float
+    one_host: bool = False
 
     def join(self, store: Store) -> Decision:
         try:
-            host = f"host{self.topology.rank // 2}"
+            host = f"host{0 if self.one_host else self.topology.rank // 2}"
             return Join(
                 store, self.topology, self.manifest, "a table", self.timeout, host=host
             ).agree()
@@ -80,11 +82,45 @@ def texts(decisions: list[Decision]) -> set[tuple[type[LockstepError], str, str,
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_ranks_get_all_members_in_the_order_of_ranks(size: int) -> None:
+def test_all_ranks_get_all_hosts_in_the_order_of_ranks(size: int) -> None:
     decisions = join_all(*(rank_of(rank, size) for rank in reversed(range(size))))
-    for members in decisions:
-        assert not isinstance(members, LockstepError)
-        assert [member.rank for member in members] == list(range(size))
+    assert decisions == [[f"host{rank // 2}" for rank in range(size)]] * size
+
+
+class Counting:
+    """A store that counts the bytes that one rank reads."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.read = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def get(self, key: str) -> bytes:
+        found = self.store.get(key)
+        self.read += len(found)
+        return found
+
+
+def test_what_a_rank_reads_does_not_grow_with_their_number() -> None:
+    read: dict[int, list[int]] = {}
+    for size in (4, 24):
+        shared = dist.HashStore()
+        stores = [Counting(shared) for _ in range(size)]
+        ranks = [
+            replace(rank_of(rank, size, text="x" * 500), one_host=True) for rank in range(size)
+        ]
+        threads = [
+            threading.Thread(target=rank.join, args=(store,))
+            for rank, store in zip(ranks, stores, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        read[size] = [store.read for store in stores]
+    assert read[24][0] < 7 * read[4][0]
+    assert max(read[24][1:]) <= max(read[4][1:]) + 10
 
 
 def test_a_missing_rank_is_named_to_all_with_those_that_came() -> None:

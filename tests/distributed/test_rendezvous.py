@@ -47,7 +47,7 @@ def try_to_join(init_method: str | None, timeout: float) -> Outcome:
     except LockstepError as error:
         return type(error).__name__, str(error)
     joined.close()
-    return "joined", ",".join(str(member.rank) for member in joined.members)
+    return "joined", ",".join(map(str, joined.here))
 
 
 def train_a_little(init_method: str | None) -> float:

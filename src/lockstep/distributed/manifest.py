@@ -7,9 +7,13 @@ is JSON. The keys, on a store of torch's (no process group exists yet):
     each rank   n = add("requests", 1); set("request/n", its request)
     rank 0      set("rank 0", its request); reads the requests until all ranks have come, two have
                 the same rank, two have different world sizes, or the time is over; then
-                set("decision", ...)
-    each rank   reads the decision; set("read/n"); goes on, or raises what the decision says
+                set("member/rank", n) for each rank, and set("decision", ...)
+    each rank   reads the decision; set("read/n"); goes on, or raises what the decision says; goes
+                on only where its own request is the one that counts
     rank 0      after an error, stays until the others have read it, as it may host the store
+
+Rank 0 alone reads what all others have written, and what it answers does not grow with their
+number: with 1024 ranks a manifest from each to each would be half a gigabyte.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -183,11 +188,11 @@ class Join:
     requests: list[JoinRequest] = field(default_factory=list)
     """Those that rank 0 has read."""
 
-    def agree(self) -> list[JoinRequest]:
+    def agree(self) -> list[str]:
         """Asks to join; rank 0 decides, and its decision is the same on every rank.
 
         Returns:
-            The processes of the run, in the order of ranks.
+            The host of each rank.
 
         Raises:
             JoinError, RanksDifferError: the same on all ranks.
@@ -229,7 +234,7 @@ class Join:
             return "a port of its own"
         return "a file of its own (if no other run uses this one, it is left over: remove it)"
 
-    def _await_decision(self, own: JoinRequest) -> list[JoinRequest]:
+    def _await_decision(self, own: JoinRequest) -> list[str]:
         store = self.store
         remove = f"; remove {self.file} before the next try" if self.file else ""
         if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
@@ -252,32 +257,38 @@ class Join:
             kind, was_set, found, do = decision["error"]
             error: Error = getattr(errors, kind)(was_set, found, do)
             raise error
-        members = [JoinRequest(**member) for member in decision["members"]]
-        if own not in members:
-            member = members[own.rank % len(members)]
+        hosts = [host for host, count in decision["hosts"] for _ in range(count)]
+        number = int(store.get(f"member/{own.rank % len(hosts)}"))
+        if number != own.number:
+            member = read_request(store, f"request/{number}")
             raise errors.DuplicateRankError(
                 self._asked,
                 f"a run has already begun there, with {member.process} as rank {member.rank}; "
                 f"this is {own.process} as rank {own.rank}",
                 f"start each rank once, and give a second run {self._another}",
             )
-        return members
+        return hosts
 
-    def _decide(self, own: JoinRequest) -> list[JoinRequest]:
+    def _decide(self, own: JoinRequest) -> list[str]:
         self.store.set("rank 0", json.dumps(vars(own)))
         wait_until(self._can_decide, time.monotonic() + self.timeout)
         by_rank = {request.rank: request for request in reversed(self.requests)}
         members = [by_rank[rank] for rank in sorted(by_rank)]
         error = self._contradiction() or self._absence() or self._mismatch(members)
         written = error and (type(error).__name__, error.was_set, error.found, error.do)
-        decision = {"members": [vars(member) for member in members], "error": written}
+        hosts = [member.host for member in members]
+        runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+        if error is None:
+            for member in members:
+                self.store.set(f"member/{member.rank}", str(member.number))
+        decision = {"hosts": runs, "error": written}
         self.store.set("decision", json.dumps(decision))
         if error is not None:
             self._wait_for_readers(own, error)
             if self.file is not None:
                 self.file.unlink(missing_ok=True)
             raise error
-        return members
+        return hosts
 
     def _read_new_requests(self) -> None:
         while self.store.check([key := f"request/{len(self.requests) + 1}"]):

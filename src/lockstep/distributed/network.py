@@ -326,7 +326,10 @@ def wait_until(attempt: Callable[[], T], deadline: float) -> T:
 # The interface that the ranks talk over
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_gloo_is_ours = False
+_LAZY, _CONNECTED = "TORCH_GLOO_LAZY_INIT", 64
+"""Up to so many ranks are all connected with each other, and a broken network shows at once."""
+_ours: list[str] = []
+"""The variables of Gloo's that are set here, while a run goes on."""
 """Whether the variable is set by us in this process."""
 
 
@@ -377,17 +380,20 @@ def choose_interface(
     )
 
 
-def use_gloo_interface(name: str | None) -> None:
+def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
     """Makes the process groups of this process talk over an interface; None: as before.
 
-    Gloo itself would take the address of the host name. What the user has set stays.
+    Gloo itself would take the address of the host name. Of many ranks it connects only those that
+    talk to each other, when they do: else each would connect to all, in every group. What the user
+    has set stays.
     """
-    global _gloo_is_ours
-    if _gloo_is_ours:
-        del os.environ[_GLOO]
-    _gloo_is_ours = name is not None and not os.environ.get(_GLOO)
-    if name is not None and _gloo_is_ours:
-        os.environ[_GLOO] = name
+    for variable in _ours:
+        os.environ.pop(variable, None)
+    wanted = {} if name is None else {_GLOO: name}
+    if ranks > _CONNECTED:
+        wanted[_LAZY] = "1"
+    _ours[:] = [variable for variable in wanted if not os.environ.get(variable)]
+    os.environ.update({variable: wanted[variable] for variable in _ours})
 
 
 def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:

@@ -475,7 +475,7 @@ def open_group(
         network.address_reaching(topology.master_addr),
         network.hostname_address(),
     )
-    network.use_gloo_interface(interface)
+    network.use_gloo_interface(interface, topology.size)
     dist.init_process_group(
         backend,
         store=store,

@@ -62,16 +62,11 @@ class Joined:
     store: Store
     """For process groups and small messages, until `close`; whoever keeps it keeps port or file in
     use."""
-    members: Sequence[JoinRequest]
-    """The processes of the run, in the order of ranks."""
+    hosts: Sequence[str]
+    """Of each rank."""
     rank: int
     served_by_rank_0: bool
     file: Path | None
-
-    @property
-    def hosts(self) -> list[str]:
-        """Of each rank."""
-        return [member.host for member in self.members]
 
     @property
     def here(self) -> list[int]:
@@ -97,7 +92,7 @@ class Joined:
             if self.rank != 0:
                 store.set(f"left/{self.rank}", "")
                 return
-            others = [f"left/{rank}" for rank in range(1, len(self.members))]
+            others = [f"left/{rank}" for rank in range(1, len(self.hosts))]
             limit = time.monotonic() + _CLOSE_S
             left = others_leave and wait_until(partial(store.check, others), limit)
         del store
@@ -152,11 +147,11 @@ def join(
             store = connect(where, timeout)
     scoped = _scope(store, attempt)
     try:
-        members = Join(scoped, topology, manifest, place, timeout, file).agree()
+        hosts = Join(scoped, topology, manifest, place, timeout, file).agree()
     except (errors.JoinError, errors.RanksDifferError) as error:
         failed = error.with_traceback(None)
     else:
-        return Joined(scoped, members, topology.rank, file is None and not of_launcher, file)
+        return Joined(scoped, hosts, topology.rank, file is None and not of_launcher, file)
     del store, scoped  # lets go of port and file even while the error is being looked at
     raise failed
 
