@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,43 @@ def test_the_way_to_another_machine(monkeypatch: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         found = remote.measure("127.0.0.1", silent.getsockname()[1], "t" * 32)
     assert found == {"error": "no answer within 0.5 s"}
+
+
+def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(32) == b"t" * 32
+                while True:
+                    size = int.from_bytes(remote._receive(connection, 8))
+                    if size > 1400:
+                        connection.recv(1 << 20)  # until the other end gives up
+                        while connection.recv(1 << 20):
+                            pass
+                        return
+                    remote._receive(connection, size)
+                    connection.sendall(b"+")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = remote.measure("127.0.0.1", server.getsockname()[1], "t" * 32)
+        thread.join()
+    assert found.pop("latency_s") > 0
+    assert found == {"stalled": True}
+
+
+def test_who_does_not_know_the_token_is_turned_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as asking:
+            asking.sendall(b"x" * 32 + (1).to_bytes(8) + b"1")
+            connection, _ = server.accept()
+            remote._answer(connection, b"t" * 32)
+            with contextlib.suppress(ConnectionResetError):
+                assert asking.recv(1) == b""
 
 
 def test_two_machines_that_are_this_one(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 _MUST_BE_ALIKE = ("python", "torch", "cuda", "nccl", "lockstep")
 _SHOWN = 5
 _CLOCK_S, _CLOCK_BROKEN_S = 1.0, 60.0
-_UNEVEN = 4.0
-"""Links of a run that differ by so much: the slowest is probably broken."""
+_UNEVEN = 10.0
+"""Ways that differ by so much: the slowest is probably broken; a busy machine makes less."""
 Machines = Mapping[str, Facts]
 """By the name that the user gave: `checks`, `resolved`, `script`, `clock`, `shared`, `links`."""
 
@@ -79,7 +79,7 @@ def _packages(machines: Machines) -> Finding:
 
 def _variables(machines: Machines) -> Finding:
     if found := _differences(_of(machines, "variables")):
-        do = "lockstep run --hosts sends those of the first machine; else set them alike"
+        do = "set them alike; what lockstep run --hosts sends from here is counted as theirs"
         return Finding(WARNING, _listed(found), do)
     return Finding("ok", "those of torch and its libraries are the same everywhere")
 

@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep.doctor import variables
 from lockstep.errors import HostError
-from lockstep.launcher.hosts import SSH_OPTIONS, Host, ssh_failure, working_folder
+from lockstep.launcher.hosts import FORWARDED, SSH_OPTIONS, Host, ssh_failure, working_folder
 from lockstep.launcher.remote import MARK
 
 _SHIFTS = 3
@@ -74,8 +75,13 @@ class Peer:
         code = process.wait()
         self._said.seek(0)
         said = self._said.read().decode(errors="replace")
-        found_, do = ssh_failure(self.host, None if code < 0 else code, said, sys.executable)
-        raise HostError(f"lockstep doctor --hosts {self.host.name}", found_, do)
+        what_failed, do = ssh_failure(self.host, None if code < 0 else code, said, sys.executable)
+        if code < 0:
+            do += (
+                "; where that stops, too, packets may be longer than the way carries: "
+                f"`ping -M do -s 1472 {self.host.address}`"
+            )
+        raise HostError(f"lockstep doctor --hosts {self.host.name}", what_failed, do)
 
     def close(self) -> None:
         """Ends the process there."""
@@ -102,6 +108,8 @@ def look(
         script: that is to be run.
         ssh: how it is called.
     """
+    own = variables.gather(folder)
+    sent = {name: value for name, value in own.items() if name.startswith(FORWARDED)}
     peers = {host.name: Peer(host, ssh) for host in hosts}
     failed: dict[str, str] = {}
 
@@ -130,6 +138,8 @@ def look(
         names = [peers[name].host.address for name in clocks]
         asked = {"folder": str(folder), "names": names, "script": script}
         facts = on_all(lambda peer: peer.ask("facts", **asked), list(clocks))
+        for of in facts.values():  # as a run there would have them
+            of["checks"]["variables"] |= sent
         token = secrets.token_hex(16)
         ports = on_all(lambda peer: peer.ask("serve", token=token), list(facts))
         links: dict[str, dict[str, Any]] = {name: {} for name in ports}
