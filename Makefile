@@ -21,7 +21,7 @@ check: lint types
 real: .venv-real/.installed
 	.venv-real/bin/python -m pytest -n 2 tests/real
 
-clusters: $(VENV)/.installed
+clusters: $(VENV)/.installed-clusters
 	$(BIN)/python -m pytest tests/clusters  # needs root, openssh-server, rsync, slurm-wlm, munge
 
 lint: $(VENV)/.installed
@@ -86,6 +86,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 $(VENV)/.installed-report: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[report]'
+	touch $@
+
+$(VENV)/.installed-clusters: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[clusters]'
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
