@@ -165,6 +165,40 @@ def test_shards_that_are_clipped_by_their_own_norm(tmp_path: Path) -> None:
     assert "multiplied by numbers of each rank" in first.seen[0]
 
 
+LAZY = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+x, y = torch.arange(96.0).view(16, 6).cos(), torch.arange(16) % 3
+torch.manual_seed(rank)
+net = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3))
+net(x[:2])
+torch.manual_seed(0)
+for layer in net:
+    layer.reset_parameters()
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x[rank::world]), y[rank::world]).backward()
+    optimizer.step()
+"""
+
+
+def test_a_model_that_a_first_forward_pass_makes_begins_with_what_comes_then(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LAZY)
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
+
+
 def test_an_optimizer_inside_of_another_one_makes_no_steps_of_its_own() -> None:
     verdict = warm.verify(RIGHT / "zero.py", steps=2)
     assert samples(verdict) == [12, 12]

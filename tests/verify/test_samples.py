@@ -319,6 +319,15 @@ class Centred(nn.Module):
         self.centre = 0.9 * self.centre.to(data) + 0.1 * data.mean(0)
         return self.net(data - self.centre)
 """
+WEIGHING = """
+class Weighing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, data, labels):
+        weight = 1 / labels.bincount(minlength=3).clamp(min=1)
+        return F.cross_entropy(self.net(data), labels, weight=weight)
+"""
 NORMED = """
 class Normed(nn.Module):
     def __init__(self):
@@ -360,6 +369,18 @@ SCRIPTS = {
         "m = (data[:, 0] > 0).double(); "
         "loss = (m * F.cross_entropy(model(data), labels, reduction='none')).sum() / m.sum()",
         "LS205",
+    ),
+    "counted inside": (
+        "Weighing()",
+        "",
+        "loss = model(data, labels)",
+        "LS212",
+    ),
+    "smoothed": (
+        "net",
+        "",
+        "loss = F.cross_entropy(model(data), labels, label_smoothing=0.1 * world)",
+        "LS212",
     ),
     "queue": (
         "net",
@@ -409,7 +430,9 @@ def test_a_script_of_the_kind(name: str, tmp_path: Path) -> None:
     model, made, inner, code = SCRIPTS[name]
     script = tmp_path / "train.py"
     text = HEAD.format(model=model, made=made, inner=inner)
-    classes = {"Centred()": MEMORY, "Normed()": NORMED, "Pooled()": POOLED}.get(model, "")
+    classes = {"Centred()": MEMORY, "Normed()": NORMED, "Pooled()": POOLED}
+    classes |= {"Weighing()": WEIGHING}
+    classes = classes.get(model, "")
     if name == "perturbed":
         back = "torch._foreach_sub_([p.data for p in net.parameters()], moved)"
         text = text.replace("loss.backward()", f"loss.backward(); {back}")

@@ -499,8 +499,13 @@ def _of_optimizers(case: Divergence) -> list[str]:
 
 
 def _of_kept(case: Divergence) -> Cause:
-    seen = f"before step {case.many[0].step + 1} parameters that nothing trains are other ones"
-    return Cause("LS309", (seen, "such as those of a teacher, an average or a target network"))
+    """LS309 goes by parameters that are frozen; what changes others between steps is not seen."""
+    before = f"before step {case.many[0].step + 1}"
+    if {*case.names} <= {*case.one[0].frozen}:
+        seen = f"{before} parameters that nothing trains are other ones"
+        return Cause("LS309", (seen, "such as those of a teacher, an average or a target network"))
+    seen = f"{before} parameters are other ones than on one process; the last step left the same"
+    return Cause("LS210", (seen, "something changes them between the steps, or in a forward pass"))
 
 
 def _of_buffers(case: Divergence) -> Cause:
@@ -552,7 +557,7 @@ KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
     "replicas": (of_replicas, "the parameters of the ranks"),
     "samples": (of_samples, "the samples of the global batch"),
     "contents": (of_contents, "the content of samples"),
-    "kept": (_of_kept, "parameters that are not trained"),
+    "kept": (_of_kept, "parameters before the step"),
     "unclipped": (_of_gradients, "gradients before they were clipped"),
     "gradients": (_of_gradients, "gradients"),
     "loss": (_of_loss, "the loss"),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names, unwrap
@@ -130,7 +131,8 @@ class Models:
         for root, module in self._roots:
             plain = plain_names(module)
             for name, tensor in getattr(module, what)():
-                if not getattr(tensor, "is_meta", False) and id(tensor) not in seen:
+                lazy = isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+                if not (lazy or getattr(tensor, "is_meta", False) or id(tensor) in seen):
                     seen.add(id(tensor))
                     yield f"{root}/{plain(name)}", tensor
 

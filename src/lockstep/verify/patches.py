@@ -62,6 +62,7 @@ _OVER_ROWS = {
     *("mean", "sum", "std", "var", "norm", "max", "min", "amax", "amin", "median", "logsumexp"),
     *("softmax", "log_softmax", "cumsum", "bincount", "normalize", "vector_norm", "nanmean"),
 }
+_LIMITS = {"max", "min", "amax", "amin"}
 _CHOICES = {"topk", "sort", "argsort", "kthvalue", "quantile", "median"}
 """Which samples are taken, or a limit for them, follows from all of them."""
 _SECOND = {"topk", "kthvalue", "norm", "normalize", "quantile", "vector_norm"}
@@ -403,6 +404,8 @@ def _over_samples(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if name not in _OVER_ROWS | _CHOICES or not isinstance(given, Tensor) or not given.dim():
         return False
     if len(given) < 2 or (given.requires_grad and name not in _CHOICES):
+        return False
+    if name in _LIMITS and not given.is_floating_point():  # of lengths or numbers: does no harm
         return False
     place = 1 + (name in _SECOND)
     last = name in _CHOICES - {"median", "quantile"}

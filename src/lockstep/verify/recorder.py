@@ -298,7 +298,8 @@ class Recorder(Callback):
         self._update.weighed.append(counted)
         for call in calls:
             for key, value in call.options.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor | float):
+                    value = torch.as_tensor(value)
                     self._update.loss_options[f"{key} of {call.line}"] = sums_of(value)
         count = len(passes[0].seen.inputs) if passes else 0
         whole = [call.targets for call in calls if count and call.targets.numel()]
@@ -396,8 +397,9 @@ class Recorder(Callback):
             update.entered = update.entered or self.models.attributes()
             if not update.begun:
                 update.begun, update.rewritten = True, self._rewritten()
-            if len(update.inputs) == len(update.losses):
+            if not update.losses or len(update.inputs) == len(update.losses):
                 self._look_between()
+            if len(update.inputs) == len(update.losses):
                 seen = look_at(inputs, ids=())
                 self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
                 update.inputs += [seen] if seen.shape else []
@@ -410,15 +412,17 @@ class Recorder(Callback):
         return self._patches.converted(inputs) if holds_tensors(module) else None
 
     def _look_between(self) -> None:
-        """The first forward pass for a backward pass begins."""
+        """A forward pass before the first backward pass, or the first before another, begins."""
+        update = self._update
         now = {n: sums_of(p) for n, p in self.models.parameters() if not is_sharded(p)}
-        began = self._beside.began = self._beside.began or now
-        if not self._writer.count and not self._update.initial:
-            whole = ((n, p) for n, p in self.models.parameters() if n in now)
-            self._update.initial = _arrays(whole)
-        if not self._update.shifted:
+        began = self._beside.began
+        if not update.losses:
+            self._beside.began = now
+            if not self._writer.count:
+                update.initial = _arrays((n, p) for n, p in self.models.parameters() if n in now)
+        elif not update.shifted:
             changed = (n for n in now if n in began and not np.array_equal(now[n], began[n]))
-            self._update.shifted = {n: now[n] for n in changed}
+            update.shifted = {n: now[n] for n in changed}
 
     def _rewritten(self) -> dict[str, Array]:
         left, named = self.models.left, self.models.parameters()
@@ -455,12 +459,10 @@ class Recorder(Callback):
             present.inside = whole[0] if present.inside is None and whole else present.inside
             return
         self._beside.present = None
-        if not found:
-            return
         present.outputs = found
         present.seen.fits |= bool(whole) or any(not count or not len(t) % count for t in found)
         self._beside.forwards = [*self._beside.forwards, present][-_MOST_PIECES:]
-        if len(whole) == len(found):
+        if found and len(whole) == len(found):
             present.seen.outputs = rows_of_tensors(whole, count)
             for place, tensor in enumerate(found):
                 tensor.register_hook(partial(present.slope, place))  # type: ignore[no-untyped-call]

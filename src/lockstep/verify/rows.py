@@ -72,7 +72,8 @@ def _class_of(forward: Forward) -> str:
 
 def _without(rank: RankUpdate, unfit: Set[str]) -> RankUpdate:
     inputs = [replace(taken, contents=()) for taken in rank.inputs]
-    taken = inputs if rank.taken == rank.inputs else rank.taken
+    taken = [replace(t, contents=()) if t.ids is None else t for t in rank.taken]
+    taken = inputs if rank.taken == rank.inputs else taken
     kept = [forward for forward in rank.forwards if _class_of(forward) not in unfit]
     return replace(rank, forwards=kept, inputs=inputs, taken=taken)
 

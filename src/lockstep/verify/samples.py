@@ -231,7 +231,8 @@ def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
         return Cause("LS111", (numbers, text, "as by the mean and deviation of its part alone"))
     if again.all():
         return Cause("LS111", (numbers, *([twice] if len(place) else []), left_out))
-    unknown = f"{(~elsewhere).sum()} are not known from one process"
+    others = (~elsewhere).sum()
+    unknown = f"{others} are not known from one process" if others else "all are of other steps too"
     return Cause("LS111", (numbers, unknown, *statistics_of(case)))
 
 
@@ -409,7 +410,8 @@ def of_loss(case: Divergence) -> Cause | None:
     if options and expected.keys() == found.keys():
         return Cause("LS212", (f"not that of one process is {options[0]}", *statistics_of(case)))
     weighs = next(filter(None, (_weights_of_samples(rows, case.size) for rows in every)), ())
-    if (took := statistics_of(case)) and not draws_of(case):
+    known = all(rows.both("outputs") is not None for rows in every)
+    if (took := statistics_of(case)) and known and not draws_of(case):
         return Cause(
             "LS208", (*took, *(weighs or ["for each sample the models returned the same"]))
         )

@@ -304,7 +304,9 @@ def check_reference(
     """
     found, do = "", f"make this work: {again}"
     if reference.error:
-        found = f"on one process it ended with {reference.error}\n"
+        lines = reference.error.splitlines()
+        told = "\n".join(line for line in lines if OWN_PROCESSES not in line)
+        found = f"on one process it ended with {told}\n"
         found += "\n".join(f"| {line}" for line in reference.output.splitlines())
         if OWN_PROCESSES in reference.error:
             do = OWN_PROCESSES
