@@ -4,7 +4,7 @@ import json
 
 from fake_snapshots import TIME, alike, at, call, ended, in_backward, looks, own, state
 
-from lockstep.watchdog.snapshot import Snapshot, from_json, merge, shorten, to_json
+from lockstep.watchdog.snapshot import Group, Snapshot, from_json, merge, shorten, to_json
 
 
 def full() -> Snapshot:
@@ -29,6 +29,16 @@ def test_a_stack_that_many_calls_share_is_written_once() -> None:
     one = Snapshot(TIME, (state(0, at(1), *alike(2, frames=stack)),))
     many = Snapshot(TIME, (state(0, at(1), *alike(500, frames=stack)),))
     assert len(json.loads(to_json(many))["frames"]) == len(json.loads(to_json(one))["frames"])
+
+
+def test_the_members_of_a_group_are_not_written_for_each_of_them() -> None:
+    def length(size: int) -> int:
+        groups = (Group("0", "default_pg", tuple(range(100_000, 100_000 + size))),)
+        snapshot = Snapshot(TIME, tuple(state(rank, groups=groups) for rank in range(size)))
+        assert from_json(to_json(snapshot)) == snapshot
+        return len(to_json(snapshot))
+
+    assert length(256) < 4.1 * length(64)
 
 
 def test_shortened_keeps_the_latest_calls() -> None:

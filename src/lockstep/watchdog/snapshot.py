@@ -12,8 +12,9 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL
@@ -68,6 +69,9 @@ class Group:
     name: str
     description: str
     ranks: tuple[int, ...]
+
+
+_GROUP = [field.name for field in fields(Group)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,50 +138,64 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def to_json(snapshot: Snapshot) -> str:
-    """As text; a frame that occurs many times is written once."""
+    """As text; frames and groups that occur many times are written once.
+
+    Every rank knows of all members of its groups, so the text would grow with the square of ranks.
+    """
     frames: dict[Frame, int] = {}
+    groups: dict[Group, int] = {}
 
     def encode(value: Any) -> object:
         if isinstance(value, Frame):
             return frames.setdefault(value, len(frames))
+        if isinstance(value, Group):
+            return groups.setdefault(value, len(groups))
         return vars(value)
 
     ranks = json.dumps(snapshot.ranks, default=encode)
-    listed = json.dumps([list(vars(frame).values()) for frame in frames])
-    return f'{{"time": {snapshot.time!r}, "frames": {listed}, "ranks": {ranks}}}'
+    listed = {
+        name: [list(vars(value).values()) for value in values]
+        for name, values in (("frames", frames), ("groups", groups))
+    }
+    return f'{{"time": {snapshot.time!r}, {json.dumps(listed)[1:-1]}, "ranks": {ranks}}}'
 
 
 def from_json(text: str) -> Snapshot:
     """The opposite of `to_json`."""
     data = json.loads(text)
-    frames = [Frame(*frame) for frame in data.pop("frames")]
-    return from_values(Snapshot, data, frames)
+    written: dict[type, Sequence[Any]] = {
+        Frame: [Frame(*frame) for frame in data.pop("frames")],
+        Group: [from_values(Group, dict(zip(_GROUP, g, strict=True))) for g in data.pop("groups")],
+    }
+    return from_values(Snapshot, data, written)
 
 
-def from_values(kind: type[_T], values: Any, frames: Sequence[Frame] | None = None) -> _T:
+def from_values(
+    kind: type[_T], values: Any, written: Mapping[type, Sequence[Any]] = MappingProxyType({})
+) -> _T:
     """A dataclass from what `asdict` and JSON have made of it, by the types of its fields.
 
     Args:
         kind: a dataclass; its fields are dataclasses, tuples, texts, numbers, or one of them or
             None.
         values: the fields by name.
-        frames: those that the values name by their numbers.
+        written: of these kinds the values name one by its number.
 
     Raises:
         TypeError, KeyError, AttributeError, IndexError: these are not its values.
     """
     read: Any = values  # of a Literal or a Mapping they are as they are
     inner = get_args(kind)
-    if frames is not None and kind is Frame:
-        read = frames[values]
+    if kind in written:
+        read = written[kind][values]
     elif is_dataclass(kind):
         types = _types_of_fields(kind)
-        read = kind(**{name: from_values(types[name], v, frames) for name, v in values.items()})
+        read = kind(**{name: from_values(types[name], v, written) for name, v in values.items()})
     elif values is not None and get_origin(kind) is tuple:
         types_of_items = itertools.repeat(inner[0]) if inner[-1] is Ellipsis else inner
-        read = tuple(map(from_values, types_of_items, values, itertools.repeat(frames)))
+        read = tuple(map(from_values, types_of_items, values, itertools.repeat(written)))
     elif values is not None and type(None) in inner:
-        read = from_values(inner[0], values, frames)
+        read = from_values(inner[0], values, written)
     return cast(_T, read)
 
 
