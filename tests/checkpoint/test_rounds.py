@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lockstep.checkpoint.rounds import Rounds, choose
 from lockstep.data.batch_plan import plan_epoch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
-from lockstep.launcher.machine import memory_for_ranks
+from lockstep.launcher.machine import RoundMemory
 from lockstep.strategies import DiLoCo
 
 BATCH, STEPS, LOST_AT = 16, 10, 6
@@ -32,8 +33,8 @@ Memory = Sequence[dict[str, str]]
 @pytest.fixture
 def memory() -> Iterator[Memory]:
     """Of four ranks."""
-    with memory_for_ranks(4) as variables:
-        yield variables
+    with closing(RoundMemory(4)) as held:
+        yield [held.variables(rank) for rank in range(4)]
 
 
 # What is chosen

@@ -282,8 +282,7 @@ class Talk:
     def __init__(self, thread: auth.NetworkThread) -> None:
         self.thread, self.peers = thread, Peers(node(0))
         self.said: list[str] = []
-        self.forgotten: list[str] = []
-        self.server = peers.Server(self.peers, self.said.append, self.forgotten.append)
+        self.server = peers.Server(self.peers, self.said.append)
         self.door = Proxy(thread, self.server.attend)
         streams = thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
         self.connection = peers.Connection(*streams)
@@ -326,11 +325,6 @@ def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
     )
     until(lambda: talk.peers.node(1).round == 1)
     assert (talk.peers.node(1).state, talk.peers.node(1).host) == ("here", "h")
-
-
-def test_a_client_may_have_the_store_freed_of_old_keys(talk: Talk) -> None:
-    talk.theirs.update(forget="a key")
-    until(lambda: talk.forgotten == ["a key"])
 
 
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])

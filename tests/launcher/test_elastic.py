@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from launched import launch
+from launched import Launched, launch
+from namespaces import free_port
 from problems import difference
 
 from lockstep.data.ledger import judge
@@ -63,3 +66,43 @@ def test_a_rank_that_is_killed_costs_its_round(tmp_path: Path, size: int) -> Non
     whole = launch(["run", "--nproc=1", "script.py", "-1", "0", str(size)], tmp_path)
     assert whole.returncode == 0, whole.stderr
     assert difference(weights(tmp_path, -1), weights(tmp_path, size - 1)) < 1e-9
+
+
+# Rank 1 ends the launcher above it in its first life, as if the machine had lost its power. Who is
+# left alone trains until another machine has come.
+COMES_AND_GOES = TRAINS.replace("world.epochs(2)", "world.epochs(1_000_000)").replace(
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    """os.kill(int(os.environ["LOCKSTEP_MEMORY"].split("/")[2]), signal.SIGKILL)
+            while True:
+                signal.pause()
+        if world.step > step + 6 and world.size == 2:
+            world.close()
+            raise SystemExit""",
+)
+
+
+def test_a_machine_that_is_lost_costs_the_round_and_another_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(COMES_AND_GOES)
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x"]
+    flags = ["run", "--nnodes=1:2", *where, "--local-addr=127.0.0.1", "--ledger=ledger"]
+
+    def node(serves: int, last_call: int = 600) -> Launched:
+        more = f"--rdzv-conf=is_host={serves},last_call_timeout={last_call}"
+        arguments = [*flags, more, "script.py", "1", "6", "2"]
+        env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
+        return Launched(arguments, cwd=tmp_path, env=env, merged=True)
+
+    with node(serves=1) as server, node(serves=0) as lost:
+        assert lost.wait() == -signal.SIGKILL
+        server.until("starting the ranks of the other machines again")
+        with node(serves=0) as joiner:
+            assert [server.wait(), joiner.wait()] == [0, 0], server.said
+    assert "has left (its connection ended); starting the ranks" in server.said
+    assert "resumed the last round, from memory (epoch 0, step 4" in server.said
+    assert "replica 1 was lost with its machine, and begins with the shared weights" in server.said
+    assert "the machines of the run have changed; starting all ranks again" in server.said
+    assert not (tmp_path / "checkpoints").exists()
+    report = judge(tmp_path / "ledger")
+    assert [finding.code for finding in report.findings] == []
+    lives = [(each["ranks"], each["first"] % 4) for each in report.attempts]
+    assert lives == [(2, 0), (1, 0), (2, 0)]

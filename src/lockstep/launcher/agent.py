@@ -1,9 +1,10 @@
 """A run on this machine: from the rendezvous with the other machines to how it ended.
 
-The agent is torch elastic's, with ranks from the zygote instead of fresh processes. Rendezvous,
-membership and restarts are those of `torch.distributed.elastic`'s SimpleElasticAgent
-(elastic/agent/server/api.py); its four abstract methods are here. It also holds the supervisor's
-clock: torch elastic looks at the workers every `monitor_interval` seconds.
+The agent is torch elastic's, with ranks from the zygote instead of fresh processes. Its loop and
+its restarts are those of `torch.distributed.elastic`'s SimpleElasticAgent
+(elastic/agent/server/api.py); its four abstract methods are here. Where machines may come and go
+(`--nnodes MIN:MAX`), one that is lost is no failure: the others start again without it. It also
+holds the supervisor's clock: torch elastic looks at the workers every `monitor_interval` seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from lockstep.distributed.network import socket_variables, wait_until
 from lockstep.errors import JoinError, SettingError, counted
 from lockstep.launcher import process as job
-from lockstep.launcher.machine import memory_for_ranks, peak_memory, read_oom_counts
+from lockstep.launcher.machine import RoundMemory, peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node, departure
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
@@ -56,6 +57,8 @@ _STUCK_AT_EXIT_S = 10.0
 """A rank that has raised is given so long to end."""
 _OTHERS_S = 5.0
 """After a failure here, the other machines are given so long to say what happened there."""
+_CHANGE_S = 2.0
+"""A lost connection to another rank is noticed so much earlier than that its machine is lost."""
 _PEAKS_EVERY_S = 2.0
 _REPORT = "exit report"
 """What the launchers of a run tell each other."""
@@ -93,7 +96,7 @@ def launch_agent(
     with (
         _scarcity_explained(plan.nproc),
         console_for(flags, plan.nproc) as console,
-        memory_for_ranks(plan.nproc if again else 0) as memory,
+        contextlib.closing(RoundMemory(plan.nproc if again else 0)) as memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
     ):
         variables = {
@@ -141,7 +144,7 @@ class Agent(api.SimpleElasticAgent):
         variables: for every rank.
         console: opens and reads the ranks' streams.
         rendezvous: also carries what the machines of the run tell each other.
-        memory: the variables by which the ranks find what is held for them, by local rank.
+        memory: held for the ranks.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Agent(api.SimpleElasticAgent):
         variables: Mapping[str, str],
         console: Console,
         rendezvous: Rendezvous,
-        memory: Sequence[Mapping[str, str]],
+        memory: RoundMemory,
     ) -> None:
         super().__init__(  # not with the grace, which newer versions take: `_end` has it
             api.WorkerSpec(
@@ -176,6 +179,8 @@ class Agent(api.SimpleElasticAgent):
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
         self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))
         self._memory = memory
+        self._marks: list[int] = []
+        rendezvous.joiners_wait = self._round_goes_on
         self._stop_at, self._next_look = math.inf, 0.0
         self._oom = read_oom_counts()
         self._refused: str | None = None
@@ -223,7 +228,7 @@ class Agent(api.SimpleElasticAgent):
             folder=folder,
         )
         self.attempts.append(attempt)
-        self._alone = None
+        self._alone, self._marks = None, []
         for worker in workers:
             self._start(worker_group, worker, attempt)
         while any(process.pid is None for process in attempt.processes):
@@ -251,7 +256,7 @@ class Agent(api.SimpleElasticAgent):
             **({} if self._plan.own_processes else place),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
-            **(self._memory[local_rank] if self._memory else {}),
+            **self._memory.variables(local_rank),
             **command.environment,
             **self._variables,
         }
@@ -310,6 +315,8 @@ class Agent(api.SimpleElasticAgent):
             settled = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled:
                 self._read_events(timeout=0.05)
+            if _failures(attempt) and self._others_changed(attempt):
+                return api.RunResult(state=api.WorkerState.HEALTHY)  # and start again, see above
             self._failures += 1
             return api.RunResult(state=api.WorkerState.FAILED, failures=_failures(attempt))
         # Those that have ended here are started again with the others when a rank elsewhere fails.
@@ -320,10 +327,33 @@ class Agent(api.SimpleElasticAgent):
             return_values={process.rank: None for process in attempt.processes},
         )
 
+    def _others_changed(self, attempt: Attempt) -> bool:
+        """Whether ranks here have failed because the run goes on with other machines."""
+        failed = any(report.failed for report in self._others(attempt).values())
+        if failed or not self._rdzv.elastic:
+            return False
+        wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, time.monotonic() + _CHANGE_S)
+        return self._rdzv.num_nodes_waiting() > 0
+
+    def _round_goes_on(self) -> bool:
+        """Whether ranks keep rounds in memory, and none since this was asked first."""
+        now = self._memory.marks()
+        if not any(now):
+            return False
+        self._marks = self._marks or now
+        return self._memory.busy or now == self._marks
+
     def _restart_workers(self, worker_group: api.WorkerGroup) -> None:
-        self._stop_workers(worker_group)
+        lost, number = self._rdzv.change(), signal.SIGTERM
+        if self._rdzv.elastic and worker_group.state == api.WorkerState.HEALTHY:
+            self._rdzv.ask()
+            # What they would save at SIGTERM is there already.
+            number = signal.SIGKILL if any(self._memory.marks()) else number
+        self._end(number)
         # Before the other machines are waited for, which may take minutes.
-        if self.failure is None:
+        if lost:
+            self._announce(f"{lost}; starting the ranks of the other machines again")
+        elif self.failure is None:
             self._announce("the machines of the run have changed; starting all ranks again")
         else:
             left = worker_group.spec.max_restarts - self._failures
@@ -450,7 +480,8 @@ class Agent(api.SimpleElasticAgent):
             self.late = tuple(process.rank for process in attempt.running)
             return True
         others = self._others(attempt).values()
-        if self._rdzv.lost_nodes() or any(report.failed for report in others):
+        lost = self._rdzv.lost_nodes() and not self._rdzv.change()
+        if lost or any(report.failed for report in others):
             return True
         if now >= self._next_look:
             self._next_look = now + _PEAKS_EVERY_S

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -190,18 +190,36 @@ def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
     return None if kib is None else kib * 1024
 
 
-@contextmanager
-def memory_for_ranks(nproc: int) -> Iterator[list[dict[str, str]]]:
+class RoundMemory:
     """Two files in memory for each rank, which those that are started again find as they were.
 
     Not in /dev/shm, which containers make small, and where files stay when a launcher is killed.
+
+    Args:
+        nproc: ranks.
     """
-    with ExitStack() as files:
-        variables = []
-        for _ in range(nproc):
-            held = [os.memfd_create("lockstep-rounds") for _ in range(2)]
-            for file in held:
-                files.callback(os.close, file)
-            names = " ".join(f"/proc/{os.getpid()}/fd/{file}" for file in held)
-            variables.append({"LOCKSTEP_MEMORY": names})
-        yield variables
+
+    def __init__(self, nproc: int) -> None:
+        names = ["lockstep-rounds"] * 2 * nproc
+        self._files = [os.memfd_create(name) for name in names]
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """By which a rank finds its own."""
+        own = self._files[2 * local_rank :][:2]
+        names = " ".join(f"/proc/{os.getpid()}/fd/{file}" for file in own)
+        return {"LOCKSTEP_MEMORY": names} if own else {}
+
+    def marks(self) -> list[int]:
+        """Of each file when it was last written to; 0: never."""
+        found = map(os.fstat, self._files)
+        return [status.st_mtime_ns if status.st_size else 0 for status in found]
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written: its first bytes come last."""
+        return any(os.pread(file, 8, 0) == bytes(8) for file in self._files)
+
+    def close(self) -> None:
+        """Frees all."""
+        for file in self._files:
+            os.close(file)

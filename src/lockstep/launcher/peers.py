@@ -37,7 +37,7 @@ _MAX_UNSENT = 16 << 20
 _HELLO_S = 10.0
 _FLUSH_S = 2.0
 _LENGTH = struct.Struct("!I")
-_CLIENTS_OWN = {"rank", "round", "started", "state", "why", "published", "forget"}
+_CLIENTS_OWN = {"rank", "round", "started", "state", "why", "published"}
 _ERRORS: dict[str, type[JoinError]] = {
     kind.__name__: kind for kind in (DuplicateRankError, WorldSizeError, MasterUnreachableError)
 }
@@ -66,9 +66,9 @@ class Node:
     """Why it is not here; empty: it left at the end of the run."""
     published: Mapping[str, Any] = field(default_factory=dict)
     """What it lets the others know, see `Rendezvous.publish`."""
-    forget: str = ""
-    """Asks the launcher that serves to free the store of what earlier ranks have left there
-    (`rendezvous.forget_ranks`), and then to set this key."""
+    decided: Mapping[str, Any] = field(default_factory=lambda: {"round": 0, "nodes": []})
+    """By the launcher that serves, where machines may come and go: the numbers of those that take
+    part in a round, in the order of their ranks."""
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ class Peers:
                 "give each machine a --node-rank of its own; the first one goes on without it",
             )
         number = len(nodes)
-        admitted = replace(comer, number=number, state=HERE, why="", published={}, forget="")
+        admitted = replace(comer, number=number, state=HERE, why="", published={})
         self.write(admitted.number, asdict(admitted))
         return admitted
 
@@ -170,7 +170,8 @@ def nnodes(text: str) -> str:
 def latest(nodes: Iterable[Node]) -> list[Node]:
     """The nodes without those whose rank another launcher has taken over."""
     nodes = list(nodes)
-    holders = {n.rank: n.number for n in nodes}
+    in_turn = sorted(nodes, key=lambda n: (n.state == HERE, n.number))
+    holders = {n.rank: n.number for n in in_turn}
     return [n for n in nodes if n.rank is None or holders[n.rank] == n.number]
 
 
@@ -292,10 +293,8 @@ class Connection:
 class Server:
     """The side that serves: keeps the peers of every client equal to its own."""
 
-    def __init__(
-        self, peers: Peers, say: Callable[[str], None], forget: Callable[[str], None]
-    ) -> None:
-        self._peers, self._say, self._forget = peers, say, forget
+    def __init__(self, peers: Peers, say: Callable[[str], None]) -> None:
+        self._peers, self._say = peers, say
         self._clients: dict[int, Connection] = {}
         self._closing = False
 
@@ -340,8 +339,6 @@ class Server:
 
     def send(self, changes: Mapping[str, Any], number: int = 0) -> None:
         """Sends changes of a node, else of the own one, to all others; see `Peers.send`."""
-        if changes.get("forget"):
-            self._forget(changes["forget"])
         for other, connection in self._clients.items():
             if other != number:
                 connection.send({"number": number, "changes": changes})

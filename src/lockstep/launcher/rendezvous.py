@@ -18,10 +18,9 @@ from __future__ import annotations
 import math
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from json import dumps
 from typing import Any
@@ -34,10 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -46,13 +42,12 @@ from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, Endpoint
 from lockstep.launcher import auth, peers
 from lockstep.launcher.machine import loopback_name
-from lockstep.launcher.peers import HERE, LEFT, Node, Peers
-from lockstep.launcher.plan import variables
+from lockstep.launcher.peers import HERE, LEFT, LOST, Node, Peers
 
 Say = Callable[[str], None]
 
 _SERVER = "the node that serves"
-_JOIN_TIMEOUT_S, _READ_TIMEOUT_S = 600.0, 60.0
+_JOIN_TIMEOUT_S, _READ_TIMEOUT_S, _LAST_CALL_S = 600.0, 60.0, 30.0
 """Torch's own defaults."""
 _MAX_PUBLISHED = 1 << 20
 _RETRY_S, _LOOK_S = 0.25, 0.02
@@ -63,9 +58,6 @@ _WRONG_SERVICE_S = 10.0
 _LEAVE_S, _LEAVE_AFTER_FAILURE_S = 10.0, 2.0
 """How long the serving node waits for the others to leave."""
 _READY = "lockstep/ready"
-_KEPT_KEYS = ("torch.rendezvous", "lockstep/attempts")
-_NO_STORE_OF_TORCHS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Torch's dynamic rendezvous then opens no store for the ranks."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -107,8 +99,23 @@ class Rendezvous(RendezvousHandler):
         own counts differ once a node has restarted because of another one.
         """
 
+        self.joiners_wait: Callable[[], bool] = lambda: False
+        """Whether a machine that comes is not to be taken in yet; set by who starts the ranks."""
+
     def _handler(self) -> RendezvousHandler | None:
         return None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run may go on with other machines."""
+        return False
+
+    def ask(self) -> None:
+        """Asks the other nodes for a new start; see `DynamicRendezvous`."""
+
+    def change(self) -> str:
+        """Which machines were lost, where the run goes on without them; empty: none."""
+        return ""
 
     def lost_nodes(self) -> list[Node]:
         """The nodes of the current start that have gone before the end; never waits."""
@@ -305,16 +312,10 @@ class _OneOfSeveral:
     def _serve(self, listener: socket.socket) -> Rendezvous:
         address = str(listener.getsockname()[0])
         store = network.serve_store(LOOPBACK, 0, _store_timeout(self._parameters))
-        inside = self._client_store(store.port)
         nodes = Peers(self._own)
-
-        def forget(key: str) -> None:
-            forget_ranks(inside)
-            inside.set(key, "")
-
         with ExitStack() as stack:
             thread = stack.enter_context(closing(auth.NetworkThread()))
-            server = peers.Server(nodes, self._say, forget)
+            server = peers.Server(nodes, self._say)
             nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
             proxy = auth.AuthProxy(self._token, store.port, server.attend, self._say)
             thread.wait(proxy.listen(listener))
@@ -525,82 +526,113 @@ class TorchsRendezvous(Rendezvous):
         return torchs is None or self._server_gone() or bool(torchs.shutdown())
 
 
-class DynamicRendezvous(TorchsRendezvous):
-    """Torch's own dynamic rendezvous over our store, for `--nnodes MIN:MAX` and c10d.
+class DynamicRendezvous(Rendezvous):
+    """For `--nnodes MIN:MAX` and c10d: machines may come and go.
 
-    Membership, ranks and new rounds are torch's. Two things are ours: ranks use the store that is
-    there already (torch would open a second one, on all interfaces), and the starts are counted by
-    all nodes alike.
+    The node that serves decides who takes part in a round, as soon as all nodes that are here have
+    asked for it; before the first it waits for more, as torch's does (`last_call_timeout`). Torch's
+    own takes up to 45 s for a restart: it waits for a lost node's heartbeats and for more to come.
     """
 
-    can_publish = True
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._enough_since = math.inf
 
-    def _handler(self) -> RendezvousHandler:
-        backend = C10dRendezvousBackend(self._store, self.get_run_id())
-        return create_handler(self._store, backend, self._parameters)
+    @property
+    def elastic(self) -> bool:
+        """Whether the run may go on with other machines."""
+        return bool(self._parameters.min_nodes < self._parameters.max_nodes)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until torch's rendezvous is complete.
+        """Waits until the next round is decided, and this node takes part in it.
 
         Raises:
             MissingRankError: too few nodes have come within the join timeout, or the node that
                 serves has left.
-            JoinError: the run has been ended by another node.
         """
-        if self._torchs is None or self._server_gone():
-            raise self._absence("the store of the run is closed")
-        with self._waiting_announced(), variables(_NO_STORE_OF_TORCHS):
-            try:
-                info = self._torchs.next_rendezvous()
-                # Each round has a store of its own: nothing of an earlier one is found here.
-                if info.rank == 0:
-                    attempt = self._store.add("lockstep/attempts", 1) - 1
-                    self._peers.update(forget=f"lockstep/forgotten/{attempt}")
-                    self._store.get(f"lockstep/forgotten/{attempt}")
-                    info.store.set("lockstep/attempt", str(attempt))
-                self.attempt = int(info.store.get("lockstep/attempt"))
-            except RendezvousTimeoutError:
-                raise self._absence("too few nodes have come within the join timeout") from None
-            except RendezvousClosedError:
-                raise errors.JoinError(
-                    f"run {self.get_run_id()!r} (--rdzv-id)",
-                    "another node has ended the run",
-                    "look at the first failure there; give a new run another --rdzv-id",
-                ) from None
-            except (RendezvousConnectionError, RuntimeError) as error:
-                if not self._server_gone() and not isinstance(error, RendezvousConnectionError):
-                    raise
-                raise self._absence("the store of the run is out of reach") from None
-        self._peers.update(rank=info.rank, round=self.attempt + 1, started=self.attempt + 1)
-        return self._info(info.store, info.rank, info.world_size)
+        least = self._parameters.min_nodes
+        deadline = time.monotonic() + _join_timeout(self._parameters)
+        announce = peers.announcer(self._say)
+        while True:
+            present = self._present()
+            if self._server_gone():
+                raise self._absence(peers.departure(self._peers.all()[0]))
+            if len(present) < least and time.monotonic() > deadline:
+                found = "too few nodes have come within the join timeout"
+                raise self._absence(f"{found}; here: {peers.here(present)}")
+            own, decided = self._peers.own, self._peers.node(0).decided
+            number = decided["round"]
+            if own.number in decided["nodes"] and number > own.started and number >= own.round:
+                break
+            number = self._asked(present)
+            if number > own.round:
+                self._peers.update(round=number)
+            if own.number == 0:
+                self._decide(number)
+            wanted = peers.nnodes(self._peers.own.nodes)
+            announce(f"waiting for {wanted} nodes; here: {peers.here(present)}")
+            time.sleep(_LOOK_S)
+        self.attempt = number - 1
+        rank = decided["nodes"].index(own.number)
+        self._peers.update(rank=rank, started=number)
+        store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
+        return self._info(store, rank, len(decided["nodes"]))
 
-    def _absence(self, reason: str) -> errors.MissingRankError:
-        nodes = self._peers.all()
-        gone = self._server_gone()
+    def ask(self) -> None:
+        """Asks for the next round: the others then know why their ranks lose those of this node."""
+        self._peers.update(round=self._peers.own.started + 1)
+
+    def change(self) -> str:
+        """The machines that were lost, in words, where enough are left; never waits."""
+        lost = [node for node in self.lost_nodes() if node.state == LOST]
+        enough = len(self._present()) >= self._parameters.min_nodes
+        if not (lost and enough and self.elastic) or self._server_gone():
+            return ""
+        return "; ".join(map(peers.departure, lost))
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait for a new round, or make one necessary."""
+        own = self._peers.own
+        asking = [node for node in self._present() if node.round > own.round]
+        joiners = all(node.started < own.started for node in asking)
+        if asking and not (joiners and self.joiners_wait()):
+            return len(asking)
+        return int(bool(self.change()))
+
+    def _present(self) -> list[Node]:
+        return [node for node in self._peers.all() if node.state == HERE]
+
+    def _asked(self, present: Sequence[Node]) -> int:
+        """The round that this node asks for, counted from 1; where all have places, none."""
+        own, running = self._peers.own, max(node.started for node in present)
+        asked = max(max(node.round for node in present), own.started + 1)
+        inside = sum(node.started == running for node in present)
+        if own.started < running == asked:
+            return own.round if inside >= self._parameters.max_nodes else running + 1
+        return asked
+
+    def _decide(self, number: int) -> None:
+        """Who takes part in a round, in the order of their ranks: that of hosts, as torch's."""
+        own, present, now = self._peers.own, self._present(), time.monotonic()
+        least, most = self._parameters.min_nodes, self._parameters.max_nodes
+        if len(present) < least:
+            self._enough_since = math.inf
+            return
+        self._enough_since = min(self._enough_since, now)
+        last_call = _seconds(self._parameters, "last_call_timeout", _LAST_CALL_S)
+        patient = number == 1 and len(present) < most and now < self._enough_since + last_call
+        if patient or own.decided["round"] >= number or any(n.round < number for n in present):
+            return
+        forget_ranks(self._store)
+        nodes = sorted(present[:most], key=lambda node: (node.host, node.pid))
+        self._peers.update(decided={"round": number, "nodes": [node.number for node in nodes]})
+
+    def _absence(self, found: str) -> errors.MissingRankError:
         return errors.MissingRankError(
             f"--nnodes {peers.nnodes(self._peers.own.nodes)}",
-            peers.departure(nodes[0]) if gone else f"{reason}; here: {peers.here(nodes)}",
+            found,
             "look at the output of the launchers on the other machines, or start them",
         )
-
-    @contextmanager
-    def _waiting_announced(self) -> Iterator[None]:
-        """Torch's waiting cannot be looked into, so another thread says who is here."""
-        announce = peers.announcer(self._say)
-        wanted = peers.nnodes(self._peers.own.nodes)
-        over = threading.Event()
-
-        def run() -> None:
-            while not over.wait(_LOOK_S):
-                announce(f"waiting for {wanted} nodes; here: {peers.here(self._peers.all())}")
-
-        thread = threading.Thread(target=run, name="lockstep-waiting", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def forget_ranks(store: TCPStore) -> None:
@@ -612,5 +644,4 @@ def forget_ranks(store: TCPStore) -> None:
     forwarder, in the same process, would have to carry.
     """
     for key in store.list_keys():
-        if not key.startswith(_KEPT_KEYS):
-            store.delete_key(key)
+        store.delete_key(key)
