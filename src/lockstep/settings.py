@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def sized(size: int) -> str:
+def sized(size: float) -> str:
     """`42.7 MiB`, or `13.2 KiB` below a tenth of one."""
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 

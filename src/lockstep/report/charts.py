@@ -141,7 +141,10 @@ def by_rank(start: Start) -> str:
             base = base + height
         axes.set_xlabel("rank")
         axes.set_ylabel("ms a step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if len(ranks) <= _BARS:
+            axes.set_xticks(ranks)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(ranks[0] - 0.6, max(ranks[-1], ranks[0] + 3) + 0.6)
         axes.grid(visible=False, axis="x")
         _legend(axes)

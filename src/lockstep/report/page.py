@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,20 +177,24 @@ def _curves(record: Record) -> list[Chart]:
     from lockstep.report import charts
 
     return [
-        Chart(title, _range(label, parts), charts.lines(f"curve-{n}", label, parts, unit=unit))
+        Chart(
+            title,
+            _range(label, parts, sized if unit == "B" else number),
+            charts.lines(f"curve-{n}", label, parts, unit=unit),
+        )
         for n, (title, label, unit, parts) in enumerate(charts.series(record))
     ]
 
 
-def _range(label: str, parts: Sequence[Any]) -> str:
+def _range(label: str, parts: Sequence[Any], word: Callable[[Any], str]) -> str:
     """What a line shows, for those who do not see it."""
     steps = [s for s, _ in parts if len(s)]
     values = [v for _, v in parts if len(v)]
     least, most = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
     return (
         f"{label} from step {min(s[0] for s in steps):.0f} to {max(s[-1] for s in steps):.0f}: "
-        f"begins at {number(float(values[0][0]))}, ends at {number(float(values[-1][-1]))}, "
-        f"least {number(least)}, most {number(most)}."
+        f"begins at {word(float(values[0][0]))}, ends at {word(float(values[-1][-1]))}, "
+        f"least {word(least)}, most {word(most)}."
     )
 
 
