@@ -7,7 +7,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-false-alarms bench-report house docs gpu clean
+.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -58,6 +58,9 @@ bench-network: $(VENV)/.installed
 
 bench-order: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_order.py
+
+bench-scale: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_scale.py
 
 bench-false-alarms: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_supervision.py --false-alarms
