@@ -71,9 +71,12 @@ def test_a_restart_and_the_steps_that_were_trained_again(tmp_path: Path) -> None
     made.write(tmp_path, rows=50, end=None)
     made.write(tmp_path, rows=50, number=2, first=30)
     told = {"kind": "failure", "text": "FIRST FAILURE: rank 1\n  killed", "host": "a", "time": 2.0}
-    (tmp_path / "1-b.launcher.record").write_text(json.dumps(told) + "\n")
+    slow = {"kind": "finding", "text": "rank 0 waits\nat a line", "host": "a", "time": 1.0}
+    lines = f"{json.dumps(told)}\n{json.dumps(slow)}\n"
+    (tmp_path / "1-b.launcher.record").write_text(lines)
     assert texts(Record(tmp_path)) == [
         "error: FIRST FAILURE: rank 1",
+        "warning: rank 0 waits",
         "warning: start 1 of 2 ranks ended without a word: it was killed; the next one trained "
         "steps 30 to 49 again",
     ]

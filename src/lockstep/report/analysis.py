@@ -89,9 +89,9 @@ def find(record: Record) -> list[Finding]:
     """All that is worth looking at, the worst first."""
     found: list[Finding] = []
     for told in record.told:
-        if told["kind"] in ("failure", "interrupted"):
-            headline = told["text"].partition("\n")[0]
-            found.append(Finding("error", headline))
+        level = {"failure": "error", "interrupted": "error", "finding": "warning"}.get(told["kind"])
+        if level is not None:
+            found.append(Finding(level, told["text"].partition("\n")[0]))
     for number, (before, after) in enumerate(
         zip(record.starts, record.starts[1:], strict=False), 1
     ):
