@@ -30,7 +30,10 @@ _OTHERS_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world", "ranks", "frozen"]
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world"),
+        *("lockstep.verify.rank", "lockstep.checkpoint.session", "ranks", "frozen"),
+    ]
 )
 
 
