@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from lockstep.distributed.network import choose_interface, nccl_matches, use_gloo_interface
 from lockstep.errors import SettingError
@@ -83,3 +88,43 @@ def test_the_variable_is_set_until_the_end_of_a_run(monkeypatch: pytest.MonkeyPa
     for given in ("eth0", None):
         use_gloo_interface(given)
         assert os.environ["GLOO_SOCKET_IFNAME"] == "the-users"
+
+
+def test_gloo_connects_many_ranks_only_where_they_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = "TORCH_GLOO_LAZY_INIT"
+    monkeypatch.delenv(lazy, raising=False)
+    for ranks, expected in ((64, None), (65, "1")):
+        use_gloo_interface("lo", ranks)
+        assert os.environ.get(lazy) == expected
+        use_gloo_interface(None)
+        assert lazy not in os.environ
+    monkeypatch.setenv(lazy, "0")
+    use_gloo_interface("lo", 65)
+    use_gloo_interface(None)
+    assert os.environ[lazy] == "0"  # the user's own
+
+
+@pytest.mark.parametrize(("lazy", "connections"), [("0", 12), ("1", 0)])
+def test_torch_reads_whether_all_are_to_be_connected(
+    monkeypatch: pytest.MonkeyPatch, lazy: str, connections: int
+) -> None:
+    """A variable that torch's documentation does not have: this tells when it changes."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, size, minute = dist.HashStore(), 4, timedelta(minutes=10)
+
+    def established() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+
+    before = established()
+    with ThreadPoolExecutor(size) as threads:
+        ranks = range(size)
+        groups = list(
+            threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, minute), ranks)
+        )
+        assert established() - before == connections
+        tensors = [torch.tensor([float(rank)]) for rank in ranks]
+        for work in threads.map(lambda g, x: g.allreduce([x]), groups, tensors):
+            work.wait()
+    assert tensors == [torch.tensor([6.0])] * size
