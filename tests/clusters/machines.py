@@ -24,12 +24,12 @@ from ranks import HANG_S
 NETWORK = "10.98.0"
 _SERVER = """
 HostKey {folder}/host_key
-AuthorizedKeysFile {keys}/authorized_keys
+AuthorizedKeysFile {authorized}
 PidFile none
 UsePAM no
 StrictModes no
 PermitRootLogin yes
-PasswordAuthentication no
+PasswordAuthentication {password}
 KbdInteractiveAuthentication no
 SetEnv TMPDIR={folder}
 """
@@ -204,8 +204,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(count: int, folder: Path) -> Iterator[Cluster]:
-    """Machines `node1`, `node2`, ..., each with an ssh server; skips where they cannot be made."""
+def cluster(count: int, folder: Path, *, password: bool = False) -> Iterator[Cluster]:
+    """Machines `node1`, `node2`, ..., each with an ssh server; skips where they cannot be made.
+
+    With `password` a user may log in by it, and the keys are in the user's home folder.
+    """
     needed = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
     missing = [name for name in needed if not shutil.which(name)]
     if sys.platform != "linux" or os.geteuid() != 0 or missing:
@@ -239,7 +242,11 @@ def cluster(count: int, folder: Path) -> Iterator[Cluster]:
             _ip("-n", hub, "link", "set", name, "up")
             _ip("-n", namespace, "link", "set", "lan", "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
-            made.nodes.append(_node(stack, folder / name, name, namespace, address, keys))
+            authorized = ".ssh/authorized_keys" if password else f"{keys}/authorized_keys"
+            server = _SERVER.format(
+                folder=folder / name, authorized=authorized, password="yes" if password else "no"
+            )
+            made.nodes.append(_node(stack, folder / name, name, namespace, address, server))
         known = [f"{n.name},{n.address} {_public(n.folder / 'host_key')}" for n in made.nodes]
         (keys / "known_hosts").write_text("\n".join([*known, ""]))
         try:
@@ -262,11 +269,11 @@ def _node(
     name: str,
     namespace: str,
     address: str,
-    keys: Path,
+    configuration: str,
 ) -> Node:
     folder.mkdir()
     _key(folder / "host_key")
-    (folder / "sshd_config").write_text(_SERVER.format(folder=folder, keys=keys))
+    (folder / "sshd_config").write_text(configuration)
     log = folder / "sshd.log"
     line = ["/usr/sbin/sshd", "-D", "-E", str(log), "-f", str(folder / "sshd_config")]
     server = subprocess.Popen(on_machine(namespace, name, line), stdin=subprocess.DEVNULL)
