@@ -55,14 +55,22 @@ class MicroBatch:
     """Which of the replicas that train apart computes it; None: there are none."""
     turns: int = 1
     """How many of these this process computes, one after the other."""
+    mean_turns: float = 1.0
+    """How many a process computes in the mean over all."""
     begins_turn: bool = False
     ends_turn: bool = False
     """Whether it is the first and the last of its replica in the global batch."""
 
     def of_all(self) -> MicroBatch:
         """The same, where the replicas train as one: each counts alike."""
-        own = {"replica": None, "turns": 1, "begins_turn": False, "ends_turn": False}
-        return replace(self, scale=self.scale / self.turns, **own)  # type: ignore[arg-type]
+        own = {
+            "replica": None,
+            "turns": 1,
+            "mean_turns": 1.0,
+            "begins_turn": False,
+            "ends_turn": False,
+        }
+        return replace(self, scale=self.scale / self.mean_turns, **own)  # type: ignore[arg-type]
 
     @property
     def opens(self) -> bool:
@@ -279,7 +287,7 @@ class Step:
             callback.backward(counted)
         if running is self._outside and running.stepped:  # no loader says what a global batch is
             running.loss, running.stepped = 0.0, False
-        turns, part = running.micro_batch.turns, counted.detach()
+        turns, part = running.micro_batch.mean_turns, counted.detach()
         running.loss = (part if turns == 1 else part / turns) + running.loss
         return weighted
 

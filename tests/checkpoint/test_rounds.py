@@ -191,14 +191,14 @@ def by_hand(steps: int, instead: dict[int, int]) -> dict[str, Tensor]:
     return weights(shared)
 
 
-@pytest.mark.parametrize("places", [(2, 0, 3, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("places", [(2, 0, 3, 1), (2, 0, 3)], ids=str)
 def test_every_rank_gets_what_its_replicas_need(
     memory: Memory, tmp_path: Path, places: Sequence[int]
 ) -> None:
-    """The machines come back in another order, or two do not: then their replicas are lost."""
+    """The machines come back in another order, or one does not: its replica is lost."""
     train_on_machines(memory, OPTIONS, str(tmp_path), LOST_AT)
     again = train_on_machines([memory[i] for i in places], OPTIONS, str(tmp_path), STEPS)
-    lost = {0: 2, 1: 2} if len(places) == 2 else {}
+    lost = {1: 2} if len(places) == 3 else {}
     expected = by_hand(STEPS, lost)
     for found, note in again:
         assert difference(expected, found) < 1e-9

@@ -168,13 +168,14 @@ def share_buffers(shared: nn.Module, nets: list[nn.Module]) -> None:
 
 CASES = [
     (DiLoCo(replicas=3, every=5), False, (3,)),
-    (DiLoCo(replicas=4, every=5), True, (1, 2, 4)),
+    (DiLoCo(replicas=4, every=5), True, (1, 3, 4)),
     (DiLoCo(replicas=1, every=3), True, (2,)),
     (DiLoCo(replicas=2, every=3, outer_lr=1, outer_momentum=0), False, (1,)),
     (DiLoCo(replicas=2, every=4, fragments=2), False, (1, 2)),
     (DiLoCo(replicas=2, every=4, fragments=2, delay=1), False, (1, 2)),
     (DiLoCo(replicas=2, every=3, delay=2, start=2), False, (2,)),
     (DiLoCo(replicas=2, every=3, start=3), True, (1, 2, 4)),
+    (DiLoCo(replicas=3, every=3, start=3), True, (2,)),
 ]
 
 
@@ -265,19 +266,19 @@ def train_otherwise(kind: str) -> tuple[dict[str, Tensor], list[float], float]:
 @pytest.mark.parametrize("kind", ["weight", "micro-batches", "stream"])
 def test_so_do_two_optimizers_and_every_kind_of_loader(kind: str) -> None:
     alone, losses, evaluated = train_otherwise(kind)
-    for found, seen, other in run_ranks(train_otherwise, 2, kind):
+    for found, seen, other in run_ranks(train_otherwise, 3, kind):
         assert difference(alone, found) < 1e-9
         assert [*seen, other] == pytest.approx([*losses, evaluated], rel=1e-9)
 
 
 @pytest.mark.parametrize(("method", "bound"), [("bf16", 1e-2), ("int8", 1e-2), ("int4", 0.2)])
 def test_compressed_differences_are_those_of_replicas_too(method: Any, bound: float) -> None:
-    options = DiLoCo(replicas=2, every=2, fragments=2, delay=1, compress=method)
+    options = DiLoCo(replicas=3, every=2, fragments=2, delay=1, compress=method)
     exact, _ = train(replace(options, compress=None))
     alone, _ = train(options)
     exact["mask"] = alone["mask"]
     assert 1e-6 < difference(exact, alone) < bound
-    for size in (2, 4):
+    for size in (2, 3):
         for found, _ in run_ranks(train, size, options):
             found["mask"] = alone["mask"]
             assert difference(alone, found) < 1e-9
@@ -367,7 +368,7 @@ def test_new_weights_are_those_of_all_replicas() -> None:
 
 
 def refused(case: str) -> None:
-    options = DiLoCo(replicas=4 if case in ("size", "samples") else 2)
+    options = DiLoCo(replicas=4 if case == "samples" else 2)
     precision = "fp16" if case == "fp16" else None
     shares = "1:2" if case == "shares" else None
     with lockstep.init(options, device="cpu", precision=precision, shares=shares) as world:
@@ -392,7 +393,7 @@ def refused(case: str) -> None:
 
 
 REFUSED = {
-    "size": (3, r"DiLoCo\(replicas=4\) on 3 processes"),
+    "size": (3, r"DiLoCo\(replicas=2\) on 3 processes"),
     "shares": (2, "each of them trains on an equal part"),
     "fp16": (1, "its loss scaler would skip steps of one replica"),
     "samples": (1, "a global batch of 2 samples for 4 replicas"),

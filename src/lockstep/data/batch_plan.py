@@ -273,25 +273,33 @@ def _split_for_replicas(count: int, ranks: int, micro_batches: int, replicas: in
 
     Args:
         count: samples in the global batch.
-        ranks: divides `replicas`, or is a multiple of it.
+        ranks: at most `replicas`, or a multiple of it.
         micro_batches: pieces in which each part is computed; of a part with fewer samples fewer.
         replicas: how many.
 
     Returns:
         As of `split_batch`, the micro-batches of a rank's first replica first.
     """
-    turns, group = max(1, replicas // ranks), max(1, ranks // replicas)
+    turns, group = -(-replicas // ranks), max(1, ranks // replicas)
     sizes = parts(count, (1,) * replicas)
     micro_batches = max(1, min(micro_batches, *sizes))
     begins = np.cumsum([0, *sizes])
-    found = np.empty((turns * micro_batches, ranks, 2), dtype=np.int64)
-    for replica in range(replicas):
-        of_replica = begins[replica] + split_batch(sizes[replica], (1,) * group, micro_batches)
-        first, turn = replica // turns * group, replica % turns
-        rows = slice(turn * micro_batches, (turn + 1) * micro_batches)
-        found[rows, first : first + group] = of_replica
+    found = np.zeros((turns * micro_batches, ranks, 2), dtype=np.int64)
+    for first in range(0, ranks, group):
+        for turn, replica in enumerate(replicas_of(first, ranks, replicas)):
+            of_replica = begins[replica] + split_batch(sizes[replica], (1,) * group, micro_batches)
+            rows = slice(turn * micro_batches, (turn + 1) * micro_batches)
+            found[rows, first : first + group] = of_replica
     found.setflags(write=False)
     return found
+
+
+def replicas_of(rank: int, ranks: int, replicas: int) -> range:
+    """The replicas that a rank computes: as many as others do, or one more; or one, with others."""
+    if ranks > replicas:
+        replica = rank // (ranks // replicas)
+        return range(replica, replica + 1)
+    return range(-(-replicas * rank // ranks), -(-replicas * (rank + 1) // ranks))
 
 
 def parts(count: int, shares: tuple[int, ...]) -> list[int]:

@@ -144,7 +144,7 @@ class IterableLoader(Loader):
         rank, count = self._collectives.data_parallel.rank, int(own.counts.sum())
         replicas = self._plan.replicas
         of_rank = micro_batches(sizes[some], rank, count, replicas=replicas)
-        for j, micro in zip(some, of_rank, strict=True):
+        for j, micro in zip(some, of_rank, strict=False):  # see `MicroBatchPlan`
             batch = own.batches[j]
             if micro.local:
                 self._keep_example(batch, micro.local)

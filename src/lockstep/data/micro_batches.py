@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.batch_plan import Indices, Plan, micro_batches_needed, split_batch
+from lockstep.data.batch_plan import (
+    Indices,
+    Plan,
+    micro_batches_needed,
+    replicas_of,
+    split_batch,
+)
 from lockstep.data.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
@@ -145,8 +151,8 @@ class MicroBatchPlan:
 
     @property
     def turns(self) -> int:
-        """Replicas that a rank computes, one after the other."""
-        return max(1, (self.replicas or 1) // len(self.shares))
+        """Replicas that a rank computes, one after the other, at most."""
+        return -(-(self.replicas or 1) // len(self.shares))
 
     @property
     def num_micro_batches(self) -> int:
@@ -242,8 +248,8 @@ class MicroBatchPlan:
         return [
             (micro, slice(begin, end), bool(of_ranks.all()))
             for micro, (begin, end), of_ranks in zip(
-                found, parts[:, rank].tolist(), sizes, strict=True
-            )
+                found, parts[:, rank].tolist(), sizes, strict=False
+            )  # another rank may have one replica more
         ]
 
 
@@ -287,10 +293,11 @@ def micro_batches(
 def _in_turns(sizes: Indices, rank: int, count: int, replicas: int) -> list[MicroBatch]:
     """Those of the replicas that a rank computes, one replica after the other."""
     number, ranks = sizes.shape
-    turns, group = max(1, replicas // ranks), max(1, ranks // replicas)
-    pieces, first = max(1, number // turns), rank // group * group
+    own, group = replicas_of(rank, ranks, replicas), max(1, ranks // replicas)
+    pieces, first = max(1, number // -(-replicas // ranks)), rank // group * group
+    number = len(own) * pieces
     found = []
-    for j, local in enumerate(sizes[:, rank].tolist()):
+    for j, local in enumerate(sizes[:number, rank].tolist()):
         turn, piece = divmod(j, pieces)
         part = int(sizes[turn * pieces : (turn + 1) * pieces, first : first + group].sum())
         micro = MicroBatch(
@@ -301,8 +308,9 @@ def _in_turns(sizes: Indices, rank: int, count: int, replicas: int) -> list[Micr
             num_micro_batches=number,
             scale=local * group / max(1, part),
             plain=False,
-            replica=rank // group * turns + turn,
-            turns=turns,
+            replica=own[turn],
+            turns=len(own),
+            mean_turns=max(1.0, replicas / ranks),
             begins_turn=piece == 0,
             ends_turn=piece == pieces - 1,
         )

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from lockstep.communication.compression import BLOCK, Method, decode, encode
 from lockstep.communication.link import traffic
+from lockstep.data.batch_plan import replicas_of
 from lockstep.distributed.process_group import Run, carrier_device
 from lockstep.distributed.torch_compat import never_compiled
 from lockstep.errors import SettingError, UsageError, counted, not_among, warn
@@ -72,7 +73,7 @@ class DiLoCo(Strategy):
     name: ClassVar[str] = "diloco"
 
     replicas: int = 2
-    """Of the model. It is divided by the world size, or divides it."""
+    """Of the model; at least as many as processes, or it divides their number."""
     every: int = 50
     """Steps from one exchange to the next."""
     outer_lr: float = 0.7
@@ -123,12 +124,12 @@ class DiLoCo(Strategy):
             SettingError: a world size that does not fit, or precision fp16.
         """
         size = run.topology.size
-        if size % self.replicas and self.replicas % size:
+        if size > self.replicas and size % self.replicas:
             raise SettingError(
                 f"DiLoCo(replicas={self.replicas}) on {size} processes",
-                "each process computes equally many replicas, or each replica is computed by "
+                "each process computes one or more replicas, or each replica is computed by "
                 "equally many processes",
-                f"start a divisor or a multiple of {self.replicas} processes; the numbers depend "
+                f"start at most {self.replicas} processes, or a multiple of it; the numbers depend "
                 "on replicas alone",
             )
         if run.settings.precision == "fp16":
@@ -283,9 +284,8 @@ class _Turns:
         self._module, self._run, self._options = module, run, options
         self._step = run.step
         size, rank = run.topology.size, run.topology.rank
-        turns, each = max(1, options.replicas // size), max(1, size // options.replicas)
-        first = rank // each * turns
-        self.own: Sequence[int] = range(first, first + turns)
+        each = max(1, size // options.replicas)
+        self.own: Sequence[int] = replicas_of(rank, size, options.replicas)
         self._copies = max(options.replicas, size)
         """Sums over all ranks have so many terms; a replica on several ranks is in it as often."""
         self._group = run.groups.get(_GROUP) if each > 1 else None
@@ -521,11 +521,15 @@ class _Turns:
         group = self._run.groups.get(_ACROSS)
         if group is None or dist.get_world_size(group) == 1:
             return lambda: None, [own]
-        carried = own.to(carrier_device(own.device, group))
-        parts = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]
+        size, replicas = dist.get_world_size(group), self._options.replicas
+        counts = [len(replicas_of(r, min(size, replicas), replicas)) for r in range(size)]
+        carried = own.new_zeros(max(counts), *own.shape[1:])
+        carried[: len(own)] = own
+        carried = carried.to(carrier_device(own.device, group))
+        parts = [torch.empty_like(carried) for _ in counts]
         work = cast(dist.Work, dist.all_gather(parts, carried, group, async_op=True))
         traffic.sent += carried.nbytes * (len(parts) - 1)
-        return partial(traffic.wait, work.wait), parts
+        return partial(traffic.wait, work.wait), [p[:n] for p, n in zip(parts, counts, strict=True)]
 
     def _apply(self, fragment: int) -> None:
         """The outer step, and what the replicas take of it."""
