@@ -309,6 +309,14 @@ def test_terms_of_the_loss_that_do_not_scale_alike(
     assert any(words.strip("*") in text for text in cause.seen)
 
 
+def test_a_term_of_the_loss_that_is_zero_but_for_rounding_is_both_mean_and_sum() -> None:
+    one = update(THIRD, taken(0, 1, 2, 3), terms=[[1e-17, 4.0]])
+    many = two(RANDOM.normal(size=(6, 4)))
+    for rank, own in zip(many, ((3e-17, 5.0), (-2e-17, 3.0)), strict=True):
+        rank.terms = [list(own)]
+    assert found(many, one)[1].code == "LS210"
+
+
 def test_gradients_that_are_nearly_equal_are_no_multiple() -> None:
     cause = found(two(WHOLE * (1 + 1e-8)))[1]
     assert cause.code == "LS210"

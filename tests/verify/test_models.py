@@ -48,6 +48,11 @@ def far(codes: Tensor) -> Tensor:
         (lambda x: (x - x.mean(0)).square().mean(), True),
         (lambda x: F.softplus(far(x).amax(1)).mean(), True),
         (lambda x: x.sum(), False),
+        # What has no second derivative, or none at zero, but is known to compare.
+        (lambda x: F.softplus(torch.cdist(x.repeat(6, 1), x.repeat(6, 1)).amax(1)).mean(), True),
+        (lambda x: F.softplus(torch.cdist(x, x).amax(1)).mean(), True),
+        (lambda x: torch.cdist(x, torch.ones(2, 3, dtype=x.dtype)).mean(), False),
+        (lambda x: torch.cdist(x, nn.Parameter(torch.ones(2, 3, dtype=x.dtype))).mean(), False),
     ],
 )
 def test_a_loss_that_compares_samples_is_known(

@@ -127,6 +127,8 @@ def test_other_outputs_for_the_same_inputs(
         ((1.0, 2.0, 1.5, 1.0), "LS212", "of its own for each sample, from 1 to 2"),
         ((1.0, 0.0, 1.0, 1.0), "LS212", "1 samples count on one process only, 0 on several only"),
         ((1.0, 1.0, 1.0, 1.0), "LS210", "it is the loss, or later"),
+        # No weight turns round what a sample asks for; another target does.
+        ((1.0, -1.0, 1.0, 1.0), "LS210", "it is the loss, or later"),
     ],
 )
 def test_samples_that_weigh_otherwise(weights: Sequence[float], code: str, words: str) -> None:
@@ -278,6 +280,18 @@ def test_parameters_that_agree_before_every_next_forward_pass(made_by_hand: np.n
         [replace(rank, held={"w": np.full(2, n)}) for n, rank in enumerate(after)],
     ]
     assert codes(one, late)[0] == ("LS304" if made_by_hand is WHOLE else "LS210")
+
+
+@pytest.mark.parametrize(("rate", "word"), [(0.2, "EQUAL"), (0.1, "DIFFERENT")])
+def test_a_rate_that_makes_good_for_the_scale_of_the_gradients(rate: float, word: str) -> None:
+    half = {"w": WHOLE / 2}
+    parameters = {"w": 1 - rate * WHOLE / 2}
+    batches = taken(0, 1), taken(2, 3)
+    values = {"rates": (rate,), "unclipped": half, "parameters": parameters, "losses": (0.5,)}
+    many = [update(WHOLE / 2, batch, **values) for batch in batches]
+    judged = judged_as([[ALONE]] * 2, [many] * 2)
+    assert judged.word == word
+    assert ("make the same parameters" in str(judged.lines())) == (word == "EQUAL")
 
 
 HEAD = """

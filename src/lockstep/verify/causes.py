@@ -373,10 +373,11 @@ def _of_terms(case: Divergence) -> tuple[list[str], bool]:
         text = f"the loss is a sum of {len(one[0])} terms on one process, of {of_ranks}"
         return [text], len({*counts}) > 1
     kinds: dict[str, list[int]] = {"mean": [], "sum": [], "neither the mean nor the sum": []}
+    least = case.exact * max(abs(term) for terms in (one, *ranks) for term in terms[0])
     for number, term in enumerate(one[0]):
-        total = sum(terms[0][number] for terms in ranks)
-        fits = [near(total / len(ranks), term, case.exact), near(total, term, case.exact)]
-        if not all(fits):  # what is zero on all ranks is both
+        own = [terms[0][number] for terms in ranks]
+        fits = [near(sum(own) / len(own), term, case.exact), near(sum(own), term, case.exact)]
+        if max(map(abs, (term, *own))) > least:  # what is zero but for rounding is both
             kinds[[*kinds][fits.index(True) if any(fits) else 2]].append(number + 1)
     if sum(map(bool, kinds.values())) < 2:
         return [], False

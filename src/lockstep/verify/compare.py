@@ -463,7 +463,7 @@ def _differences(
     yield from of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
         yield "loss", (), 0
-    if any(_rates_differ(one[0], rank, tolerance) for rank in many):
+    if rates_differ(one, many, tolerance):
         yield "rates", (), 0
     yield from of_tensors("parameters", one, many, tolerance)
     yield from of_tensors("buffers", one, many, tolerance)
@@ -503,9 +503,13 @@ def _losses_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
     )
 
 
-def _rates_differ(one: RankUpdate, other: RankUpdate, tolerance: Tolerance) -> bool:
-    same = len(one.rates) == len(other.rates)
-    return not (same and np.allclose(one.rates, other.rates, rtol=tolerance.relative, atol=0))
+def rates_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
+    """Whether some rank's learning rates are not those of the reference."""
+    rates, within = one[0].rates, tolerance.relative
+    return not all(
+        len(rank.rates) == len(rates) and np.allclose(rates, rank.rates, rtol=within, atol=0)
+        for rank in many
+    )
 
 
 def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:

@@ -142,7 +142,7 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
 
     By second derivatives, between two halves of the samples, which are parted by each bit of their
     number in turn. What is constant between jumps (a choice by rank, a detached weight) is not
-    seen, nor is what torch cannot derive twice.
+    seen, nor is what torch cannot derive twice, but for distances between all outputs.
     """
     # Two views of each sample may be computed in one go; longer rows may be parts of a sample.
     rows = samples, 2 * samples
@@ -152,8 +152,34 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
         return False
     with suppress(RuntimeError):  # as torch says of a function without a second derivative
         firsts = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
-        return _follow(firsts, outputs, samples)
-    return False
+        if _follow(firsts, outputs, samples):
+            return True
+    return _distances(loss, outputs)
+
+
+_DISTANCES = "CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"
+"""What torch cannot derive twice, or not where a distance is zero."""
+
+
+def _distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether the loss is made of `torch.cdist`, or `pdist`, between outputs."""
+    made = {output.grad_fn for output in outputs}
+    return any(
+        all(not made.isdisjoint(_nodes(to)) for to, _ in node.next_functions)
+        for node in _nodes(loss.grad_fn)
+        if node.name() in _DISTANCES
+    )
+
+
+def _nodes(node: Any) -> set[Any]:
+    """Of the graph that leads to one, itself among them."""
+    found, left = set(), [node]
+    while left:
+        each = left.pop()
+        if each is not None and each not in found:
+            found.add(each)
+            left += [to for to, _ in each.next_functions]
+    return found
 
 
 def couples_samples(outputs: Sequence[Tensor], inside: Tensor) -> bool:

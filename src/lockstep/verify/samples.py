@@ -429,7 +429,10 @@ def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:
     counted = [np.abs(each).max(axis=1) > least for each in (one, many)]
     factor = np.where(counted[0], (one * many).sum(axis=1) / np.where(square > 0, square, 1.0), 0.0)
     rest = np.abs(many - factor[:, None] * one).max(axis=1)[counted[0]]
-    if (rest > 1e-7 * largest(many)).any() or np.ptp(factor) <= 1e-7 * np.abs(factor).max():
+    most = np.abs(factor).max()
+    if (rest > 1e-7 * largest(many)).any() or np.ptp(factor) <= 1e-7 * most:
+        return ()
+    if factor.min() < -1e-7 * most:  # no weight does that, another target may
         return ()
     same = "outputs are the same; by them the loss changes as on one process, times a number"
     dropped, more = (counted[0] & ~counted[1]).sum(), (counted[1] & ~counted[0]).sum()

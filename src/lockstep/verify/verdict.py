@@ -23,6 +23,7 @@ from lockstep.verify.compare import (
     comparable,
     divergences,
     of_tensors,
+    rates_differ,
     tolerance_of,
 )
 from lockstep.verify.names import aligned
@@ -152,8 +153,8 @@ class Verdict:
     other: Recorded
     findings: tuple[Finding, ...] = ()
     """The first one first, then what is known without the reference."""
-    rewritten: bool = False
-    """Parameters agree only by what the script makes of them between its steps."""
+    but: str = ""
+    """What differs and is no finding, as the parameters are equal all the same, in words."""
 
     @property
     def word(self) -> str:
@@ -181,8 +182,8 @@ class Verdict:
         head = f"{self.word:9}  {self.other.way.name}"
         if self.word == "EQUAL":
             lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
-            if self.rewritten:
-                lines.append(f"  but     {_REWRITTEN}")
+            if self.but:
+                lines.append(f"  but     {self.but}")
             if chosen := self.other.by_choice:
                 lines.insert(0, f"DIFFERENT by choice: {chosen}; all else is compared without")
             if self.reference.until:
@@ -209,6 +210,7 @@ _REWRITTEN = (
     "gradients differ, and parameters right after a step; before every next forward pass the "
     "parameters agree (after the last step they are not compared)"
 )
+_MADE_GOOD = "gradients and learning rates differ, and make the same parameters in every step"
 
 
 def _between_steps(
@@ -258,13 +260,42 @@ def _settled(update: Update, after: Update | None) -> Update:
     )
 
 
+def _made_good(
+    reference: Sequence[Update], other: Sequence[Update], tolerance: Tolerance
+) -> tuple[list[Update], list[Update]] | None:
+    """Both trainings without gradients, losses and learning rates.
+
+    As of a loss that is half as large with a rate twice as high, where that leaves the parameters
+    as they are. None: they are not, or it is not both that differs.
+    """
+    both = list(zip(reference, other, strict=False))
+    if any(any(of_tensors("parameters", one, many, tolerance)) for one, many in both):
+        return None
+    if not any(
+        any(of_tensors("gradients", one, many, tolerance)) and rates_differ(one, many, tolerance)
+        for one, many in both
+    ):
+        return None
+    first, second = (
+        [
+            Update(replace(r, gradients={}, unclipped={}, losses=[], rates=()) for r in update)
+            for update in run
+        ]
+        for run in (reference, other)
+    )
+    return first, second
+
+
 def judge(reference: Recorded, other: Recorded) -> Verdict:
     """Compares a run with the reference."""
     tolerance = tolerance_of(reference.updates, other.updates)
     one, many = reference.updates, aligned(reference.updates, other.updates)
     one, many = followed(one, many), followed(many, one)
-    rewritten = _between_steps(one, many, tolerance)
-    one, many = rewritten or (one, many)
+    but = ""
+    if rewritten := _between_steps(one, many, tolerance):
+        (one, many), but = rewritten, _REWRITTEN
+    elif made_good := _made_good(one, many, tolerance):
+        (one, many), but = made_good, _MADE_GOOD
     reference, other = replace(reference, updates=one), replace(other, updates=many)
     count = comparable(reference.updates, other.updates, tolerance)
     if count < max(len(reference.updates), len(other.updates)):
@@ -284,7 +315,7 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
         told = more.cause.code in {each.cause.code for each in found}
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
-    return Verdict(reference, other, tuple(found), rewritten is not None)
+    return Verdict(reference, other, tuple(found), but)
 
 
 def check_reference(
@@ -334,6 +365,6 @@ def _compared(reference: Recorded) -> str:
         f"{len(first.merged('gradients'))} gradients" if first.merged("gradients") else "",
         f"{len(first.merged('parameters'))} parameters",
         f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
-        "learning rates",
+        "learning rates" if first[0].rates else "",
     ]
     return ", ".join(filter(None, kinds))
