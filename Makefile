@@ -1,4 +1,5 @@
-# Two commands: `make train` runs the main job, `make test` runs lint, types and all tests.
+# Two commands: `make train` runs the main job, `make test` runs lint, types and tests but
+# the thorough ones, which take as long again and are `make thorough`.
 # Both create .venv on first use; later calls install nothing. `make check` is the fast half of
 # `make test`: no test of it starts a process. TORCH=2.11.0 takes another torch than constraints.txt,
 # in an environment of its own. `make real` runs programs of other libraries, in .venv-real.
@@ -7,16 +8,19 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu clean
+.PHONY: train test check thorough real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
+	$(BIN)/python -m pytest -m "not thorough" -n 4 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit
+
+thorough: $(VENV)/.installed
+	$(BIN)/python -m pytest -m thorough -n 4
 
 real: .venv-real/.installed
 	.venv-real/bin/python -m pytest -n 2 tests/real

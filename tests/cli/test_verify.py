@@ -65,6 +65,7 @@ def verify(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_ways_of_computing_the_same(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     options = (

@@ -116,6 +116,7 @@ def no_datasets(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_fashion_on_one_and_on_two_processes(tmp_path: Path, no_datasets: Path) -> None:
     scripts = {"plain": "plain_torch.py", "one": "with_lockstep.py", "two": "spawn.py"}
     printed = {

@@ -141,6 +141,7 @@ def test_the_pair_differs_in_few_lines() -> None:
     assert (signs.count("+"), signs.count("-")) == (12, 10)
 
 
+@pytest.mark.thorough
 @pytest.mark.launcher
 def test_on_one_and_on_two_processes(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -139,7 +139,13 @@ def alone() -> list[dict[str, Tensor]]:
     return run_ranks(train_all, 1, None)[0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if ranks == 4 else ())
+        for name, (ranks, _) in STRATEGIES.items()
+    ],
+)
 def test_it_computes_what_one_device_computes(alone, strategy):
     ranks = run_ranks(train_all, STRATEGIES[strategy][0], strategy)
     for number, (cell, expected) in enumerate(zip(CELLS, alone, strict=True)):

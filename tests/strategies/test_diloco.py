@@ -439,6 +439,7 @@ def train_to_verify(strategy: Any, wrong: float = 0.0) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 def test_verify_compares_with_replicas_on_one_process() -> None:
     assert_same(train_to_verify, (DiLoCo(replicas=2, every=2, start=1),))
     with pytest.raises(AssertionError, match=r"first in gradients(.*\n)*.*\(replica 1\)"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import warm
 
+pytestmark = pytest.mark.thorough
 BLIND = Path(__file__).parent / "blind"
 CODES = {
     "01_digits_mlp": "LS101",

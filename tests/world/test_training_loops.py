@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Sampler, random_split
 
 import lockstep
-from lockstep.distributed.rendezvous import Joined
+from lockstep.distributed.rendezvous import Join
 from lockstep.errors import LockstepWarning, RanksDifferError, SettingError, UsageError
 
 
@@ -556,7 +556,8 @@ def test_on_two_processes(tmp_path: Path):
 def first_line_printed() -> str:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(Joined, "hosts", ["alpha", "alpha", "beta"])
+        agree = Join.agree
+        patch.setattr(Join, "agree", lambda self: agree(self) and ["alpha", "alpha", "beta"])
         with lockstep.init() as world:
             ready(world)
     return printed.getvalue().partition("\n")[0]

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,8 @@ class Agent(api.SimpleElasticAgent):
         self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
         self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))
+        # By a method of this agent's the supervisor would hold it, and with it the store.
+        self._find = partial(self._journal.find, console.announce)
         self._memory = memory
         self._marks: list[int] = []
         rendezvous.joiners_wait = self._round_goes_on
@@ -291,10 +294,6 @@ class Agent(api.SimpleElasticAgent):
         self._supervisor = Supervisor(
             processes, self._plan.hang, attempt.folder, self._find, self._exchange.of_all_ranks
         )
-
-    def _find(self, text: str) -> None:
-        self._announce(text)
-        self._journal.write("finding", text)
 
     def _watch_own(self, attempt: Attempt) -> None:
         """Looks after the processes that a rank which is alone has started, in its place."""

@@ -107,6 +107,11 @@ class Journal:
             with open(self._path, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
 
+    def find(self, announce: Callable[[str], object], text: str) -> None:
+        """Announces a finding, and adds it."""
+        announce(text)
+        self.write("finding", text)
+
 
 def started_by(process: Process) -> list[Process]:
     """The processes that a rank which is alone has last started by `torch.multiprocessing`.

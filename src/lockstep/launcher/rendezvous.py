@@ -153,6 +153,7 @@ class Rendezvous(RendezvousHandler):
             return
         self._closed = True
         self._torchs = None
+        self.joiners_wait = lambda: False  # whoever set it holds this, and so the store
         with self.opened:
             if why:
                 self._peers.update(state=LEFT, why=why)
