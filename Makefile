@@ -1,5 +1,5 @@
-# Two commands: `make train` runs the main job, `make test` runs lint, types and tests but
-# the thorough ones, which take as long again and are `make thorough`.
+# Two commands: `make train` runs the main job, `make test` runs lint, types and all tests but those
+# that take long and see what others see too: `make thorough`.
 # Both create .venv on first use; later calls install nothing. `make check` is the fast half of
 # `make test`: no test of it starts a process. TORCH=2.11.0 takes another torch than constraints.txt,
 # in an environment of its own. `make real` runs programs of other libraries, in .venv-real.
