@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from ranks import HANG_S
 
-from lockstep.cli.verify import _Runs
+from lockstep.cli.verify import _Runs, command
 from lockstep.errors import UsageError
 from lockstep.launcher.worker import Script
 from lockstep.verify.record import Recorded, Way
@@ -179,6 +180,18 @@ def test_wrong_uses(tmp_path: Path) -> None:
         ended = verify(tmp_path, *words)
         assert ended.returncode == 2
         assert text in ended.stderr
+
+
+@pytest.mark.parametrize(("error", "hinted"), [("sys.exit(2)", True), ("sys.exit(1)", False)])
+def test_an_option_after_the_script_that_the_script_does_not_know(
+    error: str, hinted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep.verify.record.record", lambda way, *_: Recorded(way, [], error))
+    result = CliRunner().invoke(command, ["train.py", "--nproc=2"])
+    assert isinstance(result.exception, UsageError)
+    assert ("--nproc=2 stands after train.py" in str(result.exception)) is hinted
 
 
 @pytest.mark.parametrize(

@@ -344,14 +344,21 @@ def _say(line: str) -> None:
     click.echo(f"lockstep: {line}", err=True)
 
 
-def _end(ctx: click.Context, code: int, script: str, args: tuple[str, ...]) -> None:
+def misplaced(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
+    """What there is to say of options of the command among the script's arguments; or nothing."""
     names = {name for option in ctx.command.params for name in option.opts}
-    misplaced = [word for word in args if word.partition("=")[0] in names]
-    if code == 2 and misplaced:  # as argparse and click end for an argument they do not know
-        _say(
-            f"{misplaced[0]} stands after {script}, so that the script was given it; "
-            "the options of lockstep run stand before the script"
-        )
+    found = next((word for word in args if word.partition("=")[0] in names), None)
+    if not found:
+        return ""
+    return (
+        f"{found} stands after {script}, so that the script was given it; "
+        f"the options of {ctx.command_path} stand before the script"
+    )
+
+
+def _end(ctx: click.Context, code: int, script: str, args: tuple[str, ...]) -> None:
+    if code == 2 and (hint := misplaced(ctx, script, args)):
+        _say(hint)  # argparse and click end so for an argument they do not know
     # All has been ended and said; Ctrl-C once more must not turn our code into another.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctx.exit(code)

@@ -72,6 +72,7 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
+    from lockstep.cli.run import misplaced
     from lockstep.verify.record import record
     from lockstep.verify.verdict import check_reference, judge
 
@@ -84,6 +85,8 @@ def command(
         words = ["lockstep", "run", *["-m"] * options["module"], script, *args]
         asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
         told = f"lockstep verify {script}", asked, shlex.join(words), "script"
+        if reference.error.startswith("sys.exit(2)") and (hint := misplaced(ctx, script, args)):
+            raise UsageError(f"lockstep verify {script}", hint, "move it there")
         check_reference(reference, *told)
         if reference.until:  # else the script has come to its end, and others may make more
             others = [replace(way, steps=reference.steps) for way in others]
