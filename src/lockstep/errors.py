@@ -296,11 +296,25 @@ def source_line(file: str, line: int, without_source: str = "") -> str:
     return f"{Path(file).name}:{line}" + (f": {code}" if code else without_source)
 
 
+def is_users(file: str) -> bool:
+    """Whether a file of source is the user's own."""
+    return not file.startswith(_NOT_THE_USERS) and "site-packages" not in file
+
+
+def user_stack() -> tuple[tuple[str, int], ...]:
+    """File and line of each of the user's own frames, the innermost first."""
+    found, frame = [], _user_frame()
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS) and "site-packages" not in name:
+        if is_users(frame.f_code.co_filename):
             return frame
         frame = frame.f_back
     return None

@@ -279,9 +279,9 @@ def run_as_main(script: Script) -> None:
     else:
         path = os.path.abspath(script.path)
         main.__dict__.update(__file__=path, __cached__=None, __package__=None)
-        main.__loader__ = SourceFileLoader("__main__", path)
+        loader = main.__loader__ = SourceFileLoader("__main__", path)
         with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+            code = loader.source_to_code(file.read(), path)
         exec(code, main.__dict__)
 
 

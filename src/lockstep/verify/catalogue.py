@@ -64,6 +64,15 @@ def plain(names: Iterable[str]) -> list[str]:
     return [name.partition("/")[2] or name for name in names]
 
 
+def of_runs(values: Sequence[object], *, alone: bool = True) -> str:
+    """Values of one process and of each rank, in words; without `alone` of ranks only."""
+    runs = [*["one process"][:alone], *(f"rank {n}" for n in range(len(values)))]
+    by_value: dict[object, list[str]] = {}
+    for run, value in zip(runs, values, strict=False):
+        by_value.setdefault(value, []).append(run)
+    return ", ".join(f"{value} on {' and '.join(each)}" for value, each in by_value.items())
+
+
 _HEAD = """\
 # Findings
 

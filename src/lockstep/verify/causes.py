@@ -20,7 +20,8 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.errors import name_ranks, some
-from lockstep.verify.catalogue import Cause, plain, shown
+from lockstep.verify.branches import other_ways, writes_to
+from lockstep.verify.catalogue import Cause, of_runs, plain, shown
 from lockstep.verify.compare import (
     Array,
     Divergence,
@@ -60,7 +61,10 @@ def _of_initial(case: Divergence) -> Cause:
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {ranks_of(apart)} had other values than rank 0"
-    return Cause("LS305", (seen,))
+    runs = [rank.seeds for rank in (*case.one, *case.many)]
+    other = [line for line in runs[0] if len({run.get(line) for run in runs}) > 1]
+    told = [f"torch was seeded with {of_runs([r.get(n) for r in runs])}: {n}" for n in other[:1]]
+    return Cause("LS305", (seen, *told))
 
 
 def _of_gradients(case: Divergence) -> Cause:
@@ -445,6 +449,13 @@ def _of_rates(case: Divergence) -> Cause:
         if rate != wrong and line
     ]
     where = [f"it was set by {line}" for line in dict.fromkeys(lines)][:2]
+    followed = [
+        [c for u in run[: case.update + 1] for c in u[rank].calls if c.value is not None][-1:]
+        for run, rank in runs
+    ]
+    values = [f"{call.value:.6g}" for last in followed for call in last]
+    if all(followed) and len({*values}) > 1:
+        where.append(f"ReduceLROnPlateau was given {of_runs(values)}: {followed[-1][0].line}")
     one, many = ranks[0].rates, ranks[1].rates
     ratio = many[0] / one[0] if one and many and one[0] else math.nan
     how = "no scheduler stepped"
@@ -504,24 +515,31 @@ def _of_kept(case: Divergence) -> Cause:
     before = f"before step {case.many[0].step + 1}"
     if {*case.names} <= {*case.one[0].frozen}:
         seen = f"{before} parameters that nothing trains are other ones"
-        return Cause("LS309", (seen, "such as those of a teacher, an average or a target network"))
+        kind = "such as those of a teacher, an average or a target network"
+        return Cause("LS309", (seen, kind, *writes_to(case, case.names)))
     seen = f"{before} parameters are other ones than on one process; the last step left the same"
-    return Cause("LS210", (seen, "something changes them between the steps, or in a forward pass"))
+    how = writes_to(case, case.names) or [
+        "something changes them between the steps, or in a forward pass"
+    ]
+    return Cause("LS210", (seen, *how))
 
 
 def _of_buffers(case: Divergence) -> Cause:
     ends = ("running_mean", "running_var", "num_batches_tracked")
     of_norm = _of_batchnorm(case) if all(name.endswith(ends) for name in case.names) else None
-    return of_norm or Cause("LS309", (f"after the step: {shown(plain(case.names))}",))
+    seen = f"after the step: {shown(plain(case.names))}"
+    return of_norm or Cause("LS309", (seen, *writes_to(case, case.names)))
 
 
 def _of_batchnorm(case: Divergence) -> Cause | None:
     """LS306 and LS307 go by what BatchNorm's forward passes saw, and by how many they were."""
     patterns = () if case.what == "buffers" else _patterns(case)
-    layers = sorted({layer for rank in case.many for layer in plain(rank.statistics)})
+    layers = sorted({layer for rank in case.many for layer in rank.statistics})
     if layers and case.size > 1:
-        seen = f"each rank's part alone gave the statistics of BatchNorm layers: {shown(layers)}"
-        return Cause("LS306", (seen, *patterns))
+        frozen = {f"{name.rpartition('.')[0]}" for name in case.many[0].frozen}
+        kind = "BatchNorm layers of a model that is not trained" if {*layers} <= frozen else ""
+        of = f"{kind or 'BatchNorm layers'}: {shown(plain(layers))}"
+        return Cause("LS306", (f"each rank's part alone gave the statistics of {of}", *patterns))
     moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
     if moved and case.one.backward_passes != case.many.backward_passes:
         return Cause("LS307", (_passes(case), *patterns))
@@ -571,5 +589,6 @@ KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
 
 
 def cause_of(case: Divergence) -> Cause:
-    """The cause of a divergence."""
-    return KINDS[case.what][0](case)
+    """The cause of a divergence, and where the script went another way."""
+    cause = KINDS[case.what][0](case)
+    return replace(cause, seen=(*cause.seen, *other_ways(case, cause.seen)))

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Place = tuple[str, int, int]
+"""Of a test: its file, its line, and the last one of what it decides."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,8 @@ class ScriptCall:
     """How many backward passes of the update came before it."""
     acts: bool = False
     """It has clipped something."""
+    value: float | None = None
+    """What a scheduler was to follow."""
 
 
 @dataclass(kw_only=True)
@@ -191,6 +195,13 @@ class RankUpdate:
     """Parameters that were no longer what the last update had left when that pass began."""
     buffers: Mapping[str, Array] = field(default_factory=dict)
     """After the update."""
+    written: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    """The user's frames, file and line, in which a parameter or buffer was last written to since
+    the update before."""
+    ways: Mapping[Place, int] = field(default_factory=dict)
+    """Outcomes of the tests in the user's files since then: 1 true, 2 false, 3 both."""
+    seeds: dict[str, int] = field(default_factory=dict)
+    """What torch was seeded with before the first update, by line."""
 
 
 Sample = tuple[int, int, int | str]

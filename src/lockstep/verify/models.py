@@ -269,6 +269,13 @@ def with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
     return [t for t in turned if t.dim() and len(t) == count and not t.is_complex()]
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Where its values lie; 0: they lie in several places."""
+    with suppress(RuntimeError, ValueError):  # what stands for other tensors, or has no size yet
+        return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
+    return 0
+
+
 def holds_tensors(module: nn.Module) -> bool:
     """Whether it has parameters or buffers."""
     return next(chain(module.parameters(), module.buffers()), None) is not None

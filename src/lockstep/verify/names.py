@@ -12,7 +12,7 @@ from lockstep.verify.compare import Array, RankUpdate, Update
 
 _BY_NAME = (
     *("initial", "held", "gradients", "unclipped", "parameters", "buffers"),
-    *("attributes", "entered", "state", "rewritten", "shifted"),
+    *("attributes", "entered", "state", "rewritten", "shifted", "written"),
 )
 _FIRST = ("buffers", "parameters", "initial")
 _NAMES = ("bare", "not_averaged", "frozen", "evaluating")

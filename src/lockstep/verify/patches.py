@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
-from lockstep.errors import user_line
+from lockstep.errors import user_line, user_stack
 from lockstep.optim.precision import in_double
-from lockstep.verify.models import sums_of
+from lockstep.verify.models import storage_of, sums_of
 
 _DROPOUTS = {
     F.dropout,
@@ -67,9 +67,15 @@ _CHOICES = {"topk", "sort", "argsort", "kthvalue", "quantile", "median"}
 """Which samples are taken, or a limit for them, follows from all of them."""
 _SECOND = {"topk", "kthvalue", "norm", "normalize", "quantile", "vector_norm"}
 """Functions with another argument before that of their dimension."""
-STATISTIC, MADE = "statistic ", "made "
+STATISTIC, MADE, NORM = "statistic ", "made ", "norm "
 """How kinds of marks begin: see `mark`."""
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_OPERATORS = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"),
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 _CONVERSIONS = "conversions to a lower precision"
 
 
@@ -121,6 +127,10 @@ class DeterminismPatches(TorchFunctionMode):
         """The user's line of the first draw of a random number; empty: there was none."""
         self.count = 0
         """Draws so far."""
+        self.watched: frozenset[int] = frozenset()
+        """Where the values lie whose changes are looked at."""
+        self.writes: dict[int, tuple[tuple[str, int], ...]] = {}
+        """Of these, the user's frames in which they were last written to."""
         self._own = torch.get_default_dtype()
         """What the script computes in where it says nothing else."""
         self._set_default = torch.set_default_dtype
@@ -159,6 +169,7 @@ class DeterminismPatches(TorchFunctionMode):
             with self._backward():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        self._see_write(func, name, args, kwargs)
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
             marks |= _divided(name, *args)
             result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
@@ -166,6 +177,20 @@ class DeterminismPatches(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
+
+    def _see_write(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        data = name == "__set__" and func == _SET_DATA
+        if data:
+            self.watched |= {storage_of(args[0])}
+        method = name[-1:] == "_" and name[-2:] != "__" and name not in _NO_WRITES
+        if data or method or name in _OPERATORS or "out" in kwargs:
+            for tensor in tensors((args[:1], kwargs.get("out"))):
+                self.wrote(tensor)
+
+    def wrote(self, tensor: Tensor) -> None:
+        """Values are written to where those of a tensor lie."""
+        if self.watched and (storage := storage_of(tensor)) in self.watched:
+            self.writes[storage] = user_stack() or self.writes.get(storage, ())
 
     def _see_loss(self, name: str, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
@@ -449,8 +474,9 @@ def mark(values: Any, **marks: Any) -> None:
     `gather`: the line of an all-gather that carries no gradient; `batch`: the number of a batch;
     `draw`: the number and line of a draw; `divisor`: by what a loss was divided, and the line;
     `statistic` and a line: a number of what was taken over the samples there; `made` and the number
-    of an update: the line of a model that was called before it. Of several of a kind the last
-    counts, which of divisors is the largest.
+    of an update: the line of a model that was called before it; `norm` and a number: the id of a
+    BatchNorm layer that took statistics there. Of several of a kind the last counts, which of
+    divisors is the largest.
     """
     for tensor in tensors(values) if marks else ():
         known = tensor.__dict__.setdefault("_marks", {})
@@ -480,7 +506,7 @@ def _mark_made(
 def unmark(tensor: Tensor) -> None:
     """What is in a tensor is of all ranks from here on."""
     known = tensor.__dict__.get("_marks", {})
-    for kind in [kind for kind in known if kind.startswith((STATISTIC, MADE))]:
+    for kind in [kind for kind in known if kind.startswith((STATISTIC, MADE, NORM))]:
         del known[kind]
 
 

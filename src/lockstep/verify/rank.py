@@ -61,6 +61,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
         folder: what the script saves goes there.
     """
     on_start_processes(_refuse_own_processes)
+    recorder.branches.install()
     step.add_callback(recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
@@ -113,8 +114,12 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
     for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
         # The tensor that goes in comes first, but for the gathers, which put what comes out there.
         _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)))
-    for schedule in (LRScheduler, ReduceLROnPlateau):  # the second has a step of its own
-        _tell(schedule, "step", lambda *_, **__: recorder.called("schedule", None))
+    _tell(LRScheduler, "step", lambda *_, **__: recorder.called("schedule", None))
+
+    def follows(_: Any, metrics: Any, *__: Any) -> None:
+        recorder.called("schedule", None, value=float(metrics))
+
+    _tell(ReduceLROnPlateau, "step", follows)  # it has a step of its own
     utils: Any = torch.nn.utils
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         setattr(utils, name, partial(recorder.clips, getattr(utils, name)))
@@ -127,6 +132,7 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
             recorder.models.built.append(optimizer)
 
     _tell(Optimizer, "add_param_group", after=added)
+    _tell(torch, "manual_seed", recorder.seeded)
     _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
     _tell(PreparedOptimizer, "__init__", lambda _, inner, *__, **___: recorder.known.add(inner))
     _watch_ddp(recorder, patches)
@@ -303,6 +309,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         raise
     finally:
         known = {name: getattr(recorder, name) for name in ("of_lockstep", "until", "by_choice")}
+        known["ways"] = [*recorder.branches.since().items()]
         writer.end(error, patches.notes(), **known)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.errors import LockstepError, UsageError, grouped
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import RankUpdate, Update
+from lockstep.verify.compare import Place, RankUpdate, Update
 from lockstep.verify.names import renamed
 from lockstep.watchdog.exit_status import describe
 
@@ -88,7 +88,7 @@ class UpdateWriter:
         Args:
             error: with which; None: as it should.
             notes: what was switched off.
-            **known: `of_lockstep`, `until` and `by_choice`, as of `Recorded`.
+            **known: `of_lockstep`, `until`, `by_choice` and `ways`, as of `Recorded`.
         """
         told = {
             "error": "" if error is None else _in_words(error),
@@ -190,6 +190,9 @@ class Recorded:
     by_choice: str = ""
     """What the script has chosen that gives other numbers, and was left out; empty: nothing."""
 
+    ways: Sequence[Mapping[Place, int]] = ()
+    """Of each rank, the outcomes of tests since its last update."""
+
     @property
     def steps(self) -> int:
         """Of the first optimizer."""
@@ -228,6 +231,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         of_lockstep=any(end.get("of_lockstep") for end in ends.values()),
         until=next((end["until"] for end in ends.values() if end.get("until")), ""),
         by_choice=next((end["by_choice"] for end in ends.values() if end.get("by_choice")), ""),
+        ways=[{(*place,): way for place, way in ends[n].get("ways", ())} for n in sorted(ends)],
     )
 
 

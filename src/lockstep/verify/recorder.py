@@ -32,6 +32,7 @@ from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.batches import Fetched, look_at
+from lockstep.verify.branches import Branches
 from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.models import (
     Models,
@@ -40,11 +41,13 @@ from lockstep.verify.models import (
     holds_tensors,
     parts_of_samples,
     rows_of_tensors,
+    storage_of,
     sums_of,
     with_rows,
 )
 from lockstep.verify.patches import (
     MADE,
+    NORM,
     STATISTIC,
     DeterminismPatches,
     mark,
@@ -117,6 +120,8 @@ class _Beside:
     """Ids of parameters of modules that were called in evaluation mode."""
     local: set[int] = field(default_factory=set)
     """Ids of BatchNorm layers that took statistics of what this rank alone has."""
+    untrained: set[int] = field(default_factory=set)
+    """The same of the outermost model that is being called without gradients."""
     looked: bool = False
     """At what the step begins with."""
 
@@ -140,7 +145,7 @@ class Recorder(Callback):
         """Where the script was stopped, in words; empty: it was not."""
         self._begun = math.inf
         """When the first step was made."""
-        self._patches = patches
+        self._patches, self.branches = patches, Branches()
         self._update = RankUpdate()
         """What happened since the last one."""
         self._beside = _Beside()
@@ -313,6 +318,8 @@ class Recorder(Callback):
                 self._update.batch_statistics[kind.removeprefix(STATISTIC)] = value
             elif kind.startswith(MADE):
                 self._beside.made[int(kind.removeprefix(MADE))] = value
+            elif kind.startswith(NORM):
+                self._beside.local.add(value)
         number, *draw = marks.get("draw", (0,))
         self._update.draws += [(draw[0], draw[1])] if number > before else []
 
@@ -330,18 +337,19 @@ class Recorder(Callback):
     def _gradients(self) -> dict[str, Array]:
         return _arrays((n, p.grad) for n, p in self.models.parameters() if p.grad is not None)
 
-    def called(self, name: str, tensor: Any, into: Any = None) -> None:
+    def called(self, name: str, tensor: Any, into: Any = None, value: float | None = None) -> None:
         """The script called a function that matters for gradients.
 
         Args:
             name: of the function.
             tensor: what it was given.
             into: what it fills in without a gradient.
+            value: a number that it was given.
         """
         known = isinstance(tensor, Tensor)
-        storage = _storage(tensor) if known else 0
+        storage = storage_of(tensor) if known else 0
         named = ((n, p) for n, p in self.models.parameters() if storage and p.grad is not None)
-        own = ((n, id(p)) for n, p in named if p.grad is not None and _storage(p.grad) == storage)
+        own = ((n, id(p)) for n, p in named if p.grad is not None and storage_of(p.grad) == storage)
         owner = next(own, ("", 0))
         call = ScriptCall(
             name=name,
@@ -350,10 +358,12 @@ class Recorder(Callback):
             gradient_of=owner[0],
             changed=bool(owner[0]) and self._changed(owner[1], tensor),
             passes=len(self._update.losses),
+            value=value,
         )
         self._update.calls.append(call)
         if isinstance(tensor, Tensor):
             unmark(tensor)
+            self._patches.wrote(tensor)
         if call.of_graph and into is not None:
             mark(into, gather=call.line)
 
@@ -363,6 +373,11 @@ class Recorder(Callback):
         if not left or self._patches.lowest != torch.float64:
             return False
         return not torch.allclose(gradient, torch.stack(left).sum(0), rtol=1e-6, atol=0.0)
+
+    def seeded(self, seed: int) -> None:
+        """The script seeds torch."""
+        if not self._writer.count and (line := user_line()):
+            self._update.seeds[line] = int(seed)
 
     def changed_by_hook(self, line: str) -> None:
         """A hook of the script's has changed the gradient of a parameter."""
@@ -380,10 +395,11 @@ class Recorder(Callback):
         self._fetched.used(marks.get("batch", 0))
         update, grad = self._update, torch.is_grad_enabled()
         training = module.training and grad
-        if training and isinstance(module, BatchNorm):
-            self._beside.local |= (
-                {id(module)} if type(module).forward is BatchNorm.forward else set()
-            )
+        if self._depth == 1:
+            self._beside.untrained = set()
+        if isinstance(module, BatchNorm) and module.training:
+            layers = self._beside.local if grad else self._beside.untrained
+            layers |= {id(module)} if type(module).forward is BatchNorm.forward else set()
         if self._depth > 1:
             return None
         self._beside.present = None
@@ -447,7 +463,8 @@ class Recorder(Callback):
         """A module's forward pass is over."""
         self._depth -= 1
         if not self._depth and next(module.parameters(), None) is not None:
-            mark(output, **{f"{MADE}{self._writer.count}": user_line() or ""})
+            norms = {f"{NORM}{layer}": layer for layer in self._beside.untrained}
+            mark(output, **norms, **{f"{MADE}{self._writer.count}": user_line() or ""})
         present = self._beside.present
         if present is None or not torch.is_grad_enabled():
             return
@@ -477,6 +494,7 @@ class Recorder(Callback):
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return None
+        self._patches.watched = frozenset()
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
             self.models.stepped.append(optimizer)
@@ -561,6 +579,10 @@ class Recorder(Callback):
         self._last = replace(update)
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
+        writes, self._patches.writes = self._patches.writes, {}
+        places = self._watch_writes().items()
+        update.written = {name: writes[place] for name, place in places if place in writes}
+        update.ways = self.branches.since()
         self.models.left.update(update.parameters)
         self._writer.write(update, self._micro_batch.replica)
         self._stepped[optimizer] = self._writer.count
@@ -584,6 +606,15 @@ class Recorder(Callback):
         self._patches.quiet(module)
         self.models.add(module)
         self._hook_parameters()
+        if not self._stepping:
+            self._watch_writes()
+
+    def _watch_writes(self) -> dict[str, int]:
+        """From here on all that models hold now is watched; returns where it lies."""
+        every = [*self.models.parameters(), *self.models.buffers()]
+        places = {name: storage_of(tensor) for name, tensor in every}
+        self._patches.watched = frozenset(places.values()) - {0}
+        return places
 
     def _take(self, loader: Any, taken: Taken, number: int) -> None:
         self._weighted = False
@@ -634,12 +665,6 @@ def _silence(gradients: Mapping[str, Array], parameters: list[nn.Parameter]) -> 
         own = own_part(parameter.grad)
         if not own.is_sparse and own.is_floating_point():
             own.masked_fill_(own.abs() < limit, 0.0)
-
-
-def _storage(tensor: Tensor) -> int:
-    with suppress(RuntimeError):  # what stands for other tensors has none
-        return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
-    return 0
 
 
 def _arrays(named: Any) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.errors import name_ranks
+from lockstep.verify.branches import writes_to
 from lockstep.verify.catalogue import Cause, plain, shown
 from lockstep.verify.compare import (
     Array,
@@ -27,11 +28,12 @@ def of_replicas(case: Divergence) -> Cause:
     apart = case.many.replicas_that_differ()
     number = case.many[0].step
     seen = f"before step {number + 1} {ranks_of(apart)} held other parameters than rank 0"
+    wrote = writes_to(case, tuple(apart))
     if not case.update:
-        return Cause("LS304", (seen,))
+        return Cause("LS304", (seen, *wrote))
     stepped = case.other[case.update - 1].ranks_that_differ("parameters", case.tolerance)
     after = "has left them so" if stepped else "itself left all ranks with the same"
-    return Cause("LS304", (seen, f"the last step {after}"))
+    return Cause("LS304", (seen, f"the last step {after}", *wrote))
 
 
 def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
@@ -124,7 +126,7 @@ def of_shifted(case: Divergence) -> Cause | None:
     to = f"{ranks_of(apart)} changed parameters to others than rank 0"
     seen = [f"between the backward passes of this step {to}"]
     if not any(any(rank.own_passes[:-1]) for rank in case.many):
-        return Cause("LS304", tuple(seen))
+        return Cause("LS304", (*seen, *writes_to(case, tuple(apart))))
     seen.append("what a backward pass before it left was each rank's own, and no average")
     if line := case.many.first("past_wrapper"):
         return Cause("LS302", (*seen, f"around the wrapper: {line}"))

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.verify.branches import ways_of_ranks
 from lockstep.verify.catalogue import ENTRIES, Cause, shown
 from lockstep.verify.causes import KINDS, cause_of
 from lockstep.verify.compare import (
@@ -302,11 +303,16 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
         until = f"step {count}, as rounding has grown since to more than is passed over"
         reference = replace(reference, updates=reference.updates[:count], until=until)
         other = replace(other, updates=other.updates[:count])
+    cases = divergences(reference.updates, other.updates, tolerance)
+    if other.error:
+        cases = [case for case in cases if case.what != "length"]
+    found = [Finding(cause_of(case), case) for case in cases]
     if other.error:
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
-        return Verdict(reference, other, (Finding(Cause(other.code, (seen,))),))
-    cases = divergences(reference.updates, other.updates, tolerance)
-    found = [Finding(cause_of(case), case) for case in cases]
+        ways = ways_of_ranks(other.ways) if other.code == "LS405" else ()
+        told = other.code in {each.cause.code for each in found}
+        end = [] if told else [Finding(Cause(other.code, (seen, *ways)))]
+        return Verdict(reference, other, (*found, *end) if other.code else (*end, *found))
     lost = next(filter(None, (update.first("gathered") for update in reference.updates)), "")
     others = of_run(other.updates, tolerance)
     if lost:  # even on one process, so that there is nothing to compare it with

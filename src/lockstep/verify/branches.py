@@ -1,0 +1,152 @@
+"""Which way a script went at its `if`s and `while`s, and what it wrote to tensors, by rank.
+
+A rank counts the outcomes of the tests in the user's files. Where ranks part, the test that had
+another outcome for the first time, or the line that wrote on some of them only, is worth a look.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from types import CodeType
+from typing import Any
+
+import torch
+
+from lockstep.errors import is_users, name_ranks, source_line
+from lockstep.verify.catalogue import of_runs
+from lockstep.verify.compare import Divergence, Place
+
+_NAME = "__lockstep_test__"
+_OUTCOMES = ("not reached", "true", "false", "both")
+_MOST = 2
+"""Tests that are shown."""
+
+
+class Branches:
+    """Tells the outcomes of the tests in the user's files, once it is installed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Place, int] = {}
+
+    def install(self) -> None:
+        """All that is imported or run from source from here on is seen."""
+        setattr(builtins, _NAME, self._test)
+        loader: Any = SourceFileLoader
+        plain, compiled = loader.get_code, loader.source_to_code
+
+        def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
+            path = self.get_filename(name)
+            if not is_users(path):
+                return plain(self, name)  # type: ignore[no-any-return]
+            return loader.source_to_code(self, self.get_data(path), path)  # type: ignore[no-any-return]
+
+        def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
+            if isinstance(path, str) and isinstance(data, bytes | str) and is_users(path):
+                data = ast.fix_missing_locations(_Tests(path).visit(ast.parse(data, path)))
+            return compiled(self, data, path, **options)  # type: ignore[no-any-return]
+
+        loader.get_code, loader.source_to_code = get_code, source_to_code
+
+    def since(self) -> dict[Place, int]:
+        """The outcomes since the last call: 1 of true, 2 of false, 3 of both."""
+        seen, self._seen = self._seen, {}
+        return seen
+
+    def _test(self, place: Place, value: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return value
+        taken = bool(value)
+        self._seen[place] = self._seen.get(place, 0) | (1 if taken else 2)
+        return taken
+
+
+class _Tests(ast.NodeTransformer):
+    """Has every test of a file told."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def _told(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            where: Any = self._path, node.lineno, node.end_lineno
+            call = ast.Call(ast.Name(_NAME, ast.Load()), [ast.Constant(where), node.test], [])
+            node.test = ast.copy_location(call, node.test)
+        return node
+
+    visit_If = visit_While = visit_IfExp = _told
+
+
+def other_ways(case: Divergence, told: Sequence[str] = ()) -> list[str]:
+    """Tests that, in this step and in none before, end otherwise than on one process; in words.
+
+    As data decides some, the outcomes of all ranks together are compared.
+
+    Args:
+        case: where trainings part.
+        told: what is said of it; tests that stand there are left out.
+    """
+    shorter = min(len(case.reference), len(case.other))
+    if case.reference is case.other or not 0 < case.update < shorter:
+        return []
+
+    def parted(number: int, place: Place) -> bool:
+        ranks = [rank.ways.get(place, 0) for rank in case.other[number]]
+        every = 0
+        for ways in ranks:
+            every |= ways
+        return every != case.reference[number][0].ways.get(place, 0)
+
+    places = [p for p in case.one[0].ways if all(p in rank.ways for rank in case.many)]
+    now = [place for place in places if parted(case.update, place)]
+    new = [p for p in now if not any(parted(number, p) for number in range(case.update))]
+    new = [p for p in new if not any(_line(p) in text for text in told)]
+    ways = [rank.ways for rank in (*case.one, *case.many)]
+    text = "in this step, and in none before, another way was gone at"
+    return [f"{text} {_told(place, ways)}" for place in new[:_MOST]]
+
+
+def ways_of_ranks(ranks: Sequence[Mapping[Place, int]]) -> list[str]:
+    """Tests that were true on some ranks and false on the others, in words."""
+    places = [p for p in ranks[0] if len({r.get(p, 0) for r in ranks}) > 1] if ranks else []
+    clear = [p for p in places if all(rank.get(p, 0) in (1, 2) for rank in ranks)]
+    text = "the ranks went different ways at"
+    return [f"{text} {_told(p, ranks, alone=False)}" for p in clear[-_MOST:]]
+
+
+def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
+    """Lines that wrote to tensors, outside of optimizer steps, since the step before; in words."""
+    by_line: dict[tuple[str, int], list[int]] = defaultdict(list)
+    stacks = [[r.written[n] for n in names if n in r.written] for r in case.many]
+    for number, of_rank in enumerate(stacks):
+        for stack in of_rank[:1]:
+            by_line[stack[0]].append(number)
+    words = [f"{name_ranks(r)} last wrote to them by {source_line(*p)}" for p, r in by_line.items()]
+    rest = [number for number, of_rank in enumerate(stacks) if not of_rank]
+    if not rest or not words:
+        return words
+    words.append(f"of {name_ranks(rest)} no write was seen")
+    stack = next(of_rank[0] for of_rank in stacks if of_rank)
+    ways = [rank.ways for rank in case.many]
+    around = [
+        place
+        for file, line in stack
+        for place in {place: None for each in ways for place in each}
+        if place[0] == file and place[1] <= line <= place[2]
+        if len({each.get(place, 0) for each in ways}) > 1
+    ]
+    under = [f"that is under {_told(place, ways, alone=False)}" for place in around[:1]]
+    return ["; ".join(words), *under]
+
+
+def _line(place: Place) -> str:
+    return source_line(*place[:2]).rstrip(":")
+
+
+def _told(place: Place, ways: Sequence[Mapping[Place, int]], *, alone: bool = True) -> str:
+    outcomes = [_OUTCOMES[each.get(place, 0)] for each in ways]
+    return f"{_line(place)}: {of_runs(outcomes, alone=alone)}"

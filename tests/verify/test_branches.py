@@ -1,0 +1,181 @@
+"""Where scripts went another way, and what they wrote to, told of ranks that part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import warm
+
+from lockstep.verify.branches import Branches, other_ways, ways_of_ranks, writes_to
+from lockstep.verify.compare import FLOAT64, Divergence, RankUpdate, Update
+
+MODULE = """
+def sign(n):
+    if n > 0:
+        return "plus"
+    while n < -1:
+        n += 1
+    return "minus" if n else "none"
+"""
+
+
+def test_tests_are_told_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("get_code", "source_to_code"):
+        monkeypatch.setattr(SourceFileLoader, name, getattr(SourceFileLoader, name))
+    branches = Branches()
+    branches.install()
+    path = tmp_path / "signs.py"
+    path.write_text(MODULE)
+    module = ModuleType("signs")
+    code = SourceFileLoader("signs", str(path)).get_code("signs")
+    assert code is not None
+    exec(code, module.__dict__)
+    assert not (tmp_path / "__pycache__").exists()
+    branches.since()
+    assert [module.sign(n) for n in (2, -3)] == ["plus", "minus"]
+    assert branches.since() == {
+        (str(path), 3, 4): 3,
+        (str(path), 5, 6): 3,
+        (str(path), 7, 7): 1,
+    }
+    assert module.sign(0) == "none"
+    assert branches.since() == {(str(path), n, m): 2 for n, m in ((3, 4), (5, 6), (7, 7))}
+
+
+PLACE = ("/u/train.py", 7, 9)
+
+
+def steps(*ways: tuple[int, int, int]) -> Divergence:
+    """What a test came to in each step on one process, and on two ranks; they part in the last."""
+    runs = [
+        [Update([RankUpdate(ways={PLACE: each[n]}) for n in ranks]) for each in ways]
+        for ranks in ((0,), (1, 2))
+    ]
+    return Divergence(*runs, FLOAT64, len(ways) - 1, "gradients")
+
+
+@pytest.mark.parametrize(
+    ("ways", "told"),
+    [
+        (((1, 1, 1), (1, 2, 2)), "true on one process, false on rank 0 and rank 1"),
+        (((1, 1, 1), (2, 2, 1)), "false on one process and rank 0, true on rank 1"),
+        (((1, 1, 2), (1, 1, 2)), ""),  # so it was before
+        (((1, 1, 1), (3, 1, 2)), ""),  # as data may have it
+        (((1, 2, 2),), ""),  # of what comes before the first step
+        (((1, 1, 1), (1, 0, 1)), ""),
+    ],
+)
+def test_another_way_is_told_where_it_is_new(
+    ways: tuple[tuple[int, int, int], ...], told: str
+) -> None:
+    words = other_ways(steps(*ways))
+    assert len(words) == bool(told)
+    assert all(f"train.py:7: {told}" in text for text in words)
+
+
+def test_ranks_that_went_different_ways_at_the_end() -> None:
+    other = ("/u/train.py", 3, 3)
+    (words,) = ways_of_ranks([{other: 1, PLACE: 1}, {other: 3, PLACE: 2}])
+    assert words.endswith("train.py:7: true on rank 0, false on rank 1")
+    assert not ways_of_ranks([{PLACE: 1}, {}])
+    assert not ways_of_ranks([])
+
+
+def test_the_line_that_wrote_is_told_with_what_it_is_under() -> None:
+    stack = (("/u/net.py", 20), ("/u/train.py", 8))
+    case = steps((1, 1, 2))
+    ranks = [replace(case.many[0], written={"w": stack}), case.many[1]]
+    case = replace(case, other=[Update(ranks)])
+    assert writes_to(case, ["v"]) == []
+    assert writes_to(case, ["w"]) == [
+        "rank 0 last wrote to them by net.py:20; of rank 1 no write was seen",
+        "that is under train.py:7: true on rank 0, false on rank 1",
+    ]
+    both = [replace(rank, written={"w": stack}) for rank in ranks]
+    assert writes_to(replace(case, other=[Update(both)]), ["w"]) == [
+        "ranks 0-1 last wrote to them by net.py:20"
+    ]
+
+
+TRAINING = """
+import copy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, batch_size=12 // size, sampler=DistributedSampler(data, shuffle=False))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)))
+teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+teacher.requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+{before}
+for x, y in loader:
+    with torch.no_grad():
+        wanted = {target}
+    loss = F.mse_loss(model(x), wanted)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {after}
+"""
+AVERAGED = """if rank == 0:
+        with torch.no_grad():
+            teacher[0].weight.mul_(0.9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "target", "after", "code", "told"),
+    [
+        (
+            "",
+            "y + teacher(x)",
+            AVERAGED,
+            "LS304",
+            [
+                "rank 0 last wrote to them by train.py:32: teacher[0].weight.mul_(0.9); "
+                "of rank 1 no write was seen",
+                "that is under train.py:30: if rank == 0: true on rank 0, false on rank 1",
+            ],
+        ),
+        (
+            "",
+            "y",
+            "plateau.step((2 * rank - 1) * plateau.last_epoch)",
+            "LS402",
+            ["ReduceLROnPlateau was given", "it was set by train.py:30: plateau.step("],
+        ),
+        (
+            "teacher.train()",
+            "teacher(x)",
+            "",
+            "LS306",
+            ["the statistics of BatchNorm layers of a model that is not trained: 1"],
+        ),
+    ],
+)
+def test_what_made_the_ranks_part_is_told(
+    before: str, target: str, after: str, code: str, told: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        TRAINING.replace("{before}", before).replace("{target}", target).replace("{after}", after)
+    )
+    first = warm.verify(script, steps=4).as_json()["findings"][0]
+    assert first["code"] == code, first
+    for text in told:
+        assert any(text in seen for seen in first["seen"]), first["seen"]
