@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +110,26 @@ class Node:
         finally:
             _run([*inside, "umount", "-l", str(at)])
 
+    @contextlib.contextmanager
+    def python_runs(self, line: str, folder: Path) -> Iterator[None]:
+        """Within it each Python there runs a line before anything else."""
+        found = next(Path(sysconfig.get_paths()["purelib"]).glob("*.pth"))
+        (folder / "changed.pth").write_text(f"{found.read_text().rstrip()}\nimport {line}\n")
+        with self.sees(folder / "changed.pth", found):
+            yield
+
+    @contextlib.contextmanager
+    def full(self, folder: Path) -> Iterator[None]:
+        """Within it a folder is on a disk there that is full."""
+        inside = ["nsenter", "-t", str(self.server.pid), "-m"]
+        _run([*inside, "mount", "-t", "tmpfs", "-o", "size=16k", "full", str(folder)])
+        try:
+            fill = f"while echo full; do :; done 2>/dev/null > {folder}/full; test -s {folder}/full"
+            _run([*inside, "sh", "-c", fill])
+            yield
+        finally:
+            _run([*inside, "umount", "-l", str(folder)])
+
     def cut_connections(self) -> None:
         """The connections of its ssh server end; what they had started goes on."""
         for process in self.processes():
@@ -123,6 +145,7 @@ class Command:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     path: Path
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def said(self) -> str:
@@ -145,6 +168,8 @@ class Cluster:
 
     nodes: list[Node]
     keys: Path
+    hub: str
+    """The network namespace of the switch between them."""
     commands: list[Command] = field(default_factory=list)
 
     @property
@@ -204,6 +229,28 @@ class Cluster:
 
 
 @contextlib.contextmanager
+def firewall(namespace: str, family: str, hook: str, rule: str) -> Iterator[None]:
+    """Within it a rule of nftables holds, see nft(8); skips where there is no nft.
+
+    Args:
+        namespace: where.
+        family: `inet`, or `bridge` for what passes through a switch.
+        hook: `input`, `forward`.
+        rule: such as `tcp dport 80 drop`.
+    """
+    if not shutil.which("nft"):
+        pytest.skip("needs nft, of nftables")
+    table = f"{family} planted"
+    nft = ["ip", "netns", "exec", namespace, "nft"]
+    chain = f"add chain {table} here {{ type filter hook {hook} priority 0; }}"
+    _run([*nft, f"add table {table}; {chain}; add rule {table} here {rule}"])
+    try:
+        yield
+    finally:
+        _run([*nft, f"delete table {table}"])
+
+
+@contextlib.contextmanager
 def cluster(count: int, folder: Path, *, password: bool = False) -> Iterator[Cluster]:
     """Machines `node1`, `node2`, ..., each with an ssh server; skips where they cannot be made.
 
@@ -222,7 +269,7 @@ def cluster(count: int, folder: Path, *, password: bool = False) -> Iterator[Clu
     shutil.copy(keys / "key.pub", keys / "authorized_keys")
     (keys / "config").write_text(_CLIENT.format(keys=keys))
     Path("/run/sshd").mkdir(exist_ok=True)  # the server wants it
-    made = Cluster([], keys)
+    made = Cluster([], keys, hub)
     with contextlib.ExitStack() as stack:
         _namespace(stack, hub, may_be_refused=True)
         _ip("-n", hub, "link", "add", "lan", "type", "bridge", may_be_refused=True)

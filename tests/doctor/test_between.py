@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from launched import launch
 
-from lockstep.doctor import remote
+from lockstep.doctor import data, remote
 from lockstep.doctor.base import ERROR, OK, WARNING
 from lockstep.doctor.between import judge
 
 SOFTWARE = {"python": "3.12.1", "torch": "2.13.0", "cuda": None, "nccl": None, "lockstep": "0.1.0",
             "packages": {"numpy": "2.1", "rich": "15.0"}}  # fmt: skip
+DATA = {"files": 2, "bytes": 30, "sizes": {"a.bin": 10, "b.bin": 20}, "names": "n",
+        "contents": {"a.bin": "aa", "b.bin": "bb"}}  # fmt: skip
 LINK = {"latency_s": 1e-4, "bandwidth": 1.2e8}
 
 
@@ -28,7 +30,14 @@ def machines() -> dict[str, Any]:
     names = ("a", "b", "c")
     return {
         name: {
-            "checks": copy.deepcopy({"software": SOFTWARE, "variables": {"NCCL_DEBUG": "INFO"}}),
+            "checks": copy.deepcopy(
+                {
+                    "software": SOFTWARE,
+                    "variables": {"NCCL_DEBUG": "INFO"},
+                    "token": {"digest": "12ab"},
+                }
+            ),
+            "data": copy.deepcopy(DATA),
             "resolved": {other: [f"10.0.0.{i}"] for i, other in enumerate(names, 1)},
             "script": "12345678",
             "clock": 0.01,
@@ -66,6 +75,12 @@ PLANTED = [
     ("folder", of("b/shared", False), WARNING, "not shared: b does not see"),
     ("folder", of("a/shared", None), WARNING, "not known: a cannot write there"),
     ("script", of("b/script", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
+    ("token", of("b/checks/token/digest", None), WARNING, "differs: 12ab on a, c, none on b"),
+    ("data", of("b/data", None), ERROR, "missing on b"),
+    ("data", of("b/data/sizes/b.bin", 19), ERROR, "differs: b.bin 20 on a, c, 19 on b"),
+    ("data", of("c/data/files", 3), ERROR, "differs: files 2 on a, b, 3 on c"),
+    ("data", of("c/data/names", "m"), ERROR, "differs: names n on a, b, m on c"),
+    ("data", of("b/data/contents/a.bin", "ac"), ERROR, "differs: a.bin aa on a, c, ac on b"),
     ("script", of("b/script", None), ERROR, "missing on b"),
 ]  # fmt: skip
 
@@ -94,6 +109,33 @@ def test_a_machine_alone_has_no_links() -> None:
     alone = machines()["a"] | {"links": {}, "resolved": {"a": ["127.0.1.1"]}}
     findings = judge({"a": alone})
     assert {finding.level for finding in findings.values()} == {OK}
+
+
+def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(data, "_PIECE", 8)
+    folder = tmp_path / "data"
+    (folder / "in").mkdir(parents=True)
+    (folder / "in" / "a").write_bytes(bytes(range(100)))
+    for number in range(40):
+        (folder / f"{number:02}").write_bytes(bytes([number]))
+    (folder / "gone").symlink_to("nowhere")
+    assert data.gather(tmp_path / "none") is None
+    before = data.gather(folder)
+    assert before is not None
+    assert (before["files"], before["bytes"]) == (42, 139)
+    assert before["sizes"] == {f"{i:02}": 1 for i in range(40)} | {"gone": -1, "in/a": 100}
+    assert len(before["contents"]) == 16
+    for place, seen in ((0, True), (50, True), (99, True), (20, False)):
+        content = bytearray(range(100))
+        content[place] += 1
+        (folder / "in" / "a").write_bytes(content)
+        now = data.gather(folder)
+        assert now is not None
+        assert (now["contents"]["in/a"] != before["contents"]["in/a"]) is seen
+        assert now["names"] == before["names"]
+    one = data.gather(folder / "07")
+    assert one is not None
+    assert (one["files"], one["bytes"], list(one["contents"])) == (1, 1, [""])
 
 
 def test_the_way_to_another_machine(monkeypatch: Any) -> None:
@@ -147,7 +189,9 @@ def test_who_does_not_know_the_token_is_turned_away() -> None:
 
 def test_two_machines_that_are_this_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("pass\n")
+    (tmp_path / "data").mkdir()
     arguments = ["doctor", "--hosts", "localhost,127.0.0.1", "--script", "train.py"]
+    arguments += ["--data", "data", "--folder", "runs", "--fix"]
     ended = launch([*arguments, "--json", "found.json"], tmp_path)
     report = json.loads((tmp_path / "found.json").read_text())
     between = report["findings"]["between the machines"]
@@ -158,7 +202,8 @@ def test_two_machines_that_are_this_one(tmp_path: Path) -> None:
     links = {name: of["links"] for name, of in report["facts"].items()}
     assert links["localhost"]["127.0.0.1"]["bandwidth"] > 0
     assert links["127.0.0.1"]["localhost"]["latency_s"] > 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["found.json", "train.py"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "found.json", "runs", "train.py"]
+    assert ended.stdout.count("fixed    made runs") >= 1
     assert "between the machines:" in ended.stdout
 
 

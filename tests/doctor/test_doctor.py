@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from lockstep import doctor
 from lockstep.cli.main import main
-from lockstep.doctor import disk, gpus, leftovers, memory
+from lockstep.doctor import disk, gpus, leftovers, memory, token
 from lockstep.doctor.base import ERROR, OK, WARNING
 
 GPU = {"name": "H100", "error": None, "difference": 1e-6, "total": 80, "free": 80,
@@ -40,6 +40,8 @@ SOUND: dict[str, dict[str, Any]] = {
                 "address": "10.0.0.1", "interface": "eth0", "mtu": 1500, "mbits": 10000,
                 "variables": {"NCCL_SOCKET_IFNAME": "eth"}},
     "variables": {"OMP_NUM_THREADS": "4"},
+    "token": {"source": "/home/me/.config/lockstep/token", "problem": None, "do": "", "open": False,
+              "digest": "12ab"},
     "leftovers": {"shared": [], "logs": []},
 }  # fmt: skip
 
@@ -84,6 +86,8 @@ PLANTED = [
     ("variables", {"RANK": "0", "WORLD_SIZE": "4"}, WARNING, "RANK=0, WORLD_SIZE=4"),
     ("variables", {"CUDA_LAUNCH_BLOCKING": "1"}, WARNING, "every kernel is waited for"),
     ("variables", {"CUDA_VISIBLE_DEVICES": ""}, WARNING, "hides all GPUs"),
+    ("token", {"problem": "others may read it", "do": "chmod"}, ERROR, "others may read"),
+    ("token", {"open": True}, WARNING, "whoever reaches the port"),
     ("leftovers", {"shared": [["/dev/shm/torch_1_2_3", 5 << 20]]}, WARNING, "take 5 MiB"),
     ("leftovers", {"logs": [["/tmp/lockstep-logs-0/a", 1 << 30]]}, WARNING, "1024 MiB"),
 ]  # fmt: skip
@@ -190,6 +194,25 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     assert folder.is_dir()
     assert sorted(shared.iterdir()) == sorted([runs, young, other])
     assert list(logs.iterdir()) == [logs / "new"]
+
+
+def test_a_token_that_others_may_read(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LOCKSTEP_TOKEN", raising=False)
+    assert token.gather(tmp_path)["source"] is None
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "lockstep" / "token"
+    file.parent.mkdir()
+    file.write_text("s" * 32)
+    file.chmod(0o644)
+    facts = token.gather(tmp_path)
+    assert token.judge(facts).level == ERROR
+    assert "0644" in token.judge(facts).found
+    assert doctor.fix({"token": facts}) == [f"took {file} from other users' eyes (mode 0600)"]
+    facts = token.gather(tmp_path)
+    assert token.judge(facts).level == OK
+    assert len(facts["digest"]) == 4
+    assert token.fix(facts) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Any) -> None:

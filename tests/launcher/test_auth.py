@@ -327,14 +327,17 @@ def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
     assert (talk.peers.node(1).state, talk.peers.node(1).host) == ("here", "h")
 
 
+@pytest.mark.parametrize("started", [0, 1])
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])
-def test_a_goodbye_is_no_loss(talk: Talk, why: str) -> None:
+def test_a_goodbye_is_no_loss(talk: Talk, why: str, started: int) -> None:
     talk.listen()
+    talk.theirs.update(started=started)
     talk.theirs.update(state=LEFT, why=why)
+    talk.theirs.update(state=LEFT)
     talk.thread.wait(talk.connection.close())
     until(lambda: talk.peers.node(1).state == LEFT)
     assert talk.peers.node(1).why == why
-    assert talk.said == ([f"node 1 on host h has left ({why})"] if why else [])
+    assert talk.said == ([f"node 1 on host h has left ({why})"] if why and not started else [])
 
 
 def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,6 +22,8 @@ from lockstep.errors import SettingError
 @click.option("--hosts", metavar="HOSTS|FILE",
               help="Look at these machines, and between them.")  # fmt: skip
 @click.option("--script", metavar="FILE", help="With --hosts: is it the same everywhere.")
+@click.option("--data", metavar="FILE|FOLDER",
+              help="With --hosts: is it the same everywhere.")  # fmt: skip
 @click.option("--ssh", default="ssh", help="With --hosts: how to call it, such as ssh -F F.")
 @click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
 @click.pass_context
@@ -31,6 +34,7 @@ def command(
     fix: bool,
     hosts: str | None,
     script: str | None,
+    data: str | None,
     ssh: str,
     as_json: str | None,
 ) -> None:
@@ -41,22 +45,19 @@ def command(
     from lockstep import doctor
 
     if hosts is not None:
-        if fix:
-            raise SettingError("--fix with --hosts", "it mends one machine", "call it there")
-        ctx.exit(_on_hosts(hosts, folder, script, shlex.split(ssh), as_json))
-    facts = doctor.gather(folder)
-    done = doctor.fix(facts) if fix else []
-    if done:
-        facts = doctor.gather(folder)
+        ways = {"script": script, "ssh": shlex.split(ssh), "data": data, "fix": fix}
+        ctx.exit(_on_hosts(hosts, folder, as_json, ways))
+    for name, given in (("--script", script), ("--data", data)):
+        if given is not None:
+            raise SettingError(name, "there is nothing to compare it with", "add --hosts")
+    facts, done = doctor.look(folder, mend=fix)
     findings = doctor.judge(facts)
     show([*(f"fixed    {text}" for text in done), *doctor.lines(findings)], as_json)
     write_json(as_json, doctor.as_json(facts, findings))
     ctx.exit(doctor.exit_code(findings))
 
 
-def _on_hosts(
-    hosts: str, folder: Path, script: str | None, ssh: list[str], as_json: str | None
-) -> int:
+def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, Any]) -> int:
     """Prints what is found on and between machines; gives the exit code."""
     from lockstep import doctor
     from lockstep.doctor import between
@@ -64,14 +65,15 @@ def _on_hosts(
     from lockstep.doctor.hosts import look
     from lockstep.launcher.hosts import parse_hosts
 
-    machines, failed = look(parse_hosts(hosts), folder, script, ssh)
+    machines, failed = look(parse_hosts(hosts), folder, **asked)
     judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}
     judged |= {name: {"reached": Finding(ERROR, why)} for name, why in failed.items()}
     if machines:
         judged["between the machines"] = between.judge(machines)
     text = []
     for name, findings in judged.items():
-        text += [f"{name}:", *(f"  {line}" for line in doctor.lines(findings))]
+        fixed = [f"fixed    {done}" for done in machines.get(name, {}).get("fixed", ())]
+        text += [f"{name}:", *(f"  {line}" for line in [*fixed, *doctor.lines(findings)])]
     show(text, as_json)
     found = {
         name: {

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from lockstep.errors import SettingError
 from lockstep.launcher import slurm
-from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts, run_on_hosts
+from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts
 from lockstep.launcher.plan import (
     HangRules,
     LaunchSpec,
@@ -20,6 +20,7 @@ from lockstep.launcher.plan import (
     meeting_given,
     parse_flags,
 )
+from lockstep.launcher.ssh import run_on_hosts
 from lockstep.launcher.worker import Script
 from lockstep.settings import seconds
 

@@ -28,6 +28,7 @@ CHECKS = (
     "hostname",
     "network",
     "variables",
+    "token",
     "leftovers",
 )
 DEADLINE_S = 20.0
@@ -83,11 +84,23 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
     """Mends what can be mended without root; says what was done."""
     done: list[str] = []
     for name, of_check in facts.items():
-        mend: Callable[[Facts], list[str]] | None
-        mend = getattr(import_module(f"lockstep.doctor.{name}"), "fix", None)
+        mend = _fixes(name)
         if mend is not None and _UNKNOWN not in of_check:
             done += mend(of_check)
     return done
+
+
+def _fixes(name: str) -> Callable[[Facts], list[str]] | None:
+    return getattr(import_module(f"lockstep.doctor.{name}"), "fix", None)
+
+
+def look(folder: Path, *, mend: bool) -> tuple[dict[str, Facts], list[str]]:
+    """The facts of this machine; with `mend` what can be mended is mended first, and said."""
+    facts = gather(folder)
+    done = fix(facts) if mend else []
+    if done:
+        facts |= gather(folder, [name for name in facts if _fixes(name)])
+    return facts, done
 
 
 def exit_code(findings: Mapping[str, Finding]) -> int:

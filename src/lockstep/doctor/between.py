@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.communication.link import Link
 from lockstep.distributed.network import is_loopback_address
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
+from lockstep.errors import counted
 
 _MUST_BE_ALIKE = ("python", "torch", "cuda", "nccl", "lockstep")
 _SHOWN = 5
@@ -15,7 +16,8 @@ _CLOCK_S, _CLOCK_BROKEN_S = 1.0, 60.0
 _UNEVEN = 10.0
 """Ways that differ by so much: the slowest is probably broken; a busy machine makes less."""
 Machines = Mapping[str, Facts]
-"""By the name that the user gave: `checks`, `resolved`, `script`, `clock`, `shared`, `links`."""
+"""By the name that the user gave: `checks`, `resolved`, `script`, `clock`, `shared`, `links`,
+`data`."""
 
 
 def judge(machines: Machines) -> dict[str, Finding]:
@@ -28,9 +30,12 @@ def judge(machines: Machines) -> dict[str, Finding]:
         "names": _names(machines),
         "links": _links(machines),
         "folder": _folder(machines),
+        "token": _token(machines),
     }
     if any(facts["script"] is not None for facts in machines.values()):
         found["script"] = _script(machines)
+    if any(facts["data"] is not None for facts in machines.values()):
+        found["data"] = _data(machines)
     return found
 
 
@@ -158,3 +163,35 @@ def _script(machines: Machines) -> Finding:
     if found := _differences(of):
         return Finding(ERROR, f"differs: {found[0].removeprefix('it ')}", "copy it, or --copy")
     return Finding("ok", "the same everywhere")
+
+
+def _token(machines: Machines) -> Finding:
+    of = {
+        name: {"it": facts.get("digest") or "none"}
+        for name, facts in _of(machines, "token").items()
+    }
+    if _differences(of):
+        found = f"differs: {_differences(of)[0].removeprefix('it ')}"
+        do = (
+            "launchers that you start by hand on each turn each other away (lockstep run --hosts "
+            "sends one): copy the file ~/.config/lockstep/token of one machine to the others"
+        )
+        return Finding(WARNING, found, do)
+    return Finding("ok", "the same everywhere")
+
+
+def _data(machines: Machines) -> Finding:
+    data = {name: facts["data"] for name, facts in machines.items()}
+    if missing := [name for name, of in data.items() if of is None]:
+        return Finding(ERROR, f"missing on {_few(missing)}", _DATA)
+    for what in ("files", "bytes", "sizes", "names", "contents"):
+        of = {name: it[what] if isinstance(it[what], dict) else {what: it[what]}
+              for name, it in data.items()}  # fmt: skip
+        if found := _differences(of):
+            return Finding(ERROR, f"differs: {_listed(found)}", _DATA)
+    first = next(iter(data.values()))
+    files, compared = counted(first["files"], "file"), counted(len(first["contents"]), "of them")
+    return Finding("ok", f"the same names and sizes of {files}, and pieces of {compared}")
+
+
+_DATA = "copy it from one machine to the others (rsync -a), or mount the same disk on all"

@@ -20,11 +20,16 @@ from typing import Any
 
 from lockstep.doctor import variables
 from lockstep.errors import HostError
-from lockstep.launcher.hosts import FORWARDED, SSH_OPTIONS, Host, ssh_failure, working_folder
+from lockstep.launcher.hosts import (
+    FORWARDED,
+    SHIFTS,
+    SSH_OPTIONS,
+    Host,
+    ssh_failure,
+    working_folder,
+)
 from lockstep.launcher.remote import MARK
 
-_SHIFTS = 3
-"""Each machine tries the ways to so many others, so that many machines take no longer than few."""
 _ANSWER_S = 28.0
 
 
@@ -98,7 +103,13 @@ class Peer:
 
 
 def look(
-    hosts: Sequence[Host], folder: Path, script: str | None = None, ssh: Sequence[str] = ("ssh",)
+    hosts: Sequence[Host],
+    folder: Path,
+    script: str | None = None,
+    ssh: Sequence[str] = ("ssh",),
+    *,
+    data: str | None = None,
+    fix: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """What all machines have said, for `between.judge`; and why those did not that are missing.
 
@@ -107,6 +118,8 @@ def look(
         folder: where checkpoints are to go.
         script: that is to be run.
         ssh: how it is called.
+        data: a file or folder to compare.
+        fix: mend on each what can be mended.
     """
     own = variables.gather(folder)
     sent = {name: value for name, value in own.items() if name.startswith(FORWARDED)}
@@ -136,7 +149,8 @@ def look(
             failed[name] = f"{seen.pop(name)['missing']}: the folder must be there, too"
         clocks = on_all(_clock, list(seen))
         names = [peers[name].host.address for name in clocks]
-        asked = {"folder": str(folder), "names": names, "script": script}
+        asked = {"folder": str(folder), "names": names, "script": script,
+                 "data_path": data, "fix": fix}  # fmt: skip
         facts = on_all(lambda peer: peer.ask("facts", **asked), list(clocks))
         for of in facts.values():  # as a run there would have them
             of["checks"]["variables"] |= sent
@@ -144,7 +158,7 @@ def look(
         ports = on_all(lambda peer: peer.ask("serve", token=token), list(facts))
         links: dict[str, dict[str, Any]] = {name: {} for name in ports}
         there = list(ports)
-        for shift in range(1, min(len(there), _SHIFTS + 1)):
+        for shift in range(1, min(len(there), SHIFTS + 1)):
             to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
 
             def try_way(peer: Peer, to: Mapping[str, str] = to) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from lockstep import doctor
 from lockstep.distributed.network import resolve
+from lockstep.doctor import data
 from lockstep.launcher.remote import MARK, listen, look
 
 _TOKEN = 32
@@ -31,13 +32,18 @@ _SIZES = (2**14, 2**20, 2**24)
 _SECONDS_UP_TO = 60.0
 
 
-def facts(folder: str, names: list[str], script: str | None) -> dict[str, Any]:
-    """What this machine has, and what it makes of the others' names."""
+def facts(
+    folder: str, names: list[str], script: str | None, data_path: str | None, fix: bool
+) -> dict[str, Any]:
+    """What this machine has, and what it makes of the others' names; mends before what it can."""
     digest = None
     if script is not None and Path(script).is_file():
         digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+    checks, fixed = doctor.look(Path(folder), mend=fix)
     return {
-        "checks": doctor.gather(Path(folder)),
+        "checks": checks,
+        "fixed": fixed,
+        "data": None if data_path is None else data.gather(Path(data_path)),
         "resolved": {name: resolve(name) for name in names},
         "script": digest,
     }

@@ -17,7 +17,6 @@ import math
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,7 +33,7 @@ from lockstep.errors import JoinError, SettingError, counted
 from lockstep.launcher import process as job
 from lockstep.launcher.machine import RoundMemory, peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
-from lockstep.launcher.peers import Node, departure
+from lockstep.launcher.peers import Node
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
 from lockstep.launcher.process import Attempt, Journal, Process, exit_status_of, started_by
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
@@ -66,12 +65,8 @@ _REPORT = "exit report"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
 _SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_NAME = 60
-"""Characters of a script's name that stand in its folder's."""
 _PIPES, _PIPES_PER_RANK = 6, 3
 """As many as use the descriptors that a run on one machine needs."""
-_ROOM_BYTES = 1 << 18
-"""What a run's first files may need."""
 
 
 def launch_agent(
@@ -111,6 +106,7 @@ def launch_agent(
         numbers = [text.strip() for text in flags.signals_to_handle.split(",") if text.strip()]
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.pass_on,  # it asks for a checkpoint
+            signal.SIGUSR2: agent.wait_no_longer,
             signal.SIGTSTP: agent.stop,
             **{signal.Signals[name]: agent.interrupt for name in numbers},
         }
@@ -427,6 +423,14 @@ class Agent(api.SimpleElasticAgent):
             raise end
         self._held_back = end
 
+    def wait_no_longer(self, number: int) -> None:
+        """Ends the run where no rank has started: another machine of it has failed.
+
+        Where ranks have started, the launchers find that out by themselves, and what failed first.
+        """
+        if not self.attempts:
+            self.interrupt(signal.SIGTERM)
+
     @contextlib.contextmanager
     def _uninterrupted(self) -> Iterator[None]:
         """Within it a signal that ends the run waits, so that nothing of a rank is lost.
@@ -560,7 +564,7 @@ class Agent(api.SimpleElasticAgent):
             interrupted=signals[0].interrupted if signals else None,
             # Those that are gone without a word about the end of their ranks.
             lost_nodes=[
-                lost_node(node.host, report.ranks if report else (), time.time(), departure(node))
+                lost_node(node.host, report.ranks if report else (), time.time(), node.why)
                 for node, report in gone
                 if report is None or not ended & set(report.ranks)
             ],
@@ -630,35 +634,6 @@ def rank_environment(
         variables["LOCAL_RANK"] = 0
         variables["CUDA_VISIBLE_DEVICES"] = devices[local].strip() if devices else local
     return {name: str(value) for name, value in variables.items()}
-
-
-def make_folder(asked: str | None, name: str) -> Path:
-    """A new folder for a run's logs: in `--log-dir`, else in the system's temporary folder.
-
-    Args:
-        asked: the flag's value.
-        name: of the script.
-
-    Raises:
-        SettingError: nothing can be written there.
-    """
-    try:
-        # The ranks may change their own working folder.
-        root = Path(asked or Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")).absolute()
-        root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
-        if not asked and root.stat().st_uid != os.getuid():  # made by somebody to read or swap ours
-            root = root.parent
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = Path(tempfile.mkdtemp(prefix=f"{name[:_NAME]}-{stamp}-", dir=root))
-        (folder / "room").write_bytes(bytes(_ROOM_BYTES))  # a full disk is heard of here
-        (folder / "room").unlink()
-        return folder
-    except OSError as error:
-        raise SettingError(
-            f"--log-dir {asked}" if asked else "the temporary folder, as there is no --log-dir",
-            str(error),
-            "name a folder in which you may write: --log-dir FOLDER",
-        ) from None
 
 
 @contextlib.contextmanager

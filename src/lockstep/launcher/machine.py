@@ -1,5 +1,6 @@
 """What this machine offers to a run: cores, GPUs, the name of its loopback interface; and what its
-kernel tells of processes: how much memory they took, and whether it has killed one for that.
+kernel tells of processes: how much memory they took, and whether it has killed one for that. And
+what runs have here: a folder, and memory.
 """
 
 from __future__ import annotations
@@ -7,15 +8,23 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.errors import SettingError
+
 _COUNTERS = {2: "memory.events", 1: "memory.oom_control"}
 """By the version of control groups."""
 _KERNEL_LOG_LINES = 100_000
+_NAME = 60
+"""Characters of a script's name that stand in its folder's."""
+_ROOM_BYTES = 1 << 18
+"""What a run's first files may need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +197,35 @@ def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
     """Bytes of a running process's highest resident memory (VmHWM, proc(5)); None: not known."""
     kib = _field(root / f"proc/{pid}/status", "VmHWM:")
     return None if kib is None else kib * 1024
+
+
+def make_folder(asked: str | None, name: str) -> Path:
+    """A new folder for a run's logs: in `--log-dir`, else in the system's temporary folder.
+
+    Args:
+        asked: the flag's value.
+        name: of the script.
+
+    Raises:
+        SettingError: nothing can be written there.
+    """
+    try:
+        # The ranks may change their own working folder.
+        root = Path(asked or Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")).absolute()
+        root.mkdir(parents=True, exist_ok=True, mode=0o777 if asked else 0o700)
+        if not asked and root.stat().st_uid != os.getuid():  # made by somebody to read or swap ours
+            root = root.parent
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(tempfile.mkdtemp(prefix=f"{name[:_NAME]}-{stamp}-", dir=root))
+        (folder / "room").write_bytes(bytes(_ROOM_BYTES))  # a full disk is heard of here
+        (folder / "room").unlink()
+        return folder
+    except OSError as error:
+        raise SettingError(
+            f"--log-dir {asked}" if asked else "the temporary folder, as there is no --log-dir",
+            str(error),
+            "name a folder in which you may write: --log-dir FOLDER",
+        ) from None
 
 
 class RoundMemory:

@@ -331,10 +331,12 @@ class Server:
         self._change(number, own)
 
     def _change(self, number: int, changes: Mapping[str, Any]) -> None:
+        before = self._peers.node(number)
         self._peers.write(number, changes)
         self.send(changes, number)
         node = self._peers.node(number)
-        if "state" in changes and node.gone:
+        # One that leaves when its ranks have started has its part in the verdict that ends the run.
+        if node.gone and before.state == HERE and (node.state == LOST or not node.started):
             self._say(departure(node))
 
     def send(self, changes: Mapping[str, Any], number: int = 0) -> None:

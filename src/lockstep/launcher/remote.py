@@ -7,7 +7,8 @@ whose output goes the same way as its own. Answers are lines of its standard out
 
     {"folder", "script"}      this machine: versions, address, and what is missing
     {"listen"}                the port at which the run will be served, which is free now
-    {"reach"}                 why an address and port cannot be reached; empty: they can
+    {"reach"}                 why an address and port cannot be reached; empty: they can. And the
+                              address of this machine that lies on the way
     {"start", "environment", "keep"}   starts `lockstep` with these arguments
     {"signal"}                passes a signal on
     an empty line             the first machine is still there
@@ -20,6 +21,7 @@ launcher ends too when this process is killed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -28,19 +30,22 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lockstep import __version__
-from lockstep.distributed.network import address_reaching, is_loopback_address
+from lockstep.distributed.network import address_reaching, is_loopback_address, wait_until
 from lockstep.launcher.zygote import die_with_parent
 
 MARK = b"\x1elockstep "
 """Before an answer; \\x1e is the record separator, as in RFC 7464."""
 SILENT_S = 12.0
 _REACH_S = 5.0
+_LONG = bytes(1 << 14)
+"""Fills more than one packet, also where they are jumbo frames."""
 _LOOK_S = 0.2
 _KILL_AFTER_S = 120.0
 """A launcher that was asked to end and has not; it gives its ranks 10 seconds, if not told more."""
@@ -72,7 +77,7 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
     """This machine, as far as the first one must know it.
 
     `own` is the address of this machine that the first one has reached, `first` the one from which
-    it came; both are empty where no ssh lies between them.
+    it came; both are empty where no ssh lies between them. `time` is what the clock says.
     """
     # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1).
     client, _, server, _ = os.environ.get("SSH_CONNECTION", "   ").split(" ")
@@ -83,6 +88,7 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
         "missing": missing_here(request["folder"], request["script"]),
         "own": server,
         "first": client,
+        "time": time.time(),
     }
 
 
@@ -99,13 +105,27 @@ def listen(port: int, instead: bool) -> tuple[socket.socket | None, dict[str, An
     return found, {"port": found.getsockname()[1]}
 
 
-def why_unreachable(address: str, port: int) -> str:
-    """Why nothing can be reached there, in words; empty: it can."""
+def reach(address: str, port: int) -> dict[str, str]:
+    """Why nothing can be reached there, in words; and the address of this machine on the way."""
     try:
-        socket.create_connection((address, port), timeout=_REACH_S).close()
+        with socket.create_connection((address, port), timeout=_REACH_S) as connection:
+            connection.sendall(_LONG)
+            arrived = wait_until(lambda: not _unsent(connection), time.monotonic() + _REACH_S)
+            own = str(connection.getsockname()[0])
     except OSError as error:
-        return error.strerror or f"no answer within {_REACH_S:g} s"
-    return ""
+        return {"why": error.strerror or f"no answer within {_REACH_S:g} s", "own": ""}
+    return {"why": "" if arrived else _TOO_LONG, "own": own}
+
+
+_TOO_LONG = (
+    "short messages arrive, long ones do not, as where the MTU of an interface is larger than that "
+    "of the way"
+)
+
+
+def _unsent(connection: socket.socket) -> int:
+    """Bytes that the other machine has not confirmed; nobody needs to read them there."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 class Input:
@@ -188,7 +208,7 @@ def main() -> int:
                 listener, found = listen(message["listen"], message["instead"])
                 answer(**found)
             elif "reach" in message:
-                answer(why=why_unreachable(*message["reach"]))
+                answer(**reach(*message["reach"]))
             elif "start" in message:
                 if listener is not None:
                     listener.close()

@@ -22,7 +22,7 @@ from types import ModuleType
 from lockstep.errors import SettingError
 from lockstep.launcher import plan as pure
 from lockstep.launcher import worker
-from lockstep.launcher.machine import cores_allowed, read_machine
+from lockstep.launcher.machine import cores_allowed, make_folder, read_machine
 from lockstep.launcher.plan import LaunchPlan, LaunchSpec, variables
 from lockstep.launcher.worker import MACRO, Command, Script
 from lockstep.launcher.zygote import Zygote
@@ -85,7 +85,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold else nproc)
         try:
             with worker.nothing_collected():
-                from lockstep.launcher.agent import launch_agent, make_folder
+                from lockstep.launcher.agent import launch_agent
                 from lockstep.watchdog.first_failure import render
 
                 made, flags = _prepare(spec, environ)
@@ -96,7 +96,9 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                 for rank in range(made.nproc):  # what stands against it is heard before any starts
                     made.command.for_rank(rank)
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
-            announce(f"{made.nproc} x {script.path}: " + "; ".join(made.notes))
+            announce(
+                f"{made.nproc} x {script.path}" + ": " * bool(made.notes) + "; ".join(made.notes)
+            )
             agent = launch_agent(made, flags, zygote, folder)
         finally:
             zygote.close()

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import RankFailedError, UsageError, counted, name_ranks
 from lockstep.launcher import worker
-from lockstep.launcher.machine import read_machine
+from lockstep.launcher.machine import make_folder, read_machine
 from lockstep.launcher.plan import LaunchPlan, LaunchSpec, choose_nproc, plan
 from lockstep.launcher.process import Attempt
 from lockstep.launcher.script import large_modules, read_script
@@ -125,7 +125,7 @@ def launch(
     made = replace(made, launcher="lockstep.launch")
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
         # Only now: it imports much, and the zygote has begun already.
-        from lockstep.launcher.agent import launch_agent, make_folder
+        from lockstep.launcher.agent import launch_agent
         from lockstep.launcher.plan import parse_flags
 
         flags = parse_flags(made.arguments)

@@ -1,0 +1,482 @@
+"""A run on several machines over ssh, started from one of them or from a laptop.
+
+On each machine ssh starts a small process (`remote`), which starts the launcher there; on this
+machine it is started without ssh. All that they are told goes through their standard input: the
+run's token and other variables never stand in a command line.
+
+Everything that can be known before a launcher is started is asked on all machines at once, and what
+is wrong is told for all of them in one error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lockstep.distributed.network import address_reaching, is_here
+from lockstep.errors import EXIT_LOST_RANK, HostError, counted
+from lockstep.launcher.auth import VARIABLE as TOKEN
+from lockstep.launcher.hosts import (
+    ANSWER_S,
+    PORT,
+    SHIFTS,
+    SSH_OPTIONS,
+    Host,
+    HostsSpec,
+    ssh_failure,
+    working_folder,
+)
+from lockstep.launcher.output import Sink
+from lockstep.launcher.remote import MARK, SILENT_S, versions
+
+T = TypeVar("T")
+_HEARTBEAT_S = 2.0
+_FAILED_ELSEWHERE = "SIGUSR2"
+"""Ends a launcher whose ranks have not started."""
+_OTHERS_S = SILENT_S + 3.0
+"""When a machine has failed or is lost, the launchers of the others find that out by themselves
+where their ranks have started."""
+_END_S = 30.0
+_FINISH_S = 2.0
+_CLOCK_S = 5.0
+"""As `watchdog.first_failure` allows for."""
+_TICK_S = 0.05
+_MAX_WAITING = 4 << 20
+_MAX_KEPT = 1 << 16
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+
+
+class _Problem(Exception):
+    """Why a run cannot be started on a host: what was found, and what to do."""
+
+
+# The way to one machine
+
+
+class Remote:
+    """A machine of the run, and the process there."""
+
+    def __init__(self, host: Host, ssh: Sequence[str], show: Callable[[Host, str, bytes], Any]):
+        self.host, self.here = host, host.here
+        self._ssh, self._show = ssh, show
+        self.code: int | None = None
+        """How the launcher has ended there; None: it has not, or is lost."""
+        self.found: dict[str, Any] = {}
+        """What it has answered first; see `remote.look`."""
+        self.clock = 0.0
+        """By how many seconds it is ahead of this machine at least, or behind where below 0."""
+        self.place = ("", 0)
+        """The address and port at which it listens."""
+        self._said = b""
+        self._started = False
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def _line(self) -> list[str]:
+        python = [sys.executable, "-P", "-u", "-m", "lockstep.launcher.remote"]
+        if self.here:
+            return python
+        name = self.host.name.replace("[", "").replace("]", "")
+        return [*self._ssh, *SSH_OPTIONS, name, f"exec {shlex.join(python)}"]
+
+    async def open(self, request: Mapping[str, Any]) -> None:
+        """Starts the process there, and asks what it finds.
+
+        Raises:
+            _Problem: it could not be started, or something is missing.
+        """
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._line,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # the terminal's keys are for this process
+            )
+        except FileNotFoundError:
+            do = "install OpenSSH's client, or name another program with --ssh"
+            raise _Problem(f"there is no program {self._line[0]!r} here", do) from None
+        assert self._process.stdout
+        assert self._process.stderr
+        self._tasks = [
+            asyncio.create_task(self._read(self._process.stdout, self._take_output)),
+            asyncio.create_task(self._read(self._process.stderr, self._take_errors)),
+        ]
+        asked = time.time()
+        self.found = await self.ask(**request)
+        there = self.found["time"]
+        self.clock = max(there - time.time(), 0.0) or min(there - asked, 0.0)
+        for name, here in versions().items():
+            there = self.found["versions"].get(name)
+            if there != here:
+                do = f"install {name} {here} there, for {sys.executable}, or the other one here"
+                raise _Problem(f"{name} {there} there, {here} here", do)
+        if self.found["missing"]:
+            do = "the folder must be on a disk that all machines share, or be sent: --copy"
+            raise _Problem(self.found["missing"], do)
+
+    async def copy(self) -> None:
+        """Sends this folder, without what .gitignore names; nothing is deleted there.
+
+        Raises:
+            _Problem: it could not be sent.
+        """
+        folder, name = working_folder(), self.host.name
+        way = shlex.join([*self._ssh, *SSH_OPTIONS])
+        what = ["--filter=:- .gitignore", "--exclude=/.git", f"{folder}/", f"{name}:{folder}/"]
+        line = ["rsync", "-az", "--mkpath", "-e", way, *what]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *line, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            )
+        except FileNotFoundError:
+            raise _Problem("there is no rsync on this machine", "install it") from None
+        said = (await process.communicate())[1]
+        if process.returncode:
+            text = said.decode(errors="replace")
+            raise _Problem(*ssh_failure(self.host, process.returncode, text, sys.executable))
+
+    async def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            _Problem: there is none.
+        """
+        self.send(**request)
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            answer = await asyncio.wait_for(self._answers.get(), ANSWER_S)
+            if answer is None:
+                await asyncio.wait(self._tasks, timeout=_FINISH_S)
+        if answer is None:
+            said = self._said.decode(errors="replace")
+            raise _Problem(*ssh_failure(self.host, self._process.returncode, said, sys.executable))
+        return answer
+
+    async def listen(self, address: str, port: int, instead: bool = False) -> None:
+        """Listens there at a port, or `instead` at a free one; 0: any. The others try the way.
+
+        Raises:
+            _Problem: the port is taken.
+        """
+        found = await self.ask(listen=port, instead=instead)
+        if "error" in found:
+            do = "give another --master-port, or leave it out"
+            raise _Problem(f"port {port}: {found['error']}", do)
+        self.place = (address, int(found["port"]))
+
+    async def reach(self, other: Remote) -> str:
+        """Tries the way to a machine that listens; the address there that lies on the way.
+
+        Raises:
+            _Problem: it is not reached, or by short messages alone.
+        """
+        found = await self.ask(reach=other.place)
+        if found["why"]:
+            where = "{} cannot be reached from it at {}, port {}".format(
+                other.host.name, *other.place
+            )
+            do = (
+                "let the machines reach each other at all ports; --master-addr and --master-port "
+                "give another place of the first; `lockstep doctor --hosts` looks at all ways"
+            )
+            if "MTU" in found["why"]:
+                do = "set the MTU of their interfaces to what the way carries, as root"
+            raise _Problem(f"{where}: {found['why']}", do)
+        return str(found["own"])
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], keep: bool) -> None:
+        """Starts the launcher there."""
+        self._started = True
+        self.send(start=list(arguments), environment=dict(environment), keep=keep)
+
+    def send(self, **request: Any) -> None:
+        """Sends a request, or a sign of life; nothing when nobody is there."""
+        pipe = self._process.stdin
+        if pipe and self._process.returncode is None and not pipe.transport.is_closing():
+            pipe.write((json.dumps(request) if request else "").encode() + b"\n")
+
+    async def _read(
+        self, stream: asyncio.StreamReader, take: Callable[[bytes], Coroutine[Any, Any, None]]
+    ) -> None:
+        unfinished = b""
+        while data := await stream.read(1 << 16):
+            *lines, unfinished = (unfinished + data).split(b"\n")
+            for line in lines:
+                await take(line)
+        if unfinished:
+            await take(unfinished)
+        if take == self._take_output:
+            self._answers.put_nowait(None)
+
+    async def _take_output(self, line: bytes) -> None:
+        before, mark, text = line.partition(MARK)
+        if mark:
+            answer = json.loads(text)
+            self.code = answer.get("exit")
+            self._answers.put_nowait(answer)
+        if self._started and (before or not mark):
+            await self._show(self.host, "stdout", before)
+
+    async def _take_errors(self, line: bytes) -> None:
+        if self._started:
+            await self._show(self.host, "stderr", line)
+        else:
+            self._said = (self._said + line + b"\n")[-_MAX_KEPT:]
+
+    async def ended(self) -> None:
+        """Waits until the launcher there has ended, or the connection has."""
+        await asyncio.wait(self._tasks)
+        await self._process.wait()
+
+    async def close(self) -> None:
+        """Ends what still runs there, and the connection."""
+        if not self._tasks:
+            return
+        if self._process.stdin:
+            self._process.stdin.close()
+        if await _within(_END_S if self._started else _FINISH_S, [self.ended()]):
+            self._process.kill()
+            await self.ended()
+
+
+async def _within(seconds: float, work: Iterable[Coroutine[Any, Any, Any]]) -> bool:
+    """Whether some of the work is not done within so many seconds."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if not tasks:
+        return False
+    _, left = await asyncio.wait(tasks, timeout=seconds)
+    for task in left:
+        task.cancel()
+    return bool(left)
+
+
+# All of them
+
+
+class _Run:
+    def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
+        self._spec, self._say = spec, say
+        self._sinks = {"stdout": Sink(1, os.environ), "stderr": Sink(2, os.environ)}
+        self._told: dict[bytes, Host] = {}
+        self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
+        self._asked_to_end: int | None = None
+        self._running = False
+
+    async def run(self) -> int:
+        """See `run_on_hosts`."""
+        self._main = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for name in _PASSED_ON:
+            if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN:
+                loop.add_signal_handler(signal.Signals[name], self._on_signal, name)
+        loop.add_signal_handler(signal.SIGTSTP, self._say, _CANNOT_STOP)
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._prepare()
+            return await self._watch()
+        except asyncio.CancelledError:
+            if self._asked_to_end is None:
+                raise
+            return 128 + self._asked_to_end
+        finally:
+            await asyncio.gather(*(remote.close() for remote in self._remotes))
+            beating.cancel()
+            await self._flush()
+
+    def _on_signal(self, name: str) -> None:
+        if name != "SIGUSR1":
+            self._asked_to_end = signal.Signals[name]
+        if self._running:
+            self._send(name, self._remotes)
+        elif self._main and self._asked_to_end is not None:
+            self._main.cancel()
+
+    async def _beat(self) -> None:
+        """Tells the machines that this one is there, and lets the terminal take what waits."""
+        while True:
+            for remote in self._remotes:
+                if remote.found:
+                    remote.send()
+            for _ in range(int(_HEARTBEAT_S / _TICK_S)):
+                await asyncio.sleep(_TICK_S)
+                for sink in self._sinks.values():
+                    sink.flush()
+
+    async def _show(self, host: Host, stream: str, line: bytes) -> None:
+        """Prints a line of a machine, behind its name.
+
+        All launchers say what has failed first; what another one has said is not said again.
+        """
+        said = b"consequences" if line.startswith(b"consequences: ") else line
+        sink = self._sinks[stream]
+        launchers_own = stream == "stderr" and line.strip() and not line.startswith(b"[rank")
+        if launchers_own and self._told.setdefault(said, host) is not host:
+            return
+        sink.write(f"[{host.name}] ".encode() + line + b"\n")
+        while len(sink.waiting) > _MAX_WAITING:
+            await asyncio.sleep(_TICK_S)
+
+    async def _flush(self) -> None:
+        for _ in range(int(_FINISH_S / _TICK_S)):
+            for sink in self._sinks.values():
+                sink.flush()
+            if not any(sink.waiting for sink in self._sinks.values()):
+                return
+            await asyncio.sleep(_TICK_S)
+
+    async def _on_all(
+        self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """What the work gives for each machine.
+
+        Raises:
+            HostError: it failed for some of them.
+        """
+        done = await asyncio.gather(*map(work, remotes), return_exceptions=True)
+        problems = []
+        for remote, result in zip(remotes, done, strict=True):
+            if isinstance(result, _Problem):
+                problems.append((remote.host.name, *result.args))
+            elif isinstance(result, BaseException):
+                raise result
+        if problems:
+            names = ", ".join(name for name, _, _ in problems)
+            many = len(problems) > 1
+            raise HostError(
+                f"--hosts: a run on {names}",
+                "; ".join(f"{name}: {found}" if many else found for name, found, _ in problems),
+                "; ".join(dict.fromkeys(do for _, _, do in problems)),
+            )
+        return [result for result in done if not isinstance(result, BaseException)]
+
+    async def _prepare(self) -> None:
+        """Starts the launchers on all machines.
+
+        Raises:
+            HostError: the run cannot be started on some of them.
+        """
+        spec, remotes = self._spec, self._remotes
+        if spec.copy:
+            await self._on_all([r for r in remotes if not r.here], Remote.copy)
+        script = None if spec.module else spec.script[0]
+        request = {"folder": working_folder(), "script": script}
+        await self._on_all(remotes, lambda remote: remote.open(request))
+        for remote in remotes:
+            if abs(remote.clock) > _CLOCK_S:
+                where = "ahead" if remote.clock > 0 else "behind"
+                self._say(
+                    f"the clock of {remote.host.name} is {abs(remote.clock):.0f} s {where}: which "
+                    "rank failed first may be told wrong; `timedatectl set-ntp true` there, as root"
+                )
+        address, port = "", 0
+        if len(remotes) > 1:
+            address, port = await self._meeting_place()
+        environment = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32), **spec.environment}
+        self._running = True
+        for number, remote in enumerate(remotes):
+            remote.start(spec.launcher(number, address, port), environment, spec.keep)
+        place = f"; they meet at {address}, port {port}" if address else ""
+        names = ", ".join(host.name for host in spec.hosts)
+        self._say(f"{counted(len(remotes), 'host')}: {names}{place}")
+
+    async def _meeting_place(self) -> tuple[str, int]:
+        """The address and port of the first machine at which all others have reached it.
+
+        The ways between the others are tried too, since Gloo connects all ranks with each other.
+        """
+        spec, remotes = self._spec, self._remotes
+        address = spec.flag("--master-addr") or self._address()
+        given = spec.flag("--master-port")
+        first, *others = remotes
+
+        async def meet(remote: Remote) -> None:
+            await remote.listen(await remote.reach(first), 0)
+
+        async def reach_next(remote: Remote) -> None:
+            number = remotes.index(remote)
+            for other in [*remotes[number + 1 :], *remotes[:number]][:SHIFTS]:
+                await remote.reach(other)
+
+        await self._on_all(
+            [first], lambda remote: remote.listen(address, int(given or PORT), given is None)
+        )
+        await self._on_all(others, meet)
+        if "GLOO_SOCKET_IFNAME" not in spec.environment:  # with it Gloo takes other ways
+            await self._on_all(remotes, reach_next)
+        return first.place
+
+    def _address(self) -> str:
+        """The first machine's, as the others see it."""
+        first, second = self._remotes[:2]
+        if not first.here:
+            return str(first.found["own"] or first.host.address)
+        came_from = str(second.found["first"])  # a jump host's, where there is one
+        if came_from and is_here(came_from):
+            return came_from
+        return address_reaching(second.host.address) or first.host.address
+
+    async def _watch(self) -> int:
+        """Waits for the end on all machines; the exit code of the first that has failed."""
+        codes: list[int] = []
+        lost = failed = False
+        ends = {asyncio.create_task(remote.ended()): remote for remote in self._remotes}
+        while ends:
+            patience = _OTHERS_S + float(self._spec.flag("--shutdown-timeout") or 0)
+            over, _ = await asyncio.wait(
+                ends, timeout=patience if failed else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in over:
+                remote = ends.pop(task)
+                if remote.code is None:
+                    lost = True
+                    self._say(f"the connection to {remote.host.name} is lost" + self._then())
+                    codes += [] if self._spec.keep else [EXIT_LOST_RANK]
+                else:
+                    codes.append(remote.code)
+            if any(codes) and not failed:
+                failed = True
+                self._send(_FAILED_ELSEWHERE, ends.values())
+            elif not over:
+                self._send("SIGTERM", ends.values())
+                await _within(_END_S, [remote.ended() for remote in ends.values()])
+                break
+        return next(filter(None, codes), EXIT_LOST_RANK if lost and not codes else 0)
+
+    def _send(self, name: str, remotes: Iterable[Remote]) -> None:
+        for remote in remotes:
+            remote.send(signal=name)
+
+    def _then(self) -> str:
+        if self._spec.keep:
+            return "; its ranks go on if the other machines reach them (--on-lost keep)"
+        return "; the run is ended (--on-lost stop)"
+
+
+_CANNOT_STOP = "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while"
+
+
+def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
+    """Starts a run on all of its machines, and ends it on all of them when one fails.
+
+    Args:
+        spec: what to start.
+        say: called with each line that the user should read.
+
+    Returns:
+        The exit code of the launcher that has failed first; see `lockstep.errors`.
+
+    Raises:
+        HostError: the run cannot be started on some machine; nothing runs then on any.
+    """
+    return asyncio.run(_Run(spec, say).run())
