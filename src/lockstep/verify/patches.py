@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -357,13 +358,19 @@ class DeterminismPatches(TorchFunctionMode):
             (shutil, ("copyfile", "copy", "copy2")),
             (io, ("open",)),
             (torch, ("load",)),
+            (safetensors, ("safe_open",)),
+            (safetensors.torch, ("safe_open",)),
         ):
             for name in names:
                 saved.follow(owner, name)
         builtins.open = io.open
 
-        def save_weights(*_: Any, **__: Any) -> None:
-            self.off["saved weights"] += 1
+        plain_weights = lockstep.save_weights
+
+        @wraps(plain_weights)
+        def save_weights(model: nn.Module, path: Any, **options: Any) -> None:
+            self.off["saved weights (written elsewhere)"] += 1
+            plain_weights(model, saved.elsewhere(path), **options)
 
         torch.save, lockstep.save_weights = save, save_weights
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,3 +44,9 @@ for _epoch in world.epochs(2):
         with best.open("rb") as file:
             net.load_state_dict(torch.load(file))
         net.load_state_dict(torch.load(kept / "last.pt"))
+weights = folder / "weights.safetensors"
+lockstep.save_weights(model, weights)
+if world.is_main:
+    assert load_file(weights).keys() == net.state_dict().keys()
+    lockstep.load_weights(net, weights)
+world.close()
