@@ -11,6 +11,7 @@ import pytest
 import warm
 
 from lockstep.verify.branches import Branches, other_ways, ways_of_ranks, writes_to
+from lockstep.verify.catalogue import Cause
 from lockstep.verify.compare import FLOAT64, Divergence, RankUpdate, Update
 
 MODULE = """
@@ -72,9 +73,15 @@ def steps(*ways: tuple[int, int, int]) -> Divergence:
 def test_another_way_is_told_where_it_is_new(
     ways: tuple[tuple[int, int, int], ...], told: str
 ) -> None:
-    words = other_ways(steps(*ways))
+    words = other_ways(steps(*ways), Cause("LS402", ()))
     assert len(words) == bool(told)
     assert all(f"train.py:7: {told}" in text for text in words)
+
+
+def test_another_way_of_the_first_step_is_told_where_nothing_else_is_known() -> None:
+    (words,) = other_ways(steps((1, 2, 2)), Cause("LS210", ("nothing",)))
+    assert words.startswith("in this step another way was gone at train.py:7: true on one process")
+    assert other_ways(steps((1, 2, 2)), Cause("LS210", (words,))) == []
 
 
 def test_ranks_that_went_different_ways_at_the_end() -> None:

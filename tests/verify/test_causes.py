@@ -407,7 +407,7 @@ def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None
         for n, (factor, part) in enumerate([(1.0, ONE), (1.2, OTHER)])
     ]
     cause = found(many)[1]
-    assert cause.code == "LS210"
+    assert cause.code == "LS304"
     assert cause.seen[-2:] == (
         "they are those of rank 0, 1.2 times on rank 1", "gradients were reduced: train.py:9",
     )  # fmt: skip

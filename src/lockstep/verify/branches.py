@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import is_users, name_ranks, source_line
-from lockstep.verify.catalogue import of_runs
+from lockstep.verify.catalogue import Cause, of_runs
 from lockstep.verify.compare import Divergence, Place
 
 _NAME = "__lockstep_test__"
@@ -81,17 +81,20 @@ class _Tests(ast.NodeTransformer):
     visit_If = visit_While = visit_IfExp = _told
 
 
-def other_ways(case: Divergence, told: Sequence[str] = ()) -> list[str]:
+def other_ways(case: Divergence, cause: Cause) -> list[str]:
     """Tests that, in this step and in none before, end otherwise than on one process; in words.
 
-    As data decides some, the outcomes of all ranks together are compared.
+    As data decides some, the outcomes of all ranks together are compared. Those of a first step
+    say something only where nothing else does.
 
     Args:
         case: where trainings part.
-        told: what is said of it; tests that stand there are left out.
+        cause: what is said of it; tests that stand there are left out.
     """
     shorter = min(len(case.reference), len(case.other))
-    if case.reference is case.other or not 0 < case.update < shorter:
+    if case.reference is case.other or case.update >= shorter:
+        return []
+    if not case.update and cause.code != "LS210":
         return []
 
     def parted(number: int, place: Place) -> bool:
@@ -104,9 +107,10 @@ def other_ways(case: Divergence, told: Sequence[str] = ()) -> list[str]:
     places = [p for p in case.one[0].ways if all(p in rank.ways for rank in case.many)]
     now = [place for place in places if parted(case.update, place)]
     new = [p for p in now if not any(parted(number, p) for number in range(case.update))]
-    new = [p for p in new if not any(_line(p) in text for text in told)]
+    new = [p for p in new if not any(_line(p) in text for text in cause.seen)]
     ways = [rank.ways for rank in (*case.one, *case.many)]
-    text = "in this step, and in none before, another way was gone at"
+    before = ", and in none before," if case.update else ""
+    text = f"in this step{before} another way was gone at"
     return [f"{text} {_told(place, ways)}" for place in new[:_MOST]]
 
 

@@ -63,8 +63,11 @@ def _of_initial(case: Divergence) -> Cause:
         seen = f"before the first step {ranks_of(apart)} had other values than rank 0"
     runs = [rank.seeds for rank in (*case.one, *case.many)]
     other = [line for line in runs[0] if len({run.get(line) for run in runs}) > 1]
-    told = [f"torch was seeded with {of_runs([r.get(n) for r in runs])}: {n}" for n in other[:1]]
-    return Cause("LS305", (seen, *told))
+    told = [
+        f"torch was seeded with {of_runs([r.get(n, 'nothing') for r in runs])}" for n in other[:1]
+    ]
+    told += [f"that is by {line}" for line in other[:1]]
+    return Cause("LS305", (seen, *told, *writes_to(case, tuple(apart))))
 
 
 def _of_gradients(case: Divergence) -> Cause:
@@ -591,4 +594,4 @@ KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
 def cause_of(case: Divergence) -> Cause:
     """The cause of a divergence, and where the script went another way."""
     cause = KINDS[case.what][0](case)
-    return replace(cause, seen=(*cause.seen, *other_ways(case, cause.seen)))
+    return replace(cause, seen=(*cause.seen, *other_ways(case, cause)))

@@ -115,6 +115,10 @@ class RankUpdate:
     counts: bool = True
     """Whether this rank's losses count: under a pipeline those of the other ranks do not."""
     calls: list[ScriptCall] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Of what was taken over samples and turned into a number before the loss, by line."""
+    streams: dict[str, str] = field(default_factory=dict)
+    """What was drawn from for this step, before the loss, besides torch's stream: a digest."""
     draws: list[tuple[str, str]] = field(default_factory=list)
     """Random numbers that the loss is made of, drawn for this step: the line, and a digest."""
     inputs: list[Taken] = field(default_factory=list)

@@ -76,6 +76,7 @@ _OPERATORS = {
     *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"),
 }
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_TO_NUMBER = {"item", "__float__", "__int__", "tolist"}
 _NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 _CONVERSIONS = "conversions to a lower precision"
 
@@ -132,6 +133,9 @@ class DeterminismPatches(TorchFunctionMode):
         """Where the values lie whose changes are looked at."""
         self.writes: dict[int, tuple[tuple[str, int], ...]] = {}
         """Of these, the user's frames in which they were last written to."""
+        self.numbers: dict[str, float] = {}
+        """Statistics over samples that became numbers, by the user's line; whoever reads them
+        takes them away."""
         self._own = torch.get_default_dtype()
         """What the script computes in where it says nothing else."""
         self._set_default = torch.set_default_dtype
@@ -171,6 +175,7 @@ class DeterminismPatches(TorchFunctionMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self._see_write(func, name, args, kwargs)
+        self._see_number(name, result, marks)
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
             marks |= _divided(name, *args)
             result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
@@ -178,6 +183,11 @@ class DeterminismPatches(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
         return result
+
+    def _see_number(self, name: str, result: Any, marks: Mapping[str, Any]) -> None:
+        statistic = name in _TO_NUMBER and any(kind.startswith(STATISTIC) for kind in marks)
+        if statistic and isinstance(result, int | float):
+            self.numbers[user_line() or ""] = float(result)
 
     def _see_write(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         data = name == "__set__" and func == _SET_DATA

@@ -31,7 +31,7 @@ from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, p
 from lockstep.errors import user_line
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.batches import Fetched, look_at
+from lockstep.verify.batches import Fetched, look_at, random_streams, streams_that_moved
 from lockstep.verify.branches import Branches
 from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.models import (
@@ -60,7 +60,7 @@ from lockstep.verify.record import LEAST_STEPS, UpdateWriter, Way
 _OF_BACKWARD = (
     "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
     "weighed", "loss_options", "couples", "entered", "batch_statistics", "own_passes", "shifted",
-    "draws", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
+    "draws", "numbers", "streams", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
 )  # fmt: skip
 """What belongs to backward passes, after which several optimizers may step."""
 _MOST_FORWARDS = 256
@@ -149,7 +149,7 @@ class Recorder(Callback):
         self._update = RankUpdate()
         """What happened since the last one."""
         self._beside = _Beside()
-        self._drawn_before = 0
+        self._streams, self._drawn_before = random_streams(), 0
         """Draws before the last batch was handed out, the last step, or the optimizer was built."""
         self.told: set[Any] = set()
         """Samplers that were told an epoch."""
@@ -229,6 +229,7 @@ class Recorder(Callback):
     def begins_anew(self) -> None:
         """What is drawn from here on is drawn for the next step."""
         self._drawn_before = self._patches.count
+        self._patches.numbers, self._streams = {}, random_streams()
 
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
@@ -245,6 +246,8 @@ class Recorder(Callback):
         marks = marks_of(loss)
         update.gathered = update.gathered or marks.get("gather", "")
         self._made_of(marks, self._beside.drawn)
+        update.numbers |= self._patches.numbers
+        update.streams |= streams_that_moved(self._streams)
         samples = sum(taken.weights["samples"] for taken in (update.taken or update.inputs)[-1:])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             outputs = [output for each in passes for output in each.outputs]
@@ -387,6 +390,7 @@ class Recorder(Callback):
         """DDP was put around a module."""
         self.models.wrapped(wrapper)
         self._hook_parameters()
+        self._watch_writes()
 
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
@@ -441,6 +445,8 @@ class Recorder(Callback):
             update.shifted = {n: now[n] for n in changed}
 
     def _rewritten(self) -> dict[str, Array]:
+        if not self._writer.count:  # what tests came to before is no part of a step
+            self.branches.since()
         left, named = self.models.left, self.models.parameters()
         now = _arrays((n, p) for n, p in named if n in left and not is_sharded(p))
         return {n: array for n, array in now.items() if not np.array_equal(array, left[n])}

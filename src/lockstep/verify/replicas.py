@@ -178,7 +178,7 @@ def _of_other_gradients(case: Divergence, names: tuple[str, ...], *seen: str) ->
         more.append(f"they are those of rank 0, {', '.join(words)}")
     calls = [call for call in case.many.calls if call.gradient_of][:1]
     more += [f"gradients were reduced: {call.line}" for call in calls]
-    return Cause("LS210", (*seen, *more, *draws_of(case)), names)
+    return Cause("LS210" if None in ratios else "LS304", (*seen, *more, *draws_of(case)), names)
 
 
 def _passes_of_own(case: Divergence, names: Sequence[str]) -> int:

@@ -326,7 +326,15 @@ def of_outputs(case: Divergence) -> Cause | None:
     if kept := _kept(case):
         text = f"what the model keeps is not that of one process: {shown(kept)}"
         return Cause("LS309", (seen, text))
-    return of_draws(case, seen)
+    return of_draws(case, seen) or _of_streams(case, seen)
+
+
+def _of_streams(case: Divergence, *seen: str) -> Cause | None:
+    """LS308: random numbers that are not torch's were drawn for this step."""
+    ranks = (*case.one, *case.many)
+    kinds = dict.fromkeys(kind for rank in ranks for kind in rank.streams)
+    text = "random numbers were drawn for this step, after its batch, from"
+    return Cause("LS308", (*seen, f"{text} {' and '.join(kinds)}")) if kinds else None
 
 
 def _exchanged(case: Divergence) -> bool:
@@ -415,7 +423,22 @@ def of_loss(case: Divergence) -> Cause | None:
         return Cause(
             "LS208", (*took, *(weighs or ["for each sample the models returned the same"]))
         )
+    if known and not draws_of(case) and (numbers := _numbers_of(case)):
+        return Cause("LS208", (*numbers, "for each sample the models returned the same"))
     return Cause("LS212", weighs) if weighs else None
+
+
+def _numbers_of(case: Divergence) -> list[str]:
+    """Statistics over each rank's own samples that became numbers before the loss, in words."""
+    one = case.one[0].numbers
+    lines = [
+        line
+        for line, number in one.items()
+        for rank in case.many
+        if case.size > 1 and not math.isclose(rank.numbers.get(line, number), number)
+    ]
+    text = "each rank's own samples alone gave a number, before the loss was made: {}"
+    return [text.format(line) for line in dict.fromkeys(lines)][:2]
 
 
 def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:
