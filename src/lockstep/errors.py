@@ -266,9 +266,15 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """`rank 3`, `ranks 0-2, 5`; of very many the first, `310 ranks (0, 2, 4, ...)`."""
     ordered = sorted(set(ranks))
-    return f"{'ranks' if len(ordered) > 1 else 'rank'} {spans(ordered)}"
+    named = spans(ordered, _MOST_SPANS)
+    if named.endswith("..."):
+        return f"{len(ordered)} ranks ({named})"
+    return f"{'ranks' if len(ordered) > 1 else 'rank'} {named}"
+
+
+_MOST_SPANS = 24
 
 
 def spans(numbers: Sequence[int], most: int | None = None) -> str:

@@ -510,7 +510,11 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         if settings.report is not None:
             from lockstep.report.record import Recorder  # nor a record
 
-            about = {"lockstep": __version__, "strategy": chosen.name, "ledger": settings.ledger}
+            about = {
+                "lockstep": __version__,
+                "strategy": chosen.name,
+                "ledger": settings.ledger and os.path.abspath(settings.ledger),
+            }
             recorder = Recorder(settings.report, run, world._preparer.optimizers, **about)
             run.step.callbacks.append(recorder)
         return world

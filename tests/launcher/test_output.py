@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HANG_S
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, name_ranks
 from lockstep.launcher.output import (
     COLUMNS,
     Console,
@@ -355,6 +355,49 @@ def test_the_rank_is_named_once(tmp_path: Path) -> None:
     trace = b"[rank1]: Traceback\n[rank1]:   File\n[rank2]: other\n"
     out = b"[rank 1] Traceback\n[rank 1]   File\n[rank 1] [rank2]: other\n"
     assert written_by(tmp_path, b"\r", trace) == out
+
+
+def test_what_ends_many_ranks_is_shown_once(tmp_path: Path) -> None:
+    def trace(rank: int, text: str) -> bytes:
+        heading = f"Traceback (most recent call last):\n  File 'a.py', line 3, at 0x{rank}f\n"
+        return f"{heading}{text}\n".encode()
+
+    lost = "RuntimeError: lost 10.0.0.{}:{}"
+    ends = [lost.format(rank, 4000 + rank) for rank in range(4)] + ["KeyError: 1"]
+    with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
+        for rank, text in enumerate(ends):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            stdin, stdout, stderr = console.open(rank, rank, folder)
+            (folder / "error.json").write_text("{}")
+            os.write(stderr, trace(rank, text))
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
+        console.drain()
+    shown = found[1].decode()
+    (first,) = re.findall(r"rank (\d)\] RuntimeError", shown)
+    assert shown.count("Traceback") == 2
+    assert f"[rank {first}] {ends[int(first)]}\n" in shown
+    assert "[rank 4] KeyError: 1\n" in shown
+    others = name_ranks({*range(4)} - {int(first)})
+    assert shown.endswith(
+        f"lockstep: {others} ended with the same as rank {first} but for numbers; it is in their "
+        "logs\n"
+    )
+    for rank, text in enumerate(ends):
+        assert (tmp_path / str(rank) / "stderr.log").read_bytes() == trace(rank, text)
+
+
+def test_what_does_not_end_a_rank_is_shown_for_each(tmp_path: Path) -> None:
+    trace = b"Traceback (most recent call last):\nKeyError: 1\n"
+    with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
+        for rank in range(2):
+            stdin, stdout, stderr = console.open(rank, rank, tmp_path)
+            os.write(stderr, trace)
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
+        console.drain()
+    assert found[1].count(b"KeyError: 1") == 2
 
 
 def test_filters_and_choice(tmp_path: Path) -> None:

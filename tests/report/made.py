@@ -32,6 +32,7 @@ def write(
     loss: Callable[[int], float] = lambda step: 2.0 / math.sqrt(step + 1),
     end: str | None = "ok",
     lines: tuple[Any, ...] = (),
+    began: float | None = None,
     **about: Any,
 ) -> None:
     """Writes one start of a run; the ranks wait for the slowest, and for 13 ms.
@@ -41,18 +42,20 @@ def write(
         ranks: how many.
         rows: of one step each.
         number: of the start.
-        first: step.
+        first: step, from 0.
         work: seconds of a rank's step by phase.
         loss: of a step.
         end: how it ended on all ranks; None: they were killed.
         lines: what else rank 0 has written.
+        began: as `time.time()`; left out, a billion seconds for each start before it.
         about: what stands in the first lines.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    began = 1e9 * number if began is None else began
     of_ranks = [[work(rank, step) for step in range(first, first + rows)] for rank in range(ranks)]
     for rank in range(ranks):
         head = {"record": 1, "rank": rank, "ranks": ranks, "contributes": True, "device": "cpu"}
-        head |= {"host": f"node{rank // 8 + 1}", "time": 1e9 * number, "columns": COLUMNS}
+        head |= {"host": f"node{rank // 8 + 1}", "time": began, "columns": COLUMNS}
         head |= {"command": ["train.py", "--width", "256"], "torch": "2.13.0", "strategy": "ddp"}
         written: list[Any] = [head | about]
         at = 0.0
@@ -62,14 +65,14 @@ def write(
             own["communication"] = slowest + 0.013 - sum(own.values())
             at += sum(own.values())
             value = loss(first + row) * (1 + 0.1 * (rank - (ranks - 1) / 2))
-            written.append([first + row, 1, at, sum(own.values()), value, 0.1 * 0.99**row, 256,
+            written.append([first + row + 1, 1, at, sum(own.values()), value, 0.1 * 0.99**row, 256,
                             2**30 + 2**20 * row, 10**6 * row, 0, *own.values()])  # fmt: skip
         if rank == 0:
             written += lines
         if end is not None:
-            written.append({"end": end, "time": 1e9 * number + at})
+            written.append({"end": end, "time": began + at})
         text = "".join(json.dumps(line) + "\n" for line in written)
-        (folder / f"{int(1e9) * number * 10**9:020d}-aaaa.rank{rank}.record").write_text(text)
+        (folder / f"{int(began * 1e9):020d}-aaaa.rank{rank}.record").write_text(text)
 
 
 def noisy(

@@ -35,9 +35,32 @@ def test_a_rank_that_is_killed_and_the_restart(tmp_path: Path) -> None:
     record = Record(tmp_path / "runs" / "a")
     assert [start.ranks for start in record.starts] == [2, 2]
     assert record.starts[1].end == "ok"
-    assert [told["kind"] for told in record.told] == ["failure", "restart"]
-    assert "killed by SIGKILL" in record.told[0]["text"]
+    assert [told["kind"] for start in record.starts for told in start.told] == [
+        "failure",
+        "restart",
+        "end",
+    ]
     findings = find(record)
     assert findings[0].level == "error"
     assert findings[0].text.startswith("FIRST FAILURE: rank 1 on host")
-    assert "start 1 of 2 ranks ended" in findings[1].text
+    assert "  killed by SIGKILL" in findings[0].evidence[0]
+    assert "exit code 71" in findings[0].evidence
+    assert "start 1 of 2 ranks ended by a failure; the next one trained" in findings[1].text
+
+
+def test_a_rank_that_fails_before_init(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('odd')\n"
+        "import lockstep\nlockstep.init()\n"
+    )
+    arguments = ["run", "--nproc", "2", "--report", "runs/a", "train.py", "--width", "2"]
+    assert launch(arguments, tmp_path).returncode == 1
+    record = Record(tmp_path / "runs" / "a")
+    (start,) = record.starts
+    assert (start.joined, start.ranks, start.end) == (False, 2, "failed")
+    assert start.main.about["command"] == ["train.py", "--width", "2"]
+    error, note = find(record)
+    assert error.text.startswith("FIRST FAILURE: rank 1 on host")
+    lines = "  ValueError: odd", "  train.py:3: raise ValueError('odd')", "exit code 1"
+    assert set(lines) <= set(error.evidence)
+    assert note.text.startswith("no rank came to lockstep.init")

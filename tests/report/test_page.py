@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli.main import main
-from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank
+from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank, working
 from lockstep.report.reading import Record
 from lockstep.report.trackers import scalars
 
@@ -64,22 +64,106 @@ def test_a_rank_that_saves_is_no_straggler(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
     made.write(tmp_path, loss=lambda step: math.inf if step >= 70 else 1.0)
-    assert texts(Record(tmp_path)) == ["error: the loss is not finite from step 70 on"]
+    assert texts(Record(tmp_path)) == ["error: the loss is not finite from step 71 on"]
 
 
 def test_a_restart_and_the_steps_that_were_trained_again(tmp_path: Path) -> None:
     made.write(tmp_path, rows=50, end=None)
-    made.write(tmp_path, rows=50, number=2, first=30)
-    told = {"kind": "failure", "text": "FIRST FAILURE: rank 1\n  killed", "host": "a", "time": 2.0}
-    slow = {"kind": "finding", "text": "rank 0 waits\nat a line", "host": "a", "time": 1.0}
-    lines = f"{json.dumps(told)}\n{json.dumps(slow)}\n"
-    (tmp_path / "1-b.launcher.record").write_text(lines)
-    assert texts(Record(tmp_path)) == [
-        "error: FIRST FAILURE: rank 1",
-        "warning: rank 0 waits",
-        "warning: start 1 of 2 ranks ended without a word: it was killed; the next one trained "
-        "steps 30 to 49 again",
+    made.write(tmp_path, rows=50, began=1e9 + 8.25, first=30)
+    (restart,) = find(Record(tmp_path))
+    assert restart == Finding(
+        "warning",
+        "start 1 of 2 ranks ended without a word: it was killed; the next one trained steps 31 to "
+        "50 again",
+        ("time spent on steps that were trained again: 2.5 s",
+         "its last step: 50, the next one's first: 31",
+         "from its last sign to the next start: 2.0 s"),
+    )  # fmt: skip
+
+
+def told(folder: Path, name: str, *lines: dict[str, Any]) -> None:
+    """Writes what a launcher has."""
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps({"host": name, "text": "", **line}) + "\n" for line in lines)
+    (folder / f"1-{name}.launcher.record").write_text(text)
+
+
+def test_what_launchers_have_found_is_told_once_with_what_they_said(tmp_path: Path) -> None:
+    made.write(tmp_path, rows=50)
+    made.write(tmp_path, rows=50, number=2, first=50)
+    words = "FIRST FAILURE: rank 1\n  killed by SIGKILL\n  train.py:3: step()\n"
+    failure = {"kind": "failure", "exit_code": 71}
+    slow = {"kind": "finding", "text": "rank 0 works, the others wait\n  rank 0: at a line"}
+    for name in ("a", "b"):
+        folder = f"traceback and logs: /tmp/{name}"
+        told(
+            tmp_path,
+            name,
+            {"time": 1.1e9, **slow},
+            {"time": 1.2e9, **slow},
+            {"time": 2.2e9, "text": words + folder, **failure},
+        )
+    error, warning = find(Record(tmp_path))
+    assert (error.level, error.text) == ("error", "FIRST FAILURE: rank 1")
+    assert error.evidence[:4] == (
+        "  killed by SIGKILL",
+        "  train.py:3: step()",
+        "traceback and logs: /tmp/b",
+        "exit code 71",
+    )
+    assert error.evidence[4].startswith("said by the launcher on a, 20")
+    assert error.evidence[4].endswith(", in start 2")
+    assert (warning.level, warning.text) == ("warning", "rank 0 works, the others wait")
+    assert warning.evidence[0] == "  rank 0: at a line"
+    assert ", in start 1; 2 times, the last " in warning.evidence[1]
+    assert [start.end for start in Record(tmp_path).starts] == ["ok", "failed"]
+
+
+def test_a_run_that_failed_before_it_had_joined(tmp_path: Path) -> None:
+    start = {"kind": "start", "ranks": 8, "command": ["train.py", "--width", "2"]}
+    words = "FIRST FAILURE: rank 1 on host a\n  ValueError: odd\n  train.py:3: f()"
+    failure = {"kind": "failure", "exit_code": 1, "text": words}
+    made.write(tmp_path, rows=10)
+    told(
+        tmp_path,
+        "a",
+        {"time": 0.9e9, **start},
+        {"time": 1.1e9, "kind": "end"},
+        {"time": 1.5e9, **start},
+        {"time": 1.6e9, **failure},
+        {"time": 1.7e9, **start},
+    )
+    record = Record(tmp_path)
+    assert [(s.joined, s.ranks, s.end) for s in record.starts] == [
+        (True, 2, "ok"),
+        (False, 8, "failed"),
+        (False, 8, None),
     ]
+    findings = find(record)
+    assert findings[0].evidence[:3] == ("  ValueError: odd", "  train.py:3: f()", "exit code 1")
+    assert findings[1].text == "start 2 of 8 ranks ended by a failure"
+    assert findings[1].evidence[0] == "none of its ranks came to lockstep.init"
+    assert len(findings) == 2
+    page = pages(tmp_path)
+    assert "FIRST FAILURE: rank 1 on host a: ValueError: odd" in page
+    assert "train.py · not at lockstep.init" in page
+
+
+def pages(folder: Path) -> str:
+    """What `lockstep report` makes of it."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = CliRunner().invoke(main, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    return (folder / "report.html").read_text()
+
+
+def test_two_runs_that_write_into_one_folder_at_a_time(tmp_path: Path) -> None:
+    made.write(tmp_path, rows=10)
+    made.write(tmp_path, rows=10, began=1e9 + 0.5)
+    (finding,) = find(Record(tmp_path))
+    assert finding.text == (
+        "starts 1 and 2 ran at the same time: give each run a folder of its own"
+    )
 
 
 def test_what_is_not_known_of_a_gpu_is_said(tmp_path: Path) -> None:
@@ -99,8 +183,13 @@ def test_scaling_is_against_one_rank(tmp_path: Path) -> None:
         (1, 1.0),
         (4, round((0.112 + 0.013) / (0.112 / 3 + 0.013), 6)),
     ]
+    assert working(four.starts[0]) == pytest.approx(0.112 / 3 / (0.112 / 3 + 0.013))
+    assert working(one.starts[0]) is None
+    made.write(tmp_path / "sharded", 2, strategy="fsdp")
+    assert working(Record(tmp_path / "sharded").starts[0]) is None
     found = speed(one.starts[0])
     assert found is not None
+    assert (found.steps, found.batch) == (97, 256.0)
     assert found.samples_s == pytest.approx(256 / made.STEP_S)
     assert work_by_rank(one.starts[0])[0] == pytest.approx(0.112)
 
@@ -118,17 +207,14 @@ def full(folder: Path, ranks: int) -> None:
     lines = ({"choices": [[BAD, BAD, BAD]]}, logged, {"warning": BAD, "step": 1, "time": 1.0})
     made.write(folder, ranks, rows=20, end="failed")
     made.write(folder, ranks, number=2, rows=30, lines=lines, host=BAD, command=[BAD, BAD])
-    told = {"kind": BAD, "text": BAD, "host": BAD, "time": 2.0}
-    (folder / "1-b.launcher.record").write_text(json.dumps(told) + "\n")
+    words = "\n".join([BAD] * 20)
+    told(folder, "b", {"kind": "finding", "text": words, "host": BAD, "time": 2.0})
 
 
 @pytest.mark.parametrize("ranks", [1, 40])
 def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     full(tmp_path, ranks)
-    result = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / "report.html").read_text()
+    page = pages(tmp_path)
     assert "<script" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 8
     # A namespace is a name; nothing is loaded from it.
@@ -142,6 +228,8 @@ def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path
     used = set(re.findall(r"var\(--(\w+)\)", page))
     assert used <= set(re.findall(r"--(\w+):", page))
     assert {"data", "communication", "line", "text"} <= used
+    assert ("How fast one rank is, is not known" in page) == (ranks > 1)
+    assert page.count("<details><summary>8 more lines") == 1
 
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -206,10 +294,10 @@ def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> No
     made.write(tmp_path, 2, rows=2, lines=(line,))
     record = Record(tmp_path)
     values = [(s.step, s.name, s.value) for s in scalars(record.starts[0])]
-    assert (0, "loss", pytest.approx(2.0)) in values
-    assert (1, "learning_rate", pytest.approx(0.099)) in values
-    assert (1, "samples_per_second", pytest.approx(256 / made.STEP_S)) in values
-    assert values[-1] == (2, "evaluation/acc", 0.5)
+    assert (1, "loss", pytest.approx(2.0)) in values
+    assert (2, "learning_rate", pytest.approx(0.099)) in values
+    assert (2, "samples_per_second", pytest.approx(256 / made.STEP_S)) in values
+    assert (2, "evaluation/acc", 0.5) in values
     sent: list[dict[str, Any]] = []
     run = SimpleNamespace(
         log=sent.append, define_metric=lambda *_, **__: None, finish=lambda: sent.append({})
@@ -228,4 +316,4 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--to", "tensorboard"])
     assert result.exit_code == 0, result.output
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]

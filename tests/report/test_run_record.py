@@ -57,7 +57,7 @@ def test_the_record_of_several_ranks(size: int, tmp_path: Path) -> None:
     (start,) = record.starts
     assert (start.ranks, sorted(start.records), start.end) == (size, list(range(size)), "ok")
     steps, recorded = start.loss()
-    assert steps.tolist() == list(range(10))
+    assert steps.tolist() == list(range(1, 11))
     np.testing.assert_allclose(recorded, losses, rtol=1e-5)
     for rank, of_rank in start.records.items():
         assert of_rank.about["rank"] == rank
@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> Non
     train(tmp_path, 1)
     killed, whole = Record(tmp_path).starts
     assert (killed.ranks, killed.end, killed.records[1].end) == (2, "failed", None)
-    assert killed.records[1].column("step").tolist() == list(range(7))
+    assert killed.records[1].column("step").tolist() == list(range(1, 8))
     assert (whole.ranks, whole.end) == (1, "ok")
     assert whole.time > killed.time
 
@@ -91,15 +91,15 @@ def test_it_is_read_while_it_grows_and_where_it_was_cut_off(tmp_path: Path) -> N
     train(tmp_path, 1)
     (file,) = tmp_path.iterdir()
     data = file.read_bytes()
-    at = data.index(b"\n[3,") + 10
+    at = data.index(b"\n[4,") + 10
     file.write_bytes(data[:at])
     record = Record(tmp_path)
-    assert record.starts[0].main.column("step").tolist() == [0, 1, 2]
+    assert record.starts[0].main.column("step").tolist() == [1, 2, 3]
     assert not record.refresh()
     with open(file, "ab") as more:
         more.write(data[at:])
     assert record.refresh()
-    assert record.starts[0].main.column("step").tolist() == [0, 1, 2, 3, 4]
+    assert record.starts[0].main.column("step").tolist() == [1, 2, 3, 4, 5]
     assert record.starts[0].end == "ok"
 
 
@@ -109,7 +109,7 @@ def test_rows_of_a_long_run_are_of_ever_more_steps(tmp_path: Path, monkeypatch: 
     main = Record(tmp_path).starts[0].main
     steps = main.column("steps").tolist()
     assert steps == [1] * 4 + [2] * 4 + [4] * 4 + [8] + [4]
-    assert (main.column("step") + 1).tolist() == np.cumsum(steps).tolist()
+    assert main.column("step").tolist() == np.cumsum(steps).tolist()
     assert main.column("samples").sum() == 8 * SAMPLES
     means = [
         np.mean(part) for part in np.split(np.array(losses), np.cumsum(steps)[:-1].astype(int))
@@ -214,14 +214,14 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: Any)
 
     def dumps(line: Any, **options: Any) -> str:
         written.append(line)
-        if isinstance(line, list) and line[0] == 2:
+        if isinstance(line, list) and line[0] == 3:
             raise OSError(28, "No space left on device")
         return json.dumps(line, **options)
 
     monkeypatch.setattr(writing, "json", SimpleNamespace(dumps=dumps))
     with pytest.warns(LockstepWarning, match="(?s)No space left on device.*its record ends here"):
         assert len(train(tmp_path, 1, kill_after=99)) == 5
-    assert Record(tmp_path).starts[0].main.column("step").tolist() == [0, 1]
+    assert Record(tmp_path).starts[0].main.column("step").tolist() == [1, 2]
 
 
 def refused(folder: str) -> str:
@@ -242,6 +242,13 @@ def test_there_is_no_record(tmp_path: Path) -> None:
         Record(tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         Record(tmp_path / "no")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1-a.rank0.record").touch()
+    with pytest.raises(CheckpointError, match=r"give one of the folders in it .*: a, b"):
+        Record(tmp_path)
+    (start,) = Record(tmp_path / "a").starts
+    assert (start.ranks, start.end, start.main.rows) == (1, None, [])
     (tmp_path / "1-a.rank0.record").write_text('{"record": 2}\n')
     with pytest.raises(CheckpointError, match="is of version 2"):
         Record(tmp_path)

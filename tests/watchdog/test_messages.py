@@ -59,6 +59,18 @@ def test_a_deadlock_is_told() -> None:
     )
 
 
+def test_of_many_ranks_it_fits_a_screen_and_names_those_at_fault() -> None:
+    for does in ("waits in a barrier", "waits in call {}"):
+        rows = tuple(Row(n, f"node{n // 8:03}", does.format(n), None) for n in range(1024))
+        rows = (*rows[:1000], Row(1000, "node125", "is stopped", None), *rows[1001:])
+        calls = tuple((n, call("all_reduce", n, n)) for n in range(1024))
+        mismatch = Mismatch("the default group", 6, calls)
+        lines = render(Verdict("stopped", True, (1000,), "stopped", rows, mismatch)).splitlines()
+        assert len(lines) < 30
+        assert "  rank 1000 on node125: is stopped" in lines
+    assert any(line.endswith("see hang.txt") for line in lines)
+
+
 @pytest.mark.usefixtures("source")
 def test_no_line_is_longer_than_100_columns() -> None:
     rows = tuple(Row(r, "host" * r, "waits in " + "x " * 90, own(95), 1.0) for r in range(9))
@@ -73,7 +85,8 @@ def test_without_its_source_a_line_has_the_function() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((3, 1, 5, 4), "ranks 1, 3-5")],
+    [((0,), "rank 0"), ((0, 1), "ranks 0-1"), ((3, 1, 5, 4), "ranks 1, 3-5"),
+     (tuple(range(0, 200, 2)), f"100 ranks ({', '.join(map(str, range(0, 48, 2)))}, ...)")],
 )  # fmt: skip
 def test_ranks_have_names(ranks: tuple[int, ...], name: str) -> None:
     assert name_ranks(ranks) == name

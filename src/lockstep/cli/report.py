@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
@@ -45,6 +46,7 @@ def command(
         click.echo((follow if live else write)(record, tracker))
         return
     from lockstep.report.page import render
+    from lockstep.watchdog.probe import write_whole
 
     others = [Record(folder) for folder in baselines]
     if live:
@@ -55,8 +57,10 @@ def command(
     path = out or run / "report.html"
     page = render(record, others)
     try:
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.with_name(f"{path.name}.new").unlink()
         raise SettingError(
             f"--out {path}", f"it cannot be written: {error}", "name another file"
         ) from error

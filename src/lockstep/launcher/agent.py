@@ -228,6 +228,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         self._alone, self._marks = None, []
+        self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start(worker_group, worker, attempt)
         while any(process.pid is None for process in attempt.processes):
@@ -392,10 +393,7 @@ class Agent(api.SimpleElasticAgent):
         attempt.over = True
         self._console.drain()
         attempt.failure = self._first_failure(attempt)
-        if attempt.failure is not None:
-            interrupted = attempt.failure.kind == "interrupted"
-            kind = "interrupted" if interrupted else "failure"
-            self._journal.write(kind, render(attempt.failure))
+        self._journal.end(attempt.failure)
 
     def _send(self, attempt: Attempt, number: int) -> None:
         for process in attempt.running:

@@ -8,6 +8,10 @@ The console gets whole lines, each with its rank before it. A progress bar draws
 and again after a carriage return, and what counts is the last state. On a terminal one row stands
 under the lines: what the lowest rank has not finished yet, such as its bar or a prompt.
 
+What ranks print as an exception ends them is shown once where it is the same but for numbers; for
+the others the console says which ranks they are. With hundreds of them the verdict would stand
+under thousands of lines.
+
 A rank that is alone has the launcher's terminal itself, and nothing of this is in between.
 """
 
@@ -24,12 +28,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import IO
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, name_ranks
+from lockstep.watchdog.exit_status import RECORD
 
 STREAMS = ("stdout", "stderr")
 COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
@@ -45,6 +50,10 @@ _WRITE_BYTES = 4096
 _TICK_S = 0.05
 _FINISH_S = 2.0
 _TAIL_BYTES = 1 << 16
+_LAST_WORDS_S = 1.0
+"""A rank that has written nothing more for so long has said what ended it."""
+_NUMBER = re.compile(rb"0x[0-9a-f]+|\d+")
+_HEADING = b"Traceback (most recent call last)"
 
 _ERASED = re.compile(rb"\x1b\[2K")
 _MOVES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -164,6 +173,8 @@ class Console:
         self._sinks = {"stdout": first, "stderr": second}
         self._streams: list[_Stream] = []
         self._lines: deque[str] = deque()
+        self._raised: dict[bytes, list[int]] = {}
+        """By what ranks have printed as they ended, without its numbers: which ranks."""
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
@@ -270,6 +281,7 @@ class Console:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
             soon = min(self._draw_at, self._drain_until, self._stop_at) < math.inf
+            soon = soon or any(stream.last_words for stream in self._streams)
             for descriptor, _ in poll.poll(_TICK_S * 1000 if soon else None):
                 if descriptor == self._wake:
                     os.read(self._wake, 4096)
@@ -303,7 +315,7 @@ class Console:
         if stream.sink is None:
             return
         if stream.prefix:
-            self._show(stream, stream.sink, lines)
+            self._show(stream, stream.sink, stream.held_back(lines))
         else:
             stream.sink.write(data)
             stream.sink.mid_line = not data.endswith(b"\n")
@@ -317,6 +329,27 @@ class Console:
             shown = (line + (end if b"\x1b" in line else b"\n") for line in lines)
             sink.write(b"".join(mark + line for line in shown), self._row(sink))
 
+    def _show_once(self, stream: _Stream) -> None:
+        """Shows what a rank has printed as it ended, unless another has printed the same."""
+        lines, stream.last_words = stream.last_words, []
+        if lines and stream.sink is not None:
+            ranks = self._raised.setdefault(_NUMBER.sub(b"", b"\n".join(lines)), [])
+            ranks.append(stream.rank)
+            self._show(stream, stream.sink, lines if len(ranks) == 1 else [])
+
+    def _say_who_else(self) -> None:
+        """Once all streams have ended, and this is waited for."""
+        if self._drained.is_set():
+            return
+        for first, *others in self._raised.values():
+            if others:
+                self._lines.append(
+                    f"lockstep: {name_ranks(others)} ended with the same as rank {first} but for "
+                    "numbers; it is in their logs"
+                )
+        self._raised.clear()
+        self._announce_all()
+
     def _row(self, sink: Sink) -> bytes:
         """What is unfinished, of the lowest rank, as one row of the terminal."""
         if not sink.terminal:
@@ -329,7 +362,8 @@ class Console:
         self._streams.remove(stream)
         if stream.sink is not None:
             rest = [stream.state] if stream.prefix and stream.state.strip() else []
-            self._show(stream, stream.sink, rest)
+            self._show(stream, stream.sink, stream.held_back(rest))
+            self._show_once(stream)
             stream.sink.draw(self._row(stream.sink))
         stream.close_files()
         os.close(stream.descriptor)
@@ -340,6 +374,9 @@ class Console:
             self._draw_at = math.inf
             for sink in sinks:
                 sink.draw(self._row(sink))
+        for stream in self._streams:
+            if now >= stream.last_read + _LAST_WORDS_S:
+                self._show_once(stream)
         for sink in sinks:
             sink.flush()
         self._announce_all()
@@ -350,6 +387,7 @@ class Console:
                     self._end(stream)
         if not self._streams:
             self._drain_until = math.inf
+            self._say_who_else()
             self._drained.set()
 
 
@@ -464,6 +502,9 @@ class _Stream:
     """Lines that are shown and hold one of them go to a file beside the rank's folder."""
     unfinished: bytes = b""
     """The last line so far; of one that is drawn again and again not much more than its state."""
+    last_words: list[bytes] = field(default_factory=list)
+    """Lines that are not shown yet: those from where an exception has ended the rank."""
+    last_read: float = 0.0
 
     def __post_init__(self) -> None:
         self._file: IO[bytes] | None = open(self.log, "ab", buffering=0)  # noqa: SIM115
@@ -495,6 +536,16 @@ class _Stream:
         # hook for exceptions puts the rank before each line as well.
         prefix = f"[rank{self.rank}]: ".encode()
         return [last_state(line).removeprefix(prefix) for line in lines if not line.endswith(_UP)]
+
+    def held_back(self, lines: list[bytes]) -> list[bytes]:
+        """Puts those of the lines that tell of the rank's end into `last_words`; the others."""
+        self.last_read = time.monotonic()
+        if not lines or self.log.stem != "stderr" or not (self.log.parent / RECORD).exists():
+            return lines
+        heading = (n for n, line in enumerate(lines) if _HEADING in line)
+        begin = 0 if self.last_words else next(heading, 0)
+        self.last_words += lines[begin:]
+        return lines[:begin]
 
     def keep(self, data: bytes, lines: list[bytes]) -> None:
         """Writes the files.

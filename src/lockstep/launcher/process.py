@@ -21,19 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.launcher.output import tail
+from lockstep.launcher.worker import Script
 from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
+from lockstep.watchdog.first_failure import FirstFailure, render
 from lockstep.watchdog.probe import RETURNED, UNLIKE, read_heartbeat
 from lockstep.watchdog.snapshot import read_process
 from lockstep.watchdog.stacks import own_line, parse_frames
-
-if TYPE_CHECKING:
-    from lockstep.watchdog.first_failure import FirstFailure
 
 
 @dataclass(eq=False)
@@ -92,20 +90,37 @@ class Journal:
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.launcher.record"
         self._path = Path(folder, name) if folder else None
 
-    def write(self, kind: str, text: str) -> None:
+    def write(self, kind: str, text: str = "", **more: object) -> None:
         """Adds a line; one that cannot be written is left out, as ranks say that by themselves.
 
         Args:
-            kind: `failure`, `restart`, `interrupted` or `finding`.
+            kind: `start`, `finding`, `restart`; how a start has ended: `end` (well), `failure` or
+                `interrupted`.
             text: for people.
+            more: `ranks` and `command` of a start, `exit_code` of a failure.
         """
         if self._path is None:
             return
         line = {"kind": kind, "text": text, "host": socket.gethostname(), "time": time.time()}
+        line |= more
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
+
+    def start(self, attempt: Attempt, script: Script) -> None:
+        """The ranks are about to be started; the machine of rank 0 writes it down."""
+        if attempt.node == 0:
+            command = [script.path, *script.arguments]
+            self.write("start", ranks=attempt.world_size, command=command)
+
+    def end(self, failure: FirstFailure | None) -> None:
+        """The ranks have ended, and this was why."""
+        if failure is None:
+            self.write("end")
+        else:
+            kind = "interrupted" if failure.kind == "interrupted" else "failure"
+            self.write(kind, render(failure), exit_code=failure.exit_code)
 
     def find(self, announce: Callable[[str], object], text: str) -> None:
         """Announces a finding, and adds it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from lockstep.step import PHASES
 
 _SILENT_S = 60.0
 """A start without an end, of which nothing came for so long and four steps, is not running."""
-_WARNINGS = 20
+_SHOWN_LINES = 12
+"""Of the evidence of a finding; what follows is folded."""
 
 
 class Chart(NamedTuple):
@@ -57,7 +57,7 @@ def render(
             "pip install 'torch-lockstep[report]'",
         ) from None
     last = record.starts[-1]
-    main, about = last.main, last.main.about
+    about = last.main.about
     environment = Environment(autoescape=True, trim_blocks=True)
 
     def figure(chart: Chart) -> str:
@@ -74,31 +74,42 @@ def render(
     template = environment.from_string(Path(__file__).with_name("page.html").read_text())
     command = about.get("command") or ["a run"]
     rates = analysis.scaling([s for each in (*baselines, record) for s in each.starts])
-    ledger = _ledger(record)
-    parts = [("findings", "Findings"), ("time", "Time"), ("curves", "Curves")]
-    parts += [("scaling", "Scaling")] if rates else []
-    parts += [("starts", "Starts"), ("choices", "Choices")]
-    parts += [("ledger", "Samples")] if ledger else []
+    ledger, now = _ledger(record), analysis.clock_time(time.time())
+    choices = [*last.main.choices, *_versions(about)]
+    several = last.joined and last.ranks > 1
+    times, curves = _time_charts(last), _curves(record)
+    shown: dict[str, Any] = {
+        "Findings": True, "Time": times, "Curves": curves, "Scaling": rates or several,
+        "Starts": True, "Choices": choices, "Samples": ledger,
+    }  # fmt: skip
     return template.render(
         figure=figure,
         refresh_s=refresh_s,
         title=f"{Path(command[0]).name} · {_state(last)}",
-        subtitle=f"{shlex.join(command)} · {record.folder} · read {_clock_time(time.time())}",
-        parts=parts,
+        subtitle=f"{shlex.join(command)} · {record.folder} · read {now}",
+        parts=[name for name, content in shown.items() if content],
         numbers=_numbers(record, last),
         findings=analysis.find(record),
-        time=_time_charts(last),
-        curves=_curves(record),
+        time=times,
+        curves=curves,
         phases=PHASES,
         ranks=[_rank_row(r) for _, r in sorted(last.records.items())],
         scaling=[
-            (s.ranks, thousands(s.samples_s), f"{times:.2f}", f"{times / s.ranks:.0%}")
+            (
+                s.ranks,
+                thousands(s.batch),
+                s.steps,
+                thousands(s.samples_s),
+                f"{times:.2f}",
+                f"{times / s.ranks:.0%}",
+            )
             for s, times in rates
         ],
+        working=_working(last),
+        several=several,
         starts=[_start_row(n, start) for n, start in enumerate(record.starts, 1)],
-        told=[{**told, "time": _clock_time(told["time"])} for told in _once(record.told)],
-        warnings=[warning["warning"] for warning in main.warnings[:_WARNINGS]],
-        choices=[*main.choices, *_versions(about)],
+        shown=_SHOWN_LINES,
+        choices=choices,
         ledger=ledger,
     )
 
@@ -106,10 +117,14 @@ def render(
 def _state(start: Start) -> str:
     """How a start has ended, or that it runs, as far as that can be told."""
     if start.end is not None:
-        return {"ok": "ended well", "failed": "failed"}[start.end]
+        words = {"ok": "ended well", "restarted": "ended, to start again"}
+        before = "" if start.joined else " before lockstep.init"
+        return words.get(start.end, start.end) + before
     longest = max(max(r.column("longest_s"), default=0.0) for r in start.records.values())
     steps = max(max(r.column("steps"), default=1.0) for r in start.records.values())
     quiet = time.time() - start.last_time
+    if not start.joined:
+        return f"not at lockstep.init, {clock(quiet)} after its start"
     if quiet < _SILENT_S + 4 * longest * steps:
         return "running"
     return f"without a word for {clock(quiet)}"
@@ -120,20 +135,22 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     _, losses = last.loss()
     speed = analysis.speed(last)
     hosts = {str(r.about.get("host")) for r in last.records.values()}
-    numbers = [("ranks", f"{last.ranks} on {counted(len(hosts), 'host')}")]
+    where = f" on {counted(len(hosts), 'host')}" if last.joined else ""
+    numbers = [("ranks", f"{last.ranks}{where}")]
     if len(last.main.rows):
-        numbers.append(("last step", thousands(last.main.column("step")[-1] + 1)))
+        numbers.append(("last step", thousands(last.main.column("step")[-1])))
     if speed is not None:
         numbers.append(("throughput", f"{thousands(speed.samples_s)} samples/s"))
         numbers.append(("time of a step", duration_of(speed.step_s)))
     if len(losses):
         numbers.append(("last loss", number(float(losses[-1]))))
-    numbers += [
-        ("trained for", duration(found["seconds"])),
-        ("starts", str(len(record.starts))),
-        ("most memory of a rank", sized(int(found["memory"]))),
-        ("sent by rank 0", sized(int(found["sent"]))),
-    ]
+    numbers.append(("starts", str(len(record.starts))))
+    if len(last.main.rows):
+        numbers += [
+            ("trained for", duration(found["seconds"])),
+            ("most memory of a rank", sized(int(found["memory"]))),
+            ("sent by rank 0", sized(int(found["sent"]))),
+        ]
     return numbers
 
 
@@ -198,6 +215,17 @@ def _range(label: str, parts: Sequence[Any], word: Callable[[Any], str]) -> str:
     )
 
 
+def _working(start: Start) -> str:
+    """How much faster than one rank they can be, from what each of them has measured."""
+    part = analysis.working(start)
+    if part is None:
+        return ""
+    return (
+        f"The {start.ranks} ranks worked for {part:.0%} of the time and waited for each other for "
+        f"the rest, so they were no more than {start.ranks * part:.2f} times as fast as one."
+    )
+
+
 def _rank_row(record: RankRecord) -> dict[str, Any]:
     found = analysis.per_step(record)
     longest = record.column("longest_s")[analysis.steady(record)]
@@ -215,16 +243,18 @@ def _start_row(number: int, start: Start) -> dict[str, Any]:
     first = steps[0] - start.main.column("steps")[0] + 1 if len(steps) else 0
     return {
         "number": number,
-        "time": _clock_time(start.time),
+        "time": analysis.clock_time(start.time),
         "ranks": start.ranks,
         "steps": f"{first:.0f} to {steps[-1]:.0f}" if len(steps) else "none",
-        "end": start.end or _state(start),
+        "end": _state(start),
+        "level": {"ok": "ok", "failed": "failed"}.get(start.end or "", ""),
+        "why": next((_why(told) for told in start.told if told["kind"] == "failure"), ""),
     }
 
 
-def _once(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launchers of several machines may say the same."""
-    return [*{(each["kind"], each["text"]): each for each in told}.values()]
+def _why(told: dict[str, Any]) -> str:
+    """The first lines of a failure: which rank, and what it raised."""
+    return ": ".join(line.strip().rstrip(":") for line in told["text"].splitlines()[:2])
 
 
 def _versions(about: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -232,20 +262,17 @@ def _versions(about: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, str(about[name]), "") for name in names if name in about]
 
 
-def _clock_time(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-
-
 def _ledger(record: Record) -> str:
     """What the sample ledger tells, where the run has kept one."""
     from lockstep.data.ledger import judge
 
-    folder = record.starts[-1].main.about.get("ledger")
-    if not folder:
+    told = record.starts[-1].main.about.get("ledger")
+    if not told:
         return ""
     try:
-        report = judge(folder)
+        # On another machine it may lie elsewhere, or with the record.
+        report = judge(told if Path(told).is_dir() else record.folder)
     except CheckpointError as error:
-        return str(error.parts)
+        return error.parts
     lines = report.lines()
     return "\n".join(printable(line) if "\n" not in line else line for line in lines)

@@ -6,15 +6,17 @@ Needs no torch. A file may still grow: reading it again costs as much as what ha
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, some
 from lockstep.step import PHASES
 
 FORMAT = 1
@@ -25,7 +27,7 @@ COLUMNS = (
     "step", "steps", "at", "longest_s", "loss", "learning_rate", "samples", "memory", "sent",
     "shared", *PHASES,
 )  # fmt: skip
-"""Of a row: the number of its last step, from 0; how many steps it is of; seconds from the start of
+"""Of a row: the number of its last step, from 1; how many steps it is of; seconds from the start of
 the record; seconds of the longest step; the mean over its steps of this rank's part of the loss,
 whose mean over the ranks is the loss of the global batch; the learning rate; samples on all ranks;
 the most memory so far, in bytes; bytes sent to other ranks and written into shared memory since the
@@ -33,6 +35,9 @@ start; and seconds spent on each phase, in all of its steps."""
 _COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 OWN = tuple(phase for phase in PHASES if phase != "communication")
 """The phases in which a rank does not wait for others."""
+
+_ENDS = {"failure": "failed", "interrupted": "interrupted", "end": "ok"}
+"""What the line of a launcher says of how a start has ended."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,6 +82,8 @@ class RankRecord:
         if isinstance(line, list):
             if len(line) == len(COLUMNS):
                 self.rows.append([np.nan if value is None else value for value in line])
+        elif not isinstance(line, dict):  # a line that was damaged
+            return
         elif "record" in line:
             self.about = line
         elif "choices" in line:
@@ -104,6 +111,11 @@ class Start:
 
     name: str
     records: dict[int, RankRecord] = field(default_factory=dict)
+    joined: bool = True
+    """The ranks came to `lockstep.init`; if not, all that is known is what the launcher wrote."""
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """What the launchers have written from here to the next start: `kind`, `text`, `host`, `time`;
+    `by`, the name of the file."""
 
     @property
     def time(self) -> float:
@@ -130,11 +142,21 @@ class Start:
 
     @property
     def end(self) -> str | None:
-        """`ok`: all ranks came to the end; `failed`: one has failed; None: some did not say."""
+        """`ok`: all ranks came to the end; `failed`: one has failed; `interrupted`: by a signal to
+        the launcher; `restarted`: with other machines; None: nobody has said it.
+        """
+        kinds = [told["kind"] for told in self.told]
+        said = {_ENDS[kind] for kind in kinds if kind in _ENDS}
+        for end in ("interrupted", "failed"):
+            if end in said:
+                return end
+        if "restart" in kinds:
+            return "restarted"
         ends = {record.end for record in self.records.values()}
         if "failed" in ends:
             return "failed"
-        return "ok" if ends == {"ok"} and len(self.records) == self.ranks else None
+        all_well = ends == {"ok"} and len(self.records) == self.ranks
+        return "ok" if "ok" in said or all_well else None
 
     def loss(self) -> tuple[Floats, Floats]:
         """Steps, and the loss of their global batches: the mean over the ranks that count.
@@ -169,15 +191,18 @@ class Record:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.starts: list[Start] = []
-        self.told: list[dict[str, Any]] = []
-        """What the launchers have written: `kind`, `text`, `host`, `time`."""
+        self._of_ranks: dict[str, Start] = {}
+        self._of_launchers: dict[str, list[dict[str, Any]]] = {}
         self._lines: dict[str, _Lines] = {}
         self.refresh()
         if not self.starts:
+            inside = sorted({path.parent.name for path in self.folder.glob(f"*/*{SUFFIX}")})
             raise CheckpointError(
                 f"the record of a run in {self.folder}",
                 "the folder holds none" if self.folder.is_dir() else "there is no such folder",
-                "train with lockstep run --report FOLDER, and give that folder",
+                f"give one of the folders in it that hold one: {some(inside)}"
+                if inside
+                else "train with lockstep run --report FOLDER, and give that folder",
             )
 
     def refresh(self) -> bool:
@@ -187,30 +212,56 @@ class Record:
             CheckpointError: it cannot be read, or is of a later version.
         """
         changed = False
-        starts = {start.name: start for start in self.starts}
         try:
             for path in sorted(self.folder.glob(f"*{SUFFIX}")):
                 name, _, rank = path.name.removesuffix(SUFFIX).rpartition(NAME)
-                known = self._lines.setdefault(path.name, _Lines(path))
-                for line in known.new():
+                lines = self._lines.setdefault(path.name, _Lines(path)).new()
+                if not rank.isdigit():
+                    told = self._of_launchers.setdefault(path.name, [])
+                    before = len(told)
+                    told += [{**line, "by": path.name} for line in lines if isinstance(line, dict)]
+                    changed |= len(told) > before
+                    continue
+                # A file that is still empty tells that there is such a rank.
+                start = self._of_ranks.setdefault(name, Start(name))
+                record = start.records.setdefault(int(rank), RankRecord(int(rank)))
+                for line in lines:
                     changed = True
-                    if not rank.isdigit():
-                        self.told.append(line)
-                        continue
                     if isinstance(line, dict) and line.get("record", FORMAT) != FORMAT:
                         raise CheckpointError(
                             f"the record of a run in {self.folder}",
                             f"{path.name} is of version {line['record']}, and {FORMAT} is read",
                             "read it with the Lockstep that wrote it",
                         )
-                    start = starts.setdefault(name, Start(name))
-                    start.records.setdefault(int(rank), RankRecord(int(rank))).add(line)
+                    record.add(line)
         except OSError as error:
             raise CheckpointError(
                 f"the record of a run in {self.folder}",
                 f"it cannot be read: {error}",
                 "make it readable, or copy the folder",
             ) from error
-        self.starts = [starts[name] for name in sorted(starts)]
-        self.told.sort(key=lambda told: float(told["time"]))
+        every = [*self._of_ranks.values(), *self._not_joined()]
+        self.starts = sorted(every, key=lambda start: start.name)
+        told = sorted((t for of in self._of_launchers.values() for t in of), key=itemgetter("time"))
+        for start, after in zip(self.starts, [*self.starts[1:], None], strict=True):
+            start.told = [
+                t
+                for t in told
+                if t["kind"] != "start"
+                and (start is self.starts[0] or t["time"] >= start.time)
+                and (after is None or t["time"] < after.time)
+            ]
         return changed
+
+    def _not_joined(self) -> Iterator[Start]:
+        """Those of which no rank came to `lockstep.init`, as far as launchers know of them."""
+        times = [start.time for start in self._of_ranks.values()]
+        for told in self._of_launchers.values():
+            for number, line in enumerate(told):
+                if line["kind"] != "start":
+                    continue
+                ends = (t["time"] for t in told[number + 1 :] if t["kind"] in _ENDS)
+                until = next(ends, math.inf)
+                if not any(line["time"] <= time <= until for time in times):
+                    name = f"{int(line['time'] * 1e9):020d}-{line['by']}"
+                    yield Start(name, {0: RankRecord(0, line)}, joined=False)

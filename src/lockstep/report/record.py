@@ -167,8 +167,8 @@ class Recorder(Callback):
         if at - self._memory_at >= _MEMORY_EVERY_S:
             self._memory, self._memory_at = self._peak_memory(), at
         values = [
-            number, self._steps, at, self._longest_s, None, self._learning_rate(), self._samples,
-            self._memory, traffic.sent, traffic.shared, *self._seconds.values(),
+            number + 1, self._steps, at, self._longest_s, None, self._learning_rate(),
+            self._samples, self._memory, traffic.sent, traffic.shared, *self._seconds.values(),
         ]  # fmt: skip
         self._copied = _Row(values, *self._loss_on_host())
         self._write_copied(wait=False)

@@ -49,7 +49,7 @@ def scalars(start: Start) -> Iterator[Scalar]:
     ]
     for told in main.logged:
         kind = "training" if told["training"] else "evaluation"
-        step = max((s for s in at if s < told["step"]), default=None)
+        step = max((s for s in at if s <= told["step"]), default=None)
         when = begun if step is None else at[step]
         found += [
             Scalar(told["step"], f"{kind}/{name}", value, when)

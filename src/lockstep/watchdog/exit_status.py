@@ -135,7 +135,8 @@ class ExitReport:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable: where torch's `record` decorator writes what a script raised."""
-_FILE = "error.json"
+RECORD = "error.json"
+"""In a rank's folder: what it raised."""
 _CHAIN = 5
 # What torch raises with the traceback of another process or thread in its message: its
 # ExceptionWrapper, and `mp.spawn`.
@@ -154,7 +155,7 @@ def record(error: BaseException, folder: Path) -> None:
     """
     with contextlib.suppress(Exception):  # the exception itself must still be seen
         made = describe(error)
-        write_whole(folder / _FILE, json.dumps(asdict(made)))
+        write_whole(folder / RECORD, json.dumps(asdict(made)))
         elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
         if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
@@ -166,7 +167,7 @@ def record(error: BaseException, folder: Path) -> None:
 def read_record(folder: Path) -> ErrorRecord | None:
     """What `record` wrote in a rank's folder; None: nothing."""
     try:
-        return from_values(ErrorRecord, json.loads((folder / _FILE).read_text()))
+        return from_values(ErrorRecord, json.loads((folder / RECORD).read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

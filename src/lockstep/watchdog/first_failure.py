@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, grouped, name_ranks
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, grouped, name_ranks, some
 from lockstep.watchdog.exit_status import ErrorRecord, ExitStatus, Interruption
 from lockstep.watchdog.messages import Verdict, details
 
@@ -44,6 +44,7 @@ LATE_S = 5.0
 
 _MAX_MESSAGE_LINES = 8
 _MAX_LAST_LINES = 5
+_MOST_ALSO = 8
 _MAX_LINE = 1000
 """Characters; a tensor or a whole file may be in a message."""
 
@@ -287,7 +288,7 @@ def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
         replace(
             group[0],
             ranks=tuple(sorted({rank for root in group for rank in root.ranks})),
-            host=", ".join(sorted({root.host for root in group})),
+            host=some(sorted({root.host for root in group}), 4),
         )
         for group in groups.values()
     ]
@@ -321,11 +322,13 @@ def render(first: FirstFailure) -> str:
         lines.append(f"  {first.line}")
     if first.also:
         lines.append("at the same time (their order is not known):")
-        lines += [f"  {_cut(text)}" for text in first.also]
+        lines += [f"  {_cut(text)}" for text in first.also[:_MOST_ALSO]]
+        more = len(first.also) - _MOST_ALSO
+        lines += [f"  and {more} more, which their logs tell"] * (more > 0)
     lines += [f"what to do: {text}" for text in first.advice]
     ended = [f"ended by lockstep: {name_ranks(first.ended_by_us)}"] * bool(first.ended_by_us)
     if followed := [*first.consequences, *ended]:
-        lines.append("consequences: " + ", ".join(followed))
+        lines.append(_cut("consequences: " + ", ".join(followed)))
     if first.folder:
         lines.append(f"traceback and logs: {first.folder}")
     return "\n".join(lines)
