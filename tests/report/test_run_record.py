@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,16 +209,24 @@ def test_warnings_are_in_it(tmp_path: Path) -> None:
     assert "it is <b>odd</b>" in warning["warning"]
 
 
+def test_rows_are_json_of_seven_digits() -> None:
+    for value, told in ((1 / 3, 0.3333333), (12345678, 12345678), (1.5e-9, 1.5e-9), (1e300, 1e300)):
+        assert json.loads(writing._text([1, value, 0.5])) == [1, told, 0.5]
+    for value in (None, math.nan, math.inf, -math.inf):
+        (read,) = json.loads(writing._text([value]))
+        assert read is value or str(read) == str(value)
+
+
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: Any) -> None:
     written = []
 
-    def dumps(line: Any, **options: Any) -> str:
+    def text(line: Any) -> str:
         written.append(line)
         if isinstance(line, list) and line[0] == 3:
             raise OSError(28, "No space left on device")
-        return json.dumps(line, **options)
+        return json.dumps(line)
 
-    monkeypatch.setattr(writing, "json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(writing, "_text", text)
     with pytest.warns(LockstepWarning, match="(?s)No space left on device.*its record ends here"):
         assert len(train(tmp_path, 1, kill_after=99)) == 5
     assert Record(tmp_path).starts[0].main.column("step").tolist() == [1, 2]

@@ -243,7 +243,7 @@ class Record:
         every = [*self._of_ranks.values(), *self._not_joined()]
         self.starts = sorted(every, key=lambda start: start.name)
         told = sorted((t for of in self._of_launchers.values() for t in of), key=itemgetter("time"))
-        for start, after in zip(self.starts, [*self.starts[1:], None], strict=True):
+        for start, after in zip(self.starts, [*self.starts[1:], None], strict=False):
             start.told = [
                 t
                 for t in told

@@ -153,11 +153,14 @@ class Recorder(Callback):
         return "other"
 
     def _enter(self, phase: str) -> str:
-        now, blocked, before = time.perf_counter(), traffic.blocked_s, self._phase
-        waited = blocked - self._blocked
-        self._seconds[before] += now - self._since - waited
-        self._seconds["communication"] += waited
-        self._phase, self._since, self._blocked = phase, now, blocked
+        now, before, since = time.perf_counter(), self._phase, self._since
+        if self._blocked != traffic.blocked_s:
+            waited = traffic.blocked_s - self._blocked
+            self._seconds["communication"] += waited
+            self._blocked += waited
+            since += waited
+        self._seconds[before] += now - since
+        self._phase, self._since = phase, now
         return before
 
     def _end_row(self, number: int) -> None:
@@ -231,9 +234,7 @@ class Recorder(Callback):
         if self._file is None or self._file.closed or not lines:
             return
         try:
-            # A loss may be NaN or infinite, which is no JSON elsewhere; Python reads it.
-            text = "".join(json.dumps(_short(line), separators=(",", ":")) + "\n" for line in lines)
-            data = text.encode()
+            data = "".join([f"{_text(line)}\n" for line in lines]).encode()
             if self._file.write(data) == len(data):
                 return
             problem = "the disk is full"
@@ -250,11 +251,15 @@ class Recorder(Callback):
 _LOSS = COLUMNS.index("loss")
 
 
-def _short(line: Any) -> Any:
-    """A row with no more digits than anybody reads; another line as it is."""
-    if not isinstance(line, list):
-        return line
-    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in line]
+def _text(line: object) -> str:
+    """A line as JSON; a row with no more digits than anybody reads."""
+    if isinstance(line, list):
+        shown = [f"{value:.7g}" if isinstance(value, float) else str(value) for value in line]
+        text = f"[{','.join(shown)}]"
+        if "n" not in text:  # of None, nan or inf
+            return text
+    # A loss may be NaN or infinite, which is no JSON elsewhere; Python reads it.
+    return json.dumps(line)
 
 
 class _Row(NamedTuple):
