@@ -179,6 +179,7 @@ class Console:
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
         self._drained = threading.Event()
+        self._drained.set()
         self._draw_at = self._drain_until = self._stop_at = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
