@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from lockstep import strategies
 from lockstep.cli.main import main
 from lockstep.cli.run import STRATEGIES, torchrun_options
+from lockstep.errors import SettingError
 from lockstep.launcher import script
 from lockstep.launcher.plan import LaunchSpec
 from lockstep.launcher.worker import Script
@@ -62,6 +63,45 @@ def test_every_strategy_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("single", strategies.Single()),
+        ("dp:device_ids=0:1,dim=1", strategies.DP(device_ids=[0, 1], dim=1)),
+        ("ddp:bucket_cap_mb=2.5,compress=bf16", strategies.DDP(bucket_cap_mb=2.5, compress="bf16")),
+        ("ddp:static_graph=true", strategies.DDP(static_graph=True)),
+        ("fsdp:blocks=layers.*", strategies.FSDP(blocks="layers.*")),
+        ("hsdp:shard_size=2,reshard_after_forward=false",
+         strategies.HSDP(shard_size=2, reshard_after_forward=False)),
+        ("pipeline:split=a:b.1", strategies.Pipeline(split=["a", "b.1"])),
+        ("diloco:every=100,outer_lr=1", strategies.DiLoCo(every=100, outer_lr=1.0)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_may_follow_the_name_of_a_strategy(text: str, options: object) -> None:
+    assert strategies.find_strategy(text, 2) == (options, "as set")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("diloco:evry=3", "options of diloco are replicas, .*did you mean 'every'"),
+        ("diloco:every=soon", "every is a whole number"),
+        ("diloco:every", "every is a whole number"),
+        ("diloco:every=0", r"DiLoCo\(every=0\)"),
+        ("diloco:outer_lr=high", "outer_lr is a number"),
+        ("dp:device_ids=0:a", "device_ids is a whole number"),
+        ("ddp:static_graph=yes", "static_graph is true or false"),
+        ("ddp:compress=int9", "compressions are bf16"),
+        ("single:every=3", "options of single are not there"),
+        ("locl:every=3", "strategies are single, "),
+    ],
+)
+def test_options_that_a_strategy_does_not_have(text: str, found: str) -> None:
+    with pytest.raises(SettingError, match=f"(?s){found}"):
+        strategies.find_strategy(text, 2)
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "hinted"),
     [
         (("--nproc", "2"), 2, True),
@@ -102,7 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--standalone=1", "t.py"), "does not take a value"),
         (("--seed", "x", "t.py"), "Invalid value for '--seed'"),
         (("--hang-after", "nan", "t.py"), "--hang-after=nan"),
-        (("--strategy", "dpp", "t.py"), "'dpp' is not one of 'single', 'dp', 'ddp'"),
+        (("--strategy", "dpp", "t.py"), "strategies are single, dp, ddp"),
         (("--nproc", "0", "t.py"), "--nproc 0"),
         (("--nproc", "gpus", "t.py"), "--nproc gpus"),
         (("--nnodes", "x", "t.py"), "not a number of machines"),

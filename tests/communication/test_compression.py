@@ -64,7 +64,7 @@ def given_by(rank: int, turn: int) -> Tensor:
 
 
 def naive(method: Any, machines: list[list[int]], rounds: int) -> list[Tensor]:
-    """The sums one after another, of parts that are machines, on one process."""
+    """The sums one after another, of peers that are machines, on one process."""
     size = len(machines)
     step = BLOCK * sum(map(len, machines))
     padded = -(-LENGTH // step) * step
@@ -112,7 +112,7 @@ def one_after_another(pair: list[Any], rank: int) -> list[list[Tensor]]:
             own.values.copy_(values.flip(0) if flipped else values)
             own.start()
         for own in pair:
-            own.turn()
+            own.advance()
         for own, sums in zip(pair, found, strict=True):
             own.end()
             sums.append(own.values.clone())
@@ -168,7 +168,7 @@ def low_rank(sizes: tuple[int, ...], rank: int) -> list[Tensor]:
         found = []
         for turn in range(6):
             own.values.copy_(sum(matrices(r, turn) for r in range(world.rank, 12, world.size)))
-            for step in (own.start, own.turn, own.end):
+            for step in (own.start, own.advance, own.end):
                 step()
             found.append(own.values.clone())
         return found
@@ -230,8 +230,8 @@ def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str, int]]:
 @pytest.mark.parametrize("sizes", [(2,), (1, 1, 1), (2, 2)])
 def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
     results = run_ranks(all_trained, sum(sizes), sizes)
-    parts = 2 if sizes == (2, 2) else sum(sizes)
-    between = "2 machines" if sizes == (2, 2) else f"{parts} ranks"
+    peers = 2 if sizes == (2, 2) else sum(sizes)
+    between = "2 machines" if sizes == (2, 2) else f"{peers} ranks"
     first = results[0]
     for name, allowed in {"bf16": 0.01, "int8": 0.02, "powersgd": 0.5}.items():
         assert 0 < difference(first["plain"][0], first[name][0]) < allowed
@@ -239,7 +239,7 @@ def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
     assert "compression" not in first["plain"][1]
     assert difference(first["int8"][0], first["small buckets"][0]) == 0
     count = sum(each.numel() for each in first["plain"][0].values())
-    of_rank = 2 * (parts - 1) / sum(sizes) * count * 40  # numbers, in 40 steps
+    of_rank = 2 * (peers - 1) / sum(sizes) * count * 40  # numbers, in 40 steps
     in_memory = sizes == (2,)
     expected = {"plain": 0 if in_memory else 4, "bf16": 2, "int8": 1 + 4 / BLOCK}
     for name, of_number in expected.items():
@@ -302,7 +302,7 @@ def test_what_cannot_be_compressed_is_refused() -> None:
     for sparse, hook in run_ranks(refused, 2):
         assert "sparse gradients" in sparse
         assert "register_comm_hook of a model that was prepared with DDP(compress=...)" in hook
-    with pytest.raises(SettingError, match="the ways are bf16, int8, powersgd"):
+    with pytest.raises(SettingError, match="compressions are bf16, int8, powersgd"):
         DDP(compress="int9")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="powersgd_rank=0"):
         DDP(powersgd_rank=0)

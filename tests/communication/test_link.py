@@ -11,16 +11,18 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.communication.link import (
+    Compressed,
     Link,
     Network,
     advice,
     all_reduce_bytes,
+    alternatives,
     measure,
-    other_ways,
     step_seconds,
 )
 
 GIGABIT = Link(0.0001, 125e6)
+COMPRESSIONS = {"bf16": Compressed(0.5), "int8": Compressed(0.258)}
 
 
 @pytest.mark.parametrize("bandwidth", [1e5, 12.5e6, 125e6, 1.25e9, 1e11])
@@ -64,35 +66,40 @@ def seen(waiting_s: float, **other: object) -> Network:
     return Network(waiting_s=waiting_s, gradient_bytes=44_000_000, **values)  # type: ignore[arg-type]
 
 
-def test_other_ways_are_foretold_from_what_was_seen() -> None:
+def times(found: Network, link: Link = GIGABIT, **other: Compressed) -> dict[str, float]:
+    return {name: t for name, t, _ in alternatives(found, link, {**COMPRESSIONS, **other})}
+
+
+def test_other_methods_are_predicted_from_what_was_seen() -> None:
     sending = 66e6 / 125e6 + 0.0002
-    ways = {name: (times, same) for name, times, same in other_ways(seen(sending), GIGABIT)}
-    total = 0.08 + sending
-    assert ways["hierarchical"] == (pytest.approx(total / (0.08 + 0.352), rel=0.001), True)
-    assert ways["bf16"] == (pytest.approx(total / (0.08 + 0.176), rel=0.002), False)
-    assert ways["int8"][0] == pytest.approx(total / (0.08 + 0.352 * 0.258), rel=0.002)
-    assert ways["diloco every=50"][0] == pytest.approx(total / (0.08 + 0.352 / 50), rel=0.001)
-    slower = {n: t for n, t, _ in other_ways(seen(sending), GIGABIT, {"bf16": 1.0})}
+    found, total = times(seen(sending)), 0.08 + sending
+    assert found["hierarchical"] == pytest.approx(total / (0.08 + 0.352), rel=0.001)
+    assert found["bf16"] == pytest.approx(total / (0.08 + 0.176), rel=0.002)
+    assert found["int8"] == pytest.approx(total / (0.08 + 0.352 * 0.258), rel=0.002)
+    assert found["diloco every=50"] == pytest.approx(total / (0.08 + 0.352 / 50), rel=0.001)
+    same = [name for name, _, same in alternatives(seen(sending), GIGABIT, COMPRESSIONS) if same]
+    assert same == ["hierarchical"]
+    slower = times(seen(sending), bf16=Compressed(0.5, encode_s=1.0))
     assert slower["bf16"] < 1 < slower["int8"]
 
 
 def test_what_is_hidden_or_slower_than_measured_stays_so() -> None:
-    hidden = {n: t for n, t, _ in other_ways(seen(0.352 - 0.03, hierarchical=True), GIGABIT)}
+    hidden = times(seen(0.352 - 0.03, hierarchical=True))
     assert "hierarchical" not in hidden
     assert hidden["bf16"] == pytest.approx((0.08 + 0.322) / (0.08 + 0.146), rel=0.002)
-    slow = {n: t for n, t, _ in other_ways(seen(0.704, hierarchical=True), GIGABIT)}
+    slow = times(seen(0.704, hierarchical=True))
     assert slow["bf16"] == pytest.approx((0.08 + 0.704) / (0.08 + 0.352), rel=0.002)
     half = Link(0.0001, 125e6 / 2)  # measured too slow: sending cannot have taken so long
-    fast = {n: t for n, t, _ in other_ways(seen(0.352 - 0.03, hierarchical=True), half)}
+    fast = times(seen(0.352 - 0.03, hierarchical=True), half)
     assert fast["bf16"] == pytest.approx((0.08 + 0.322) / (0.08 + 0.181 - 0.04), rel=0.002)
-    assert other_ways(seen(0.3, compressed=True), GIGABIT) == []
+    assert times(seen(0.3, compressed=True)) == {}
 
 
 def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:
-    assert advice(seen(0.019), GIGABIT) == (
+    assert advice(seen(0.019), GIGABIT, COMPRESSIONS) == (
         "a step computes for 80 ms and waits for other machines for 19 ms (19%)"
     )
-    assert advice(seen(0.528), GIGABIT).startswith(
+    assert advice(seen(0.528), GIGABIT, COMPRESSIONS).startswith(
         "a step computes for 80 ms and waits for other machines for 528 ms (87%); "
         "hierarchical: same numbers, about 1.4 times as fast; "
         "bf16: other numbers, about 2.4 times as fast; int8: "

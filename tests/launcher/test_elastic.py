@@ -17,14 +17,13 @@ from lockstep.data.ledger import judge
 TRAINS = """
 import os, signal, sys
 import torch, torch.nn.functional as F, lockstep
-from lockstep.strategies import DiLoCo
 from torch.utils.data import DataLoader, TensorDataset
-dies, step, replicas = map(int, sys.argv[1:])
+dies, step = map(int, sys.argv[1:])
 random = torch.Generator().manual_seed(0)
 data = TensorDataset(
     torch.randn(96, 8, generator=random), torch.randint(3, (96,), generator=random)
 )
-world = lockstep.init(DiLoCo(replicas=replicas, every=4), seed=0, precision="fp64")
+world = lockstep.init(seed=0, precision="fp64")
 model = torch.nn.Linear(8, 3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(data, batch_size=12, shuffle=True)
@@ -52,9 +51,9 @@ def weights(folder: Path, dies: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_is_killed_costs_its_round(tmp_path: Path, size: int) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
-    run = ["run", "--ledger=ledger", "--max-restarts=1"]
-    args = ["script.py", str(size - 1), "6", str(size)]
-    lost = launch([*run, f"--nproc={size}", *args], tmp_path)
+    run = ["run", f"--strategy=diloco:replicas={size},every=4"]
+    more = [f"--nproc={size}", "--ledger=ledger", "--max-restarts=1"]
+    lost = launch([*run, *more, "script.py", str(size - 1), "6"], tmp_path)
     assert lost.returncode == 0, lost.stderr
     assert f"FIRST FAILURE: rank {size - 1}" in lost.stderr
     assert "resumed the last round, from memory (epoch 0, step 4" in lost.stdout
@@ -63,7 +62,7 @@ def test_a_rank_that_is_killed_costs_its_round(tmp_path: Path, size: int) -> Non
     assert report.findings == []
     assert [each["first"] for each in report.attempts] == [0, 4]
 
-    whole = launch(["run", "--nproc=1", "script.py", "-1", "0", str(size)], tmp_path)
+    whole = launch([*run, "--nproc=1", "script.py", "-1", "0"], tmp_path)
     assert whole.returncode == 0, whole.stderr
     assert difference(weights(tmp_path, -1), weights(tmp_path, size - 1)) < 1e-9
 
@@ -85,10 +84,11 @@ def test_a_machine_that_is_lost_costs_the_round_and_another_takes_its_place(tmp_
     (tmp_path / "script.py").write_text(COMES_AND_GOES)
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x"]
     flags = ["run", "--nnodes=1:2", *where, "--local-addr=127.0.0.1", "--ledger=ledger"]
+    flags += ["--strategy=diloco:replicas=2,every=4"]
 
     def node(serves: int, last_call: int = 600) -> Launched:
         more = f"--rdzv-conf=is_host={serves},last_call_timeout={last_call}"
-        arguments = [*flags, more, "script.py", "1", "6", "2"]
+        arguments = [*flags, more, "script.py", "1", "6"]
         env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
         return Launched(arguments, cwd=tmp_path, env=env, merged=True)
 

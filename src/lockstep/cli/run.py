@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, not_among
 from lockstep.launcher import slurm
 from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts
 from lockstep.launcher.plan import (
@@ -91,6 +91,14 @@ def samples_or_auto(
 ) -> int | str | None:
     """A whole number, or `auto` as it is."""
     return value if value in (None, "auto") else int(click.INT(value, param, ctx))
+
+
+def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """As it is; the ranks read its options."""
+    name = (value or STRATEGIES[0]).partition(":")[0]
+    if name not in STRATEGIES:
+        raise not_among(f"--strategy {value}", name, "strategies", STRATEGIES)
+    return value
 
 
 @click.command(
@@ -174,9 +182,9 @@ def samples_or_auto(
 )
 @click.option(
     "--strategy",
-    type=click.Choice(STRATEGIES),
-    metavar="NAME",
-    help="How the model is distributed, such as ddp.",
+    callback=known_strategy,
+    metavar="NAME[:OPTION=VALUE,...]",
+    help="How the model is distributed, such as ddp or diloco:every=100.",
 )
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
 @click.option("--shares", metavar="A:B:...|auto", help="How a batch is divided over the ranks.")

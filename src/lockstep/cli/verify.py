@@ -45,7 +45,12 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
 )
 @click.option("--accumulate", type=click.IntRange(2), metavar="K", help="With K micro-batches too.")
 @click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
-@click.option("--strategy", multiple=True, metavar="NAME", help="With this too; repeatable.")
+@click.option(
+    "--strategy",
+    multiple=True,
+    metavar="NAME[:OPTION=VALUE,...]",
+    help="With this too; repeatable.",
+)
 @click.option(
     "--precision",
     type=click.Choice(["fp64", "fp32"]),
@@ -190,7 +195,7 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
     if shares := options["shares"]:
         ways.append(replace(way, name=f"{way.name}, shares {shares}", instead={"shares": shares}))
     for strategy in options["strategy"]:
-        processes = 1 if strategy == "dp" else nproc  # for all its devices
+        processes = 1 if strategy.partition(":")[0] == "dp" else nproc  # for all its devices
         instead = {"strategy": strategy}
         ways.append(replace(way, name=f"strategy {strategy}", nproc=processes, instead=instead))
     return ways

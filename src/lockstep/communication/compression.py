@@ -5,8 +5,8 @@ Dettmers et al., arXiv 2110.02861). `powersgd` sends two narrow matrices in the 
 (Vogels et al., arXiv 1905.13727). All but bf16 have error feedback (Karimireddy et al., arXiv
 1901.09847): what was lost is added to what is sent the next time.
 
-Who sends is a *part*: a machine, where the ranks of each sum up in shared memory first, else a
-rank. What is lost, and so the numbers of a training, depends on how many parts there are.
+Who sends is a *peer*: a machine, where the ranks of each sum up in shared memory first, else a
+rank. What is lost, and so the numbers of a training, depends on how many peers there are.
 
 Torch has hooks of this kind (`torch.distributed.algorithms.ddp_comm_hooks`). With Gloo those for
 bf16 are refused, that for PowerSGD hung with many buckets (its callbacks wait in Gloo's own
@@ -15,7 +15,6 @@ threads), and the quantizing ones raise; nor is their state part of a checkpoint
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication import routing
-from lockstep.communication.link import traffic
+from lockstep.communication.link import Compressed, traffic
 from lockstep.communication.shared_memory import SharedMemory
 
 Method = Literal["bf16", "int8", "int4"]
@@ -84,62 +83,63 @@ def decode(encoded: Tensor, method: Method, dtype: torch.dtype) -> Tensor:
     return blocks.mul_(scales.unsqueeze(2)).view(rows, -1)
 
 
-def encoding_seconds(count: int, parts: int) -> dict[str, float]:
-    """Seconds that a `QuantizedSum` of so many values for a rank takes, but for sending them."""
-    found: dict[str, float] = {}
+def costs(count: int, peers: int) -> dict[str, Compressed]:
+    """What a `QuantizedSum` of so many values for a rank takes, by method."""
+    found: dict[str, Compressed] = {}
     values = torch.ones(1, _TRIED)
-    ways: tuple[tuple[Method, int], ...] = ("bf16", 0), ("int8", 1)
-    for method, kept in ways * 3:  # the first time memory is new
+    methods: tuple[tuple[Method, int], ...] = ("bf16", 0), ("int8", 1)
+    for method, kept in methods * 3:  # the first time memory is new
         begin = time.perf_counter()
         sent = encode(values, method)
         middle = time.perf_counter()
         decode(sent, method, values.dtype)
         end = time.perf_counter()
-        encoding = (middle - begin) * (1 + 1 / parts) + (end - middle) * (
-            2 + (1 + 1 / parts) * kept
+        encoding = (middle - begin) * (1 + 1 / peers) + (end - middle) * (
+            2 + (1 + 1 / peers) * kept
         )
-        found[method] = min(encoding * count / _TRIED, found.get(method, math.inf))
+        tried = Compressed(sent.nbytes / values.nbytes, encoding * count / _TRIED)
+        found[method] = min(tried, found.get(method, tried))
     return found
 
 
 State = Mapping[str, Tensor]
 
 
-class _Parts(NamedTuple):
+class _Peers(NamedTuple):
     """Who sends to whom."""
 
     size: int
     number: int
     """That of this rank."""
     shared: SharedMemory | None = None
-    """In which the ranks of a part sum up before."""
+    """In which the ranks of a peer sum up before."""
     local_size: int = 1
-    """Ranks of a part."""
+    """Ranks of a peer."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """One rank of each part; None: all ranks. It is not kept here, and so ends with the run."""
+        """One rank of each peer; None: all ranks. It is not kept here, and so ends with the run."""
         return None if self.shared is None else self.shared.across
 
 
-def _parts(device: torch.device) -> _Parts:
+def _peers(device: torch.device) -> _Peers:
     shared = routing.shared_memory() if device.type == "cpu" else None
     if shared is None or shared.across is None:
-        return _Parts(dist.get_world_size(), dist.get_rank())
+        return _Peers(dist.get_world_size(), dist.get_rank())
     size, number = dist.get_world_size(shared.across), dist.get_rank(shared.across)
-    return _Parts(size, number, shared, dist.get_world_size() // size)
+    return _Peers(size, number, shared, dist.get_world_size() // size)
 
 
 def sent_between(device: torch.device) -> str:
     """Whose tensors of a device are compressed, in words."""
-    found = _parts(device)
+    found = _peers(device)
     return f"between {found.size} {'ranks' if found.shared is None else 'machines'}"
 
 
 class QuantizedSum:
     """The sum over all ranks of one vector, again and again.
 
-    As in other all-reduces each part sums one piece of the vector up, over the parts in their
+    As in other all-reduces each peer sums one chunk of the vector up, over the peers in their
     order, and all take its sum; what is sent, once to the one and once by it, is quantized.
     All ranks have the same bits.
 
@@ -150,46 +150,46 @@ class QuantizedSum:
     """
 
     def __init__(self, length: int, like: Tensor, method: Method) -> None:
-        self._method, self._parts = method, _parts(like.device)
-        step = BLOCK * self._parts.size * self._parts.local_size
+        self._method, self._peers = method, _peers(like.device)
+        step = BLOCK * self._peers.size * self._peers.local_size
         whole = _zeros(-(-length // step) * step, like)
         self.values = whole[:length]
         """What this rank gives, before `start`; the sum over all ranks, after `end`."""
         self.state: dict[str, Tensor] = {}
         """What a checkpoint has to hold, of this rank alone."""
         if method != "bf16":
-            of = self._parts.size, self._parts.local_size, self._parts.number
-            self.state["part"] = torch.tensor(of)
-            self.state["residual"] = _zeros(len(whole) // self._parts.local_size, like)
+            of = self._peers.size, self._peers.local_size, self._peers.number
+            self.state["peers"] = torch.tensor(of)
+            self.state["residual"] = _zeros(len(whole) // self._peers.local_size, like)
         self._whole = whole
         self._finish: Callable[[], None] = _nothing
         self._work: dist.Work
         self._received: Tensor
 
     def start(self) -> None:
-        """Begins to send. `turn` and `end` follow; other vectors' may come between them.
+        """Begins to send. `advance` and `end` follow; other vectors' may come between them.
 
         All ranks do all of it in the same order.
         """
-        shared = self._parts.shared
+        shared = self._peers.shared
         if shared is None:
             self._finish = self._send(self._whole)
         else:
             self._finish = shared.start_all_reduce(self._whole, between=self._send)
 
-    def turn(self) -> None:
-        """Waits for what the other parts have sent, and sends them the sum of it."""
-        size, index, pieces = self._parts.size, self._parts.number, self._pieces
+    def advance(self) -> None:
+        """Waits for what the other peers have sent, and sends them the sum of it."""
+        size, index, chunks = self._peers.size, self._peers.number, self._chunks
         traffic.wait(self._work.wait)
-        came = decode(self._received, self._method, pieces.dtype)
-        came[index] = pieces[index]
+        came = decode(self._received, self._method, chunks.dtype)
+        came[index] = chunks[index]
         total = came[:1].clone()
         for row in came[1:]:
             total += row
         sent = encode(total, self._method)
         self._keep(total, sent, slice(index, index + 1))
         self._received = sent.new_empty(size, sent.numel())
-        work = dist.all_gather([*self._received], sent[0], self._parts.group, async_op=True)
+        work = dist.all_gather([*self._received], sent[0], self._peers.group, async_op=True)
         self._work = cast(dist.Work, work)
         traffic.sent += (size - 1) * sent.nbytes
 
@@ -199,36 +199,38 @@ class QuantizedSum:
         self._finish = _nothing
 
     def load(self, own: State, ranks: Sequence[State]) -> bool:
-        """Takes up what this rank's `state` was; False: there were other parts, and it is left."""
+        """Takes up what this rank's `state` was; False: there were other peers, and it is left."""
         if not self.state:
             return True
-        if not _alike(own, self.state) or not torch.equal(own["part"], self.state["part"]):
+        if not _alike(own, self.state) or not torch.equal(own["peers"], self.state["peers"]):
             return False
         self.state["residual"].copy_(own["residual"])
         return True
 
     def _send(self, mine: Tensor) -> Callable[[], None]:
-        """Begins the exchange of what this rank's place in each part is to send."""
-        parts = self._parts
-        self._pieces = mine.view(parts.size, -1)
+        """Begins the exchange of this rank's shard of what its peer is to send."""
+        peers = self._peers
+        self._chunks = mine.view(peers.size, -1)
         if "residual" in self.state:
             mine += self.state["residual"]
-        sent = encode(self._pieces, self._method)
-        self._keep(self._pieces, sent, slice(None))  # what of its own piece is lost, `turn` knows
+        sent = encode(self._chunks, self._method)
+        self._keep(
+            self._chunks, sent, slice(None)
+        )  # what of its own chunk is lost, `advance` knows
         self._received = torch.empty_like(sent)
-        work = dist.all_to_all_single(self._received, sent, group=parts.group, async_op=True)
+        work = dist.all_to_all_single(self._received, sent, group=peers.group, async_op=True)
         self._work = cast(dist.Work, work)
-        traffic.sent += (parts.size - 1) * sent[0].nbytes
+        traffic.sent += (peers.size - 1) * sent[0].nbytes
         return self._take
 
     def _take(self) -> None:
         traffic.wait(self._work.wait)
-        self._pieces.copy_(decode(self._received, self._method, self._pieces.dtype))
+        self._chunks.copy_(decode(self._received, self._method, self._chunks.dtype))
 
     def _keep(self, values: Tensor, sent: Tensor, rows: slice) -> None:
         if "residual" in self.state:
             arrives = decode(sent, self._method, values.dtype)
-            residual = self.state["residual"].view(self._parts.size, -1)[rows]
+            residual = self.state["residual"].view(self._peers.size, -1)[rows]
             # What is not finite is seen in the sum, and must not come back for ever.
             torch.sub(values, arrives, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
@@ -281,7 +283,7 @@ class LowRankSum:
         self._finish: Callable[[], None] = _nothing
 
     def start(self) -> None:
-        """Begins to send. `turn` and `end` follow; other vectors' may come between them.
+        """Begins to send. `advance` and `end` follow; other vectors' may come between them.
 
         All ranks do all of it in the same order.
         """
@@ -295,7 +297,7 @@ class LowRankSum:
         self._sent = torch.cat([part.view(-1) for part in (*self._lefts, *self._rest)])
         self._finish = routing.start_all_reduce(self._sent)
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """Waits for the first of the narrow matrices, and sends the second."""
         self._finish()
         if self.state["times"] < self._start:
@@ -413,7 +415,7 @@ class CompressedMeans:
         self._ends.append(end)
         if bucket.is_last():
             for one in self._started:
-                one.turn()
+                one.advance()
             for one in self._started:
                 one.end()
             for each in self._ends:
@@ -429,7 +431,7 @@ class CompressedMeans:
         """Takes up what this rank and all ranks had to remember.
 
         Returns:
-            Whether nothing is lost: quantized sums keep what is theirs only with the same parts.
+            Whether nothing is lost: quantized sums keep what is theirs only with the same peers.
         """
         taken = []
         for number, each in enumerate(self.sums):

@@ -1,4 +1,4 @@
-"""What goes from machine to machine: counted, measured, and foretold of other ways to train."""
+"""What goes from machine to machine: counted, measured, and predicted of other methods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _PINGS = 15
 _DILOCO_EVERY = 50
 _MUCH = 0.2
 """Of a step: where waiting takes more, something can be done about it."""
-_OF_INT8 = (1 + 4 / 128) / 4
-"""Bytes of a gradient as int8, of those in float32: a scale for every 128 values."""
 
 
 class Traffic:
@@ -128,7 +126,7 @@ class Network(NamedTuple):
     """Gradients are sent compressed."""
 
     @property
-    def part(self) -> float:
+    def fraction(self) -> float:
         """Of a step that is waiting."""
         return self.waiting_s / (self.compute_s + self.waiting_s)
 
@@ -138,22 +136,30 @@ class Network(NamedTuple):
         return all_reduce_bytes(self.gradient_bytes, ring)
 
 
-def other_ways(
-    seen: Network, link: Link, encode_s: Mapping[str, float] | None = None
+class Compressed(NamedTuple):
+    """What a compression of gradients takes."""
+
+    fraction: float
+    """What it sends, as a fraction of the bytes in float32."""
+    encode_s: float = 0.0
+    """Seconds of a step that encoding takes."""
+
+
+def alternatives(
+    seen: Network, link: Link, compressions: Mapping[str, Compressed]
 ) -> list[tuple[str, float, bool]]:
-    """What other ways of training would give on this link.
+    """What other methods of training would give on this link.
 
     Args:
-        seen: of the present way.
+        seen: of the present method.
         link: as it was measured.
-        encode_s: seconds of a step that encoding takes, by way.
+        compressions: by name.
 
     Returns:
-        Each way, how many times as fast a step would be, and whether its numbers are the same.
+        Each method, how many times as fast a step would be, and whether its numbers are the same.
     """
     if seen.compressed:
         return []  # how much of it is encoding is not known
-    encode_s = encode_s or {}
     now = seen.sent_bytes(link.machines, hierarchical=seen.hierarchical)
     # What is seen counts more than what was measured: all waiting was for what was sent, and no
     # more of that was hidden than about the backward pass takes.
@@ -162,30 +168,31 @@ def other_ways(
     hidden, times = sending - seen.waiting_s, sending / measured
     real = Link(link.latency_s * times, link.bandwidth / times, link.machines)
     summed = seen.sent_bytes(link.machines, hierarchical=True)
-    ways = [] if seen.hierarchical or seen.local_size == 1 else [("hierarchical", summed, True)]
-    ways += [("bf16", summed / 2, False), ("int8", summed * _OF_INT8, False)]
     total = seen.compute_s + seen.waiting_s
-    found = [
-        (name, total / step_seconds(seen.compute_s + encode_s.get(name, 0.0), nbytes, real,
-                                    hidden_s=hidden), same)
-        for name, nbytes, same in ways
-    ]  # fmt: skip
+    found = []
+    if seen.local_size > 1 and not seen.hierarchical:
+        step_s = step_seconds(seen.compute_s, summed, real, hidden_s=hidden)
+        found.append(("hierarchical", total / step_s, True))
+    for name, (fraction, encode_s) in compressions.items():
+        compute_s = seen.compute_s + encode_s
+        step_s = step_seconds(compute_s, summed * fraction, real, hidden_s=hidden)
+        found.append((name, total / step_s, False))
     # Its exchange is hidden by nothing, once in so many steps.
     once = step_seconds(0.0, summed, real) / _DILOCO_EVERY
     return [*found, (f"diloco every={_DILOCO_EVERY}", total / (seen.compute_s + once), False)]
 
 
-def advice(seen: Network, link: Link, encode_s: Mapping[str, float] | None = None) -> str:
-    """The network's part of a step in words, and where it is over a fifth what would help."""
+def advice(seen: Network, link: Link, compressions: Mapping[str, Compressed]) -> str:
+    """The network's fraction of a step in words, and where it is over a fifth what would help."""
     text = (
         f"a step computes for {_time(seen.compute_s)} and waits for other machines for "
-        f"{_time(seen.waiting_s)} ({seen.part:.0%})"
+        f"{_time(seen.waiting_s)} ({seen.fraction:.0%})"
     )
-    if seen.part <= _MUCH:
+    if seen.fraction <= _MUCH:
         return text
     words = [
         f"{name}: {'same' if same else 'other'} numbers, about {times:.1f} times as fast"
-        for name, times, same in other_ways(seen, link, encode_s)
+        for name, times, same in alternatives(seen, link, compressions)
         if times >= 1.05
     ]
     return "; ".join([text, *words])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.communication import routing
-from lockstep.communication.compression import encoding_seconds
+from lockstep.communication.compression import costs
 from lockstep.communication.link import Link, Network, Traffic, advice, traffic
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
@@ -392,8 +392,8 @@ class NetworkAdvice(Callback):
             hierarchical=routing.shared_memory() is not None,
             compressed=any(getattr(m, "compressed", None) is not None for m in models),
         )
-        encoding = encoding_seconds(seen.gradient_bytes // 4 // seen.local_size, machines)
-        print_line(f"  network     {advice(seen, self._link, encoding)}")
+        compressions = costs(seen.gradient_bytes // 4 // seen.local_size, machines)
+        print_line(f"  network     {advice(seen, self._link, compressions)}")
 
 
 _ADVICE_FROM, _ADVICE_STEPS = 3, 10

@@ -66,7 +66,7 @@ class DDP(base.Strategy):
     def __post_init__(self) -> None:
         if self.compress is not None and self.compress not in get_args(Compression):
             known = get_args(Compression)
-            raise not_among(f"compress={self.compress!r}", self.compress, "the ways", known)
+            raise not_among(f"compress={self.compress!r}", self.compress, "compressions", known)
         check_whole_number(f"powersgd_rank={self.powersgd_rank}", self.powersgd_rank)
         check_whole_number(f"powersgd_start={self.powersgd_start}", self.powersgd_start, 0)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:

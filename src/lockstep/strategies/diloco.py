@@ -108,8 +108,8 @@ class DiLoCo(Strategy):
                     "choose a smaller one, or a larger every",
                 )
         if self.compress not in (None, *get_args(Method)):
-            methods = get_args(Method)
-            raise not_among(f"DiLoCo(compress={self.compress!r})", self.compress, "ways", methods)
+            was_set, known = f"DiLoCo(compress={self.compress!r})", get_args(Method)
+            raise not_among(was_set, self.compress, "compressions", known)
         if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
             raise SettingError(
                 f"DiLoCo(outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})",
@@ -506,9 +506,9 @@ class _Turns:
         def end() -> None:
             wait()
             total = torch.zeros_like(values[:1])
-            for each in encoded_of_all:  # in the order of the replicas
-                for row in each.to(total.device).unbind():
-                    total += decode(row.unsqueeze(0), method, total.dtype)
+            # In the order of the replicas, one after the other.
+            for row in torch.split(encoded_of_all.to(total.device), 1):
+                total += decode(row, method, total.dtype)
             mean_of_all = total[0, : sum(sizes)].div_(self._options.replicas)
             parts = torch.split(mean_of_all, sizes)
             for mean, part in zip(means, parts, strict=True):
@@ -516,20 +516,20 @@ class _Turns:
 
         return _Sent(due, means, end)
 
-    def _begin_gather(self, own: Tensor) -> tuple[Callable[[], None], list[Tensor]]:
-        """Begins to bring together what the ranks have of all replicas; and where it comes to."""
+    def _begin_gather(self, own: Tensor) -> tuple[Callable[[], None], Tensor]:
+        """Begins to bring together what the ranks have of all replicas; and where it comes to.
+
+        Where replicas do not divide evenly, there are rows of zeros in it, which stand for zeros.
+        """
         group = self._run.groups.get(_ACROSS)
-        if group is None or dist.get_world_size(group) == 1:
-            return lambda: None, [own]
-        size, replicas = dist.get_world_size(group), self._options.replicas
-        counts = [len(replicas_of(r, min(size, replicas), replicas)) for r in range(size)]
-        carried = own.new_zeros(max(counts), *own.shape[1:])
-        carried[: len(own)] = own
-        carried = carried.to(carrier_device(own.device, group))
-        parts = [torch.empty_like(carried) for _ in counts]
-        work = cast(dist.Work, dist.all_gather(parts, carried, group, async_op=True))
-        traffic.sent += carried.nbytes * (len(parts) - 1)
-        return partial(traffic.wait, work.wait), [p[:n] for p, n in zip(parts, counts, strict=True)]
+        if group is None or (size := dist.get_world_size(group)) == 1:
+            return lambda: None, own
+        most = -(-self._options.replicas // size)
+        sent = F.pad(own, (0, 0, 0, most - len(own))).to(carrier_device(own.device, group))
+        received = sent.new_empty(size * most, sent.shape[1])
+        work = dist.all_gather([*torch.split(received, most)], sent, group, async_op=True)
+        traffic.sent += sent.nbytes * (size - 1)
+        return partial(traffic.wait, cast(dist.Work, work).wait), received
 
     def _apply(self, fragment: int) -> None:
         """The outer step, and what the replicas take of it."""

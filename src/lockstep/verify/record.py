@@ -145,15 +145,15 @@ class Way:
     def alone(self, batch_times: int = 1) -> Way:
         """The reference: on one process."""
         whole = {"shares": None, "micro_batch_size": None}
-        own = {"strategy": _APART} if self.apart else {}
-        name = "1 process" + f", strategy {_APART}" * self.apart
+        own = {"strategy": self.instead["strategy"]} if self.apart else {}
+        name = "1 process" + f", strategy {own.get('strategy')}" * self.apart
         instead = {**whole, **own}
         return replace(self, name=name, nproc=1, batch_times=batch_times, instead=instead)
 
     @property
     def apart(self) -> bool:
         """It needs a reference that trains several replicas too."""
-        return self.instead.get("strategy") == _APART
+        return str(self.instead.get("strategy")).partition(":")[0] == _APART
 
     def environment(self) -> dict[str, str]:
         """Of the run's processes."""
