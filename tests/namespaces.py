@@ -50,6 +50,20 @@ class Machine:
         finally:
             _ip("-n", str(self.name), "link", "set", interface, "up")
 
+    @contextlib.contextmanager
+    def losing_packets(self, other: Machine) -> Iterator[None]:
+        """Within it nothing arrives of what it sends to another machine, or that one to it."""
+        pairs = (self, other), (other, self)
+        for sender, receiver in pairs:
+            nobody = ("lladdr", "02:00:00:00:00:00", "nud", "permanent")
+            there = ("neigh", "replace", receiver.address, "dev", "lan", *nobody)
+            _ip("-n", str(sender.name), *there)
+        try:
+            yield
+        finally:
+            for sender, receiver in pairs:
+                _ip("-n", str(sender.name), "neigh", "del", receiver.address, "dev", "lan")
+
 
 THIS_MACHINE = Machine(None, "127.0.0.1")
 

@@ -304,6 +304,31 @@ train(1)
         nproc=3,
     ),
     Fault(
+        "compressed gradients: a rank is killed in the exchange",
+        _SHARED_MEMORY.replace('"ddp"', 'lockstep.strategies.DDP(compress="int8")')
+        + """
+if world.rank == 1:
+    dist.all_gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+train(1)
+""",
+        exit_code=71,
+        says=("FIRST FAILURE: rank 1 on", "SIGKILL", "consequences: rank 0"),
+    ),
+    Fault(
+        "low-rank gradients: a rank is killed in the exchange",
+        _SHARED_MEMORY.replace(
+            '"ddp"', 'lockstep.strategies.DDP(compress="powersgd", powersgd_start=2)'
+        )
+        + """
+if world.rank == 2:
+    torch.linalg.qr = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+train(1)
+""",
+        exit_code=71,
+        says=("FIRST FAILURE: rank 2 on", "SIGKILL"),
+        nproc=3,
+    ),
+    Fault(
         "shared memory: a rank is stopped in the middle",
         _SHARED_MEMORY.replace('"cpu"', '"cpu", collective_timeout=timedelta(seconds=9)')
         + """

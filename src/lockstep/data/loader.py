@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.batch_plan import CustomPlan, Plan, parts, permutes
+from lockstep.data.batch_plan import CustomPlan, Plan, permutes
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Workers, to_device
 from lockstep.data.micro_batches import (
@@ -133,7 +133,8 @@ class Loader:
 
     def choice(self, number: int) -> Choice:
         """How the global batch is computed, in words; `number` is that of this loader."""
-        of_rank = parts(self.batch_size, self.shares)
+        begins, ends = self._plan.split(self.batch_size).transpose(2, 0, 1)
+        of_rank = (ends - begins).sum(axis=0).tolist()
         if len(of_rank) == 1:
             how = "in one process" if self._collectives.alone else "by all ranks together"
         elif len(set(of_rank)) == 1:

@@ -6,7 +6,7 @@ alone; what it changes is sent to the others, over one connection from each to t
 Messages are JSON objects, each behind its length in four bytes. A client sends itself (a `Node`);
 the server answers with the client's number and all nodes, or with the error for which it does not
 take it in. From then on both send changes of nodes (a client: of itself; the server: of itself and
-of all others), and a heartbeat every second; who is not heard for seven of them is lost.
+of all others), and a heartbeat every second; who is not heard for ten of them is lost.
 
 The connections belong to the event loop of `auth.NetworkThread`.
 """
@@ -29,7 +29,9 @@ from lockstep.errors import DuplicateRankError, JoinError, MasterUnreachableErro
 HERE, LEFT, LOST = "here", "left", "lost"
 ENDED = "its connection ended"
 HEARTBEAT_S = 1.0
-MISSED_HEARTBEATS = 7
+MISSED_HEARTBEATS = 10
+"""After 5 s in which all packets are lost, TCP has doubled its pauses so far that it tries again up
+to 8 s after the last word."""
 _FIRST_WORD_S, _NEXT_WORD_S = 5.0, 60.0
 _MAX_MESSAGE = 64 << 20
 _MAX_UNSENT = 16 << 20

@@ -12,6 +12,8 @@ rich passes what the script prints through the same console, so that the lines a
 from __future__ import annotations
 
 import atexit
+import itertools
+import statistics
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -363,18 +365,18 @@ class NetworkAdvice(Callback):
     """
 
     def __init__(self, run: Run, link: Link) -> None:
-        self._run, self._link, self._count = run, link, 0
+        self._run, self._link = run, link
+        self._seen: list[tuple[float, float]] = []
+        """After each step the time, and the seconds of waiting until then."""
 
     def stepped(self, number: int) -> None:
         """Counts; the first steps make buckets and fill caches."""
-        self._count += 1
-        now = time.perf_counter(), traffic.waited_s
-        if self._count == _ADVICE_FROM:
-            self._begin = now
-        elif self._count == _ADVICE_FROM + _ADVICE_STEPS:
-            seconds, waited = (
-                (b - a) / _ADVICE_STEPS for a, b in zip(self._begin, now, strict=True)
-            )
+        self._seen.append((time.perf_counter(), traffic.waited_s))
+        if len(self._seen) == _ADVICE_FROM + _ADVICE_STEPS:
+            pairs = itertools.pairwise(self._seen[_ADVICE_FROM - 1 :])
+            steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairs]
+            # Medians: the network may have been away for a while.
+            seconds, waited = map(statistics.median, zip(*steps, strict=True))
             self._tell(seconds, self._run.collectives.min(waited))
 
     def _tell(self, seconds: float, waited: float) -> None:

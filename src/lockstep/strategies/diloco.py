@@ -170,10 +170,11 @@ class DiLoCo(Strategy):
         run.step.micro_batch_begins.append(turns.begin)
         run.step.pass_ends.append(turns.show_shared)
         run.at_end.append(turns.end)
-        each = max(1, run.topology.size // self.replicas)
-        where = f"{counted(len(turns.own), 'replica')} on each process, in turn"
-        if len(turns.own) == 1:
-            where = f"each on {counted(each, 'process')}"
+        least, more = divmod(self.replicas, run.topology.size)
+        where = f"each on {counted(run.topology.size // self.replicas, 'process')}"
+        if self.replicas > run.topology.size:
+            number = f"{least} or {least + 1} replicas" if more else counted(least, "replica")
+            where = f"{number} on each process, in turn"
         size = sum(p.numel() * p.element_size() for p in turns.parameters)
         pieces = f" as {compress}" * (compress is not None)
         pieces += f" in {self.fragments} fragments" * (self.fragments > 1)

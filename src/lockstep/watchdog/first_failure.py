@@ -455,8 +455,8 @@ _BY_KIND = {
     "left": "every rank must take the same number of steps and come to the same collectives: look "
     "for a return, a break or a shorter DataLoader on one rank, and for a collective (world.sum, "
     "checkpoint.save) that only one rank calls",
-    "node_lost": "look at that machine: switched off, restarted, out of the network, or its "
-    "launcher was killed",
+    "node_lost": "look at that machine: switched off, restarted, or its launcher was killed; "
+    "and at the network between it and this one",
 }
 _NETWORK = (
     "no rank had ended before: look at the network between the machines (cable, firewall, "
