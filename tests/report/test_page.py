@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
+import os
 import re
 import sys
 import threading
@@ -155,6 +157,36 @@ def pages(folder: Path) -> str:
     result = CliRunner().invoke(main, ["report", str(folder)])
     assert result.exit_code == 0, result.output
     return (folder / "report.html").read_text()
+
+
+def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    made.write(tmp_path / "run", 1, rows=2)
+
+    def out(path: Path) -> str:
+        result = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--out", str(path)])
+        assert result.exit_code == (2 if "found" in result.stderr else 0)
+        return result.stderr
+
+    assert "it cannot be written: No such file or directory" in out(tmp_path / "no" / "a.html")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    thread = threading.Thread(target=out, args=[tmp_path / "pipe"])
+    thread.start()
+    text = b""
+    while not text.endswith(b"</html>"):
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(reader, 1 << 16)
+    thread.join()
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.html").write_text("before")
+    (tmp_path / "full" / "a.html.new").symlink_to("/dev/full")
+    assert "No space left on device" in out(tmp_path / "full" / "a.html")
+    assert [(p.name, p.read_text()) for p in (tmp_path / "full").iterdir()] == [
+        ("a.html", "before")
+    ]
 
 
 def test_two_runs_that_write_into_one_folder_at_a_time(tmp_path: Path) -> None:

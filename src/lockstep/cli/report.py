@@ -57,11 +57,13 @@ def command(
     path = out or run / "report.html"
     page = render(record, others)
     try:
-        write_whole(path, page)
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(page, encoding="utf-8")
+        else:
+            write_whole(path, page)
     except OSError as error:
         with contextlib.suppress(OSError):
             path.with_name(f"{path.name}.new").unlink()
-        raise SettingError(
-            f"--out {path}", f"it cannot be written: {error}", "name another file"
-        ) from error
+        found = f"it cannot be written: {error.strerror}"
+        raise SettingError(f"--out {path}", found, "name another file") from error
     click.echo(f"{path}: {len(page.encode()) / 1e6:.1f} MB")

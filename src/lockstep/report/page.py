@@ -222,7 +222,7 @@ def _working(start: Start) -> str:
         return ""
     return (
         f"The {start.ranks} ranks worked for {part:.0%} of the time and waited for each other for "
-        f"the rest, so they were no more than {start.ranks * part:.2f} times as fast as one."
+        f"the rest, so they were no more than {start.ranks * part:.3g} times as fast as one."
     )
 
 
