@@ -118,7 +118,8 @@ def _state(start: Start) -> str:
     """How a start has ended, or that it runs, as far as that can be told."""
     if start.end is not None:
         words = {"ok": "ended well", "restarted": "ended, to start again"}
-        before = "" if start.joined else " before lockstep.init"
+        before = " without" if start.end == "ok" else " before"
+        before = "" if start.joined else f"{before} lockstep.init"
         return words.get(start.end, start.end) + before
     longest = max(max(r.column("longest_s"), default=0.0) for r in start.records.values())
     steps = max(max(r.column("steps"), default=1.0) for r in start.records.values())
