@@ -189,6 +189,21 @@ def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> Non
     ]
 
 
+def test_a_run_is_over_where_its_launcher_starts_it_no_more(tmp_path: Path) -> None:
+    made.write(tmp_path, rows=2, end="failed")
+    assert Record(tmp_path).over
+    start = {"kind": "start", "time": 0.9e9, "ranks": 2, "command": ["train.py"]}
+    failure = {"kind": "failure", "time": 1.1e9, "exit_code": 1}
+    told(tmp_path, "a", start)
+    assert not Record(tmp_path).over
+    told(tmp_path, "a", start, failure)
+    assert Record(tmp_path).over
+    told(tmp_path, "a", start, failure, {"kind": "restart", "time": 1.2e9})
+    assert not Record(tmp_path).over
+    made.write(tmp_path, rows=2, number=2)
+    assert Record(tmp_path).over
+
+
 def test_two_runs_that_write_into_one_folder_at_a_time(tmp_path: Path) -> None:
     made.write(tmp_path, rows=10)
     made.write(tmp_path, rows=10, began=1e9 + 0.5)

@@ -253,6 +253,16 @@ class Record:
             ]
         return changed
 
+    @property
+    def over(self) -> bool:
+        """The last start has ended, and its launcher, where it had one, begins no other."""
+        last, before = self.starts[-1], self.starts[-2].time if self.starts[1:] else -math.inf
+        told = (t for of in self._of_launchers.values() for t in of if t["kind"] == "start")
+        kinds = {t["kind"] for t in last.told}
+        if any(before < t["time"] <= last.time for t in told):
+            return bool(kinds & _ENDS.keys()) and "restart" not in kinds
+        return last.end is not None
+
     def _not_joined(self) -> Iterator[Start]:
         """Those of which no rank came to `lockstep.init`, as far as launchers know of them."""
         times = [start.time for start in self._of_ranks.values()]

@@ -141,11 +141,11 @@ def write(record: Record, tracker: str) -> str:
 
 
 def follow(record: Record, tracker: str) -> str:
-    """Writes the curves as they grow, until all ranks have said how they ended, or Ctrl-C."""
+    """Writes the curves as they grow, until the run is over, or Ctrl-C."""
     exporter = Exporter(record, tracker)
     count = exporter.write()
     try:
-        while record.starts[-1].end is None:
+        while not record.over:
             time.sleep(_EVERY_S)
             if record.refresh():
                 count += exporter.write()
