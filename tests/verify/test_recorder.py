@@ -240,6 +240,11 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     verdict = warm.verify(script)
     assert verdict.word == "EQUAL", verdict.lines()
     assert [len(update.merged("gradients")) for update in verdict.other.updates] == [2, 2, 2]
+    scaled = CLOSURE.replace("loss = ", "loss = size * ").replace(".grad)", ".grad.div_(size**2))")
+    script.write_text(scaled)
+    verdict = warm.verify(script)
+    assert (verdict.word, verdict.but.split()[:3]) == ("EQUAL", ["the", "loss", "is"])
+    assert verdict.but.endswith("with equal gradients and parameters")
 
 
 WRAPPED = """

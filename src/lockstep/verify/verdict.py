@@ -307,6 +307,8 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
     if other.error:
         cases = [case for case in cases if case.what != "length"]
     found = [Finding(cause_of(case), case) for case in cases]
+    if not other.error and {each.cause.code for each in found} == {"LS501"}:
+        but, found = f"the loss is {found[0].cause.seen[0]} and parameters", []
     if other.error:
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
         ways = ways_of_ranks(other.ways) if other.code == "LS405" else ()
