@@ -323,6 +323,11 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
         assert get() == (200, "10 every 5.0 s")  # drawn a moment ago
         now[0] = 60.0
         assert get() == (200, "20 every 5.0 s")
+        monkeypatch.setattr(live, "render", lambda *_, **__: "nothing new")
+        now[0] = 100.0
+        assert get() == (200, "20 every 5.0 s")
+        now[0] = 120.0
+        assert get() == (200, "nothing new")
         assert get("/etc/passwd")[0] == 404
         assert get(host="evil.example:80")[0] == 403
     finally:

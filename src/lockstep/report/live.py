@@ -18,6 +18,8 @@ from lockstep.report.reading import Record
 
 ADDRESS = "127.0.0.1"
 _REFRESH_S = 5.0
+_OLD_S = 60.0
+"""A page that is older is drawn again though nothing was added: it says for how long that is so."""
 _NAMES = ("127.0.0.1", "localhost")
 
 
@@ -32,14 +34,15 @@ class LivePage:
     def __init__(self, record: Record, baselines: Sequence[Record] = ()) -> None:
         self._record, self._baselines = record, baselines
         self._lock = threading.Lock()
-        self._text, self._until = "", 0.0
+        self._text, self._until, self._old_from = "", 0.0, 0.0
 
     def text(self) -> str:
         """The page; drawing it takes seconds of a core, which the training may need too."""
         with self._lock:
             begun = time.monotonic()
             if begun >= self._until:
-                if self._record.refresh() or not self._text:
+                if self._record.refresh() or begun >= self._old_from:
+                    self._old_from = begun + _OLD_S
                     self._text = render(self._record, self._baselines, refresh_s=_REFRESH_S)
                 took = time.monotonic() - begun
                 self._until = time.monotonic() + max(_REFRESH_S / 2, 10 * took)
