@@ -224,6 +224,12 @@ def announcer(say: Callable[[str], None]) -> Callable[[str], None]:
 # The connections between launchers
 
 
+def packed(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent."""
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
 class Connection:
     """One connection, by which both sides can tell that the other is there."""
 
@@ -233,11 +239,14 @@ class Connection:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Hands a message over; does not wait for it to be sent."""
+        self.send_packed(packed(message))
+
+    def send_packed(self, message: bytes) -> None:
+        """The same, of one that is for several connections."""
         if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT:
             self._writer.transport.abort()
         if not self._writer.is_closing():
-            body = json.dumps(message).encode()
-            self._writer.write(_LENGTH.pack(len(body)) + body)
+            self._writer.write(message)
 
     async def receive(self) -> dict[str, Any]:
         """The next message that is not a heartbeat.
@@ -343,9 +352,10 @@ class Server:
 
     def send(self, changes: Mapping[str, Any], number: int = 0) -> None:
         """Sends changes of a node, else of the own one, to all others; see `Peers.send`."""
+        message = packed({"number": number, "changes": changes})
         for other, connection in self._clients.items():
             if other != number:
-                connection.send({"number": number, "changes": changes})
+                connection.send_packed(message)
 
     async def close(self) -> None:
         """Ends all connections after all that was handed over has been sent."""

@@ -157,7 +157,7 @@ class Remote:
         with contextlib.suppress(TimeoutError):
             answer = await asyncio.wait_for(self._answers.get(), ANSWER_S)
             if answer is None:
-                await asyncio.wait(self._tasks, timeout=_FINISH_S)
+                await _within(_FINISH_S, [self.ended()])
         if answer is None:
             said = self._said.decode(errors="replace")
             raise _Problem(*ssh_failure(self.host, self._process.returncode, said, sys.executable))
@@ -187,8 +187,9 @@ class Remote:
                 other.host.name, *other.place
             )
             do = (
-                "let the machines reach each other at all ports; --master-addr and --master-port "
-                "give another place of the first; `lockstep doctor --hosts` looks at all ways"
+                "a firewall must let them reach each other at all ports; --master-addr and "
+                "--master-port give another place of the first; `lockstep doctor --hosts` looks at "
+                "all ways"
             )
             if "MTU" in found["why"]:
                 do = "set the MTU of their interfaces to what the way carries, as root"
