@@ -21,6 +21,15 @@ def sign(n):
     while n < -1:
         n += 1
     return "minus" if n else "none"
+
+
+def njit(function):
+    return function
+
+
+@njit
+def compiled(n):
+    return 1 if n else 0
 """
 
 
@@ -43,7 +52,7 @@ def test_tests_are_told_and_change_nothing(tmp_path: Path, monkeypatch: pytest.M
         (str(path), 5, 6): 3,
         (str(path), 7, 7): 1,
     }
-    assert module.sign(0) == "none"
+    assert (module.sign(0), module.compiled(0)) == ("none", 0)
     assert branches.since() == {(str(path), n, m): 2 for n, m in ((3, 4), (5, 6), (7, 7))}
 
 

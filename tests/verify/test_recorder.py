@@ -51,6 +51,15 @@ def test_a_loader_that_a_library_builds_anew_is_enlarged_once(tmp_path: Path) ->
     assert samples(warm.verify(script, batch_times=2)) == [12, 12, 12]
 
 
+def test_what_is_compiled_is_compared_uncompiled(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    compiled = "torch.compile(torch.nn.Linear(6, 1), fullgraph=True)"
+    script.write_text(REBUILT.replace("torch.nn.Linear(6, 1)", compiled))
+    verdict = warm.verify(script, batch_times=2)
+    assert samples(verdict) == [12, 12, 12]
+    assert "torch.compile" in verdict.reference.notes
+
+
 def test_as_many_steps_are_compared_as_time_allows(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(REBUILT)

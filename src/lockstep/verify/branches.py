@@ -22,6 +22,8 @@ from lockstep.verify.compare import Divergence, Place
 
 _NAME = "__lockstep_test__"
 _OUTCOMES = ("not reached", "true", "false", "both")
+_COMPILERS = "jit", "vectorize"
+"""In the names of decorators."""
 _MOST = 2
 """Tests that are shown."""
 
@@ -79,6 +81,11 @@ class _Tests(ast.NodeTransformer):
         return node
 
     visit_If = visit_While = visit_IfExp = _told
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        """Compilers such as numba's know no function of ours."""
+        compiled = any(word in ast.unparse(d) for d in node.decorator_list for word in _COMPILERS)
+        return node if compiled else self.generic_visit(node)
 
 
 def other_ways(case: Divergence, cause: Cause) -> list[str]:

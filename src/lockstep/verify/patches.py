@@ -332,6 +332,17 @@ class DeterminismPatches(TorchFunctionMode):
 
         module.checkpoint = checkpoint
 
+    def no_compile(self) -> None:
+        """`torch.compile` does nothing from here on: its tracer would follow our hooks."""
+        plain: Any = torch.compile
+
+        @wraps(plain)
+        def disabled(model: Any = None, **options: Any) -> Any:
+            self.off["torch.compile"] += model is not None
+            return plain(model, **{**options, "disable": True})
+
+        torch.compile = disabled
+
     def _no_autocast(self) -> None:
         """`torch.autocast` does nothing from here on."""
         own: Any = torch.autocast

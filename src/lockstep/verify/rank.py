@@ -74,6 +74,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
         _enlarge_batches(way.batch_times)
     if patches.double:
         patches.keep_double()
+    patches.no_compile()
     patches.no_files(folder)
     mode: Any = patches
     mode.__enter__()
