@@ -312,4 +312,7 @@ def test_gradients_are_put_together_in_the_order_in_which_they_come() -> None:
     made = [torch.zeros(2**20), torch.zeros(3), torch.zeros(2**20), torch.zeros(2**20)]
     made.append(torch.zeros(5, dtype=torch.float64))
     found = compression._units(made)
-    assert [list(map(len, unit)) for unit in found] == [[5], [2**20, 2**20], [3, 2**20]]
+    assert [list(map(len, unit)) for unit in found] == [[5], [2**20], [2**20], [3, 2**20]]
+    small = [torch.zeros(64, 256) for _ in range(12)]
+    assert [len(unit) for unit in compression._units(small)] == [3, 3, 3, 3]
+    assert len(compression._units(small[:2])) == 1

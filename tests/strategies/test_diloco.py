@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 from dataclasses import replace
 from itertools import chain, product
@@ -189,6 +191,22 @@ def test_any_number_of_processes_computes_the_equations(
             found["mask"] = expected["mask"]  # its infinity has no difference to itself
             assert difference(expected, found) < 1e-9
             assert seen == pytest.approx(losses, rel=1e-9)
+
+
+def block_of_choices() -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), lockstep.init(DiLoCo(replicas=3), device="cpu") as world:
+        net = mlp()
+        data = torch.utils.data.DataLoader(tensors(), 12, drop_last=True)
+        _, _, loader = world.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
+        next(iter(loader))
+    return " ".join(out.getvalue().split())
+
+
+def test_says_where_replicas_are_that_do_not_divide_evenly() -> None:
+    first, _ = run_ranks(block_of_choices, 2)
+    assert "train apart; 1 or 2 replicas on each process, in turn" in first
+    assert "samples in a global batch, 8 + 4 on ranks 0 to 1" in first
 
 
 def train_in_two(options: DiLoCo, folder: str, steps: int) -> tuple[dict[str, Tensor], str]:

@@ -37,8 +37,10 @@ BLOCK = 128
 _TRIED = 2**20
 """Values that are encoded to see how long it takes."""
 _LARGEST = {"int8": 127, "int4": 7}
-_UNIT_BYTES = 8 * 2**20
-"""Gradients that are sent together: the first are on their way while others are computed."""
+_UNITS, _LEAST_BYTES, _MOST_BYTES = 4, 2**17, 2**23
+"""Gradients are sent in about so many units, of such sizes: the first are on their way while others
+are computed, and while one waits for acknowledgements. An exchange of 200 KiB at 100 Mb/s alone was
+measured to take nearly twice as long as its bytes explain (benchmarks/results/compression.md)."""
 _MIN_GAIN = 2
 """Matrices that PowerSGD would not make smaller by this factor are sent as they are."""
 
@@ -450,16 +452,18 @@ def _alike(state: State, own: State) -> bool:
 
 def _units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those that are sent together, in about the order in which a backward pass comes to them."""
+    trained = [*parameters]
+    total = sum(parameter.nbytes for parameter in trained)
+    enough = min(max(total // _UNITS, _LEAST_BYTES), _MOST_BYTES)
     units: dict[Any, list[list[Tensor]]] = {}
     sizes: dict[Any, int] = {}
-    for parameter in reversed([*parameters]):
+    for parameter in reversed(trained):
         kind = parameter.dtype, parameter.device
-        size = parameter.numel() * parameter.element_size()
-        if sizes.get(kind, _UNIT_BYTES) + size > _UNIT_BYTES:
+        if sizes.get(kind, enough) >= enough:
             units.setdefault(kind, []).append([])
             sizes[kind] = 0
         units[kind][-1].append(parameter)
-        sizes[kind] += size
+        sizes[kind] += parameter.nbytes
     return [unit for of_kind in units.values() for unit in of_kind]
 
 
