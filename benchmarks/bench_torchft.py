@@ -13,7 +13,6 @@ import contextlib
 import io
 import multiprocessing
 import os
-import queue
 import sys
 import time
 from collections.abc import Callable
@@ -172,7 +171,10 @@ def with_torchft(kind: str, rank: int, lighthouse: str) -> tuple[int, float, flo
 
 
 def child(kind: str, rank: int, lighthouse: str, found: Any) -> None:
-    found.put((with_torchft if kind in TORCHFT else with_torch)(kind, rank, lighthouse))
+    try:
+        found.put((with_torchft if kind in TORCHFT else with_torch)(kind, rank, lighthouse))
+    except Exception as error:
+        found.put(f"{type(error).__name__}: {error}")
     found.close()
     found.join_thread()
     os._exit(0)  # torchft's threads would go on
@@ -182,7 +184,7 @@ def run(kind: str) -> tuple[int, float, float]:
     """Bytes of both processes, seconds, and the validation loss.
 
     Raises:
-        queue.Empty: a process has failed, which prints its traceback.
+        RuntimeError: a process has failed.
     """
     if kind in LOCKSTEP:
         import lockstep
@@ -200,7 +202,10 @@ def run(kind: str) -> tuple[int, float, float]:
     for each in children:
         each.start()
     try:
-        return max(found.get(timeout=120) for _ in children)
+        results = [found.get(timeout=300) for _ in children]
+        if failed := [each for each in results if isinstance(each, str)]:
+            raise RuntimeError(failed[0])
+        return max(results)
     finally:
         for each in children:
             each.kill()
@@ -214,8 +219,8 @@ def main() -> None:
     for kind in sys.argv[1:] or [*LOCKSTEP, *TORCH, *TORCHFT]:
         try:
             sent, seconds, loss = run(kind)
-        except queue.Empty:
-            print(f"| {kind} | failed | | |", flush=True)
+        except RuntimeError as error:
+            print(f"| {kind} | {error} | | |", flush=True)
             continue
         print(f"| {kind} | {loss:.6f} | {sent / STEPS / 2e3:.1f} | {seconds:.1f} |", flush=True)
 
