@@ -77,11 +77,12 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    from lockstep.cli.run import misplaced
+    alone, *others = _ways(script, args, options)
+
+    from lockstep.cli.run import misplaced  # what is refused by then needs no torch
     from lockstep.verify.record import record
     from lockstep.verify.verdict import check_reference, judge
 
-    alone, *others = _ways(script, args, options)
     start = _Runs(1 + len(others) + sum(way.apart for way in others)).start
     verdicts = []
     prefix = "lockstep-verify-"
