@@ -544,6 +544,7 @@ def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
             rows.append(Row(state.rank, state.host, f"comes {when} to {describe(call)}", line))
     advice = (
         "look at its host: other programs on its cores or its GPU, an older or a hotter device, "
-        "slower storage; and at what it does alone in every step. Uneven `shares` give it less",
+        "slower storage; and at what it does alone in every step. Uneven `shares` give "
+        "it less, but under diloco",
     )
     return Verdict("straggler", False, (rank,), headline, tuple(rows), None, advice)
