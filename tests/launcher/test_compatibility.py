@@ -17,6 +17,8 @@ import pytest
 from launched import Launched, launch
 from ranks import HANG_S
 
+from lockstep.launcher.plan import parse_flags
+
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = ["--warm", "--no-warm"]
@@ -245,7 +247,9 @@ def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> No
         "print('up', flush=True)\n"
         "while True: time.sleep(60)\n"
     )
-    flags = ["--signals-to-handle", "SIGUSR1,SIGTERM", "--shutdown-timeout", "1", "--nproc", "2"]
+    flags = ["--signals-to-handle", "SIGUSR1,SIGTERM", "--nproc", "2"]
+    if hasattr(parse_flags(["script.py"]), "shutdown_timeout"):  # since torch 2.12
+        flags += ["--shutdown-timeout", "1"]
     with Launched(["run", *flags, "script.py"], cwd=tmp_path) as launcher:
         assert {launcher.stdout.readline() for _ in range(2)} == {
             f"[rank {rank}] up\n" for rank in range(2)

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import check_flags, node_numbers, parse_flags
+from lockstep.launcher.plan import check_flags, node_numbers, parse_flags, rendezvous_parameters
 
 # What `lockstep run` makes of each; a flag that torchrun gets one day must be looked at first.
 HONOURED_BY = {
@@ -40,20 +40,28 @@ HONOURED_BY = {
     "logs_specs": "refused",
     "numa_binding": "torch's own numactl command",
     "signals_to_handle": "the launcher's handlers",
-    "shutdown_timeout": "the agent",
     "virtual_local_rank": "the variables of the ranks",
 }
+SINCE_2_12 = {"shutdown_timeout": "the agent"}
 SINCE_2_14 = {
     "log_line_prefix_template": "the console",
     "print_completion": "torchrun's parser, which prints and exits",
 }
 POSITIONAL = {"training_script", "training_script_args", "help"}
+KNOWN = {action.dest for action in get_args_parser()._actions} - POSITIONAL
+SHUTDOWN_TIMEOUT = SINCE_2_12.keys() <= KNOWN
 
 
 def test_every_flag_of_torchrun_is_accounted_for() -> None:
-    newer = SINCE_2_14.keys() if "log_line_prefix_template" in parse_flags(["s.py"]) else set()
-    known = {action.dest for action in get_args_parser()._actions} - POSITIONAL
-    assert known == {*HONOURED_BY, *newer}
+    newer = [flags.keys() for flags in (SINCE_2_12, SINCE_2_14) if flags.keys() & KNOWN]
+    assert set(HONOURED_BY).union(*newer) == KNOWN
+
+
+def test_two_runs_on_one_machine_do_not_meet_at_a_port() -> None:
+    # By default torch 2.11's --master-port is 29500.
+    assert rendezvous_parameters(parse_flags(["t.py"])).endpoint == "localhost:0"
+    chosen = parse_flags(["--master-port", "29500", "t.py"])
+    assert rendezvous_parameters(chosen).endpoint == "127.0.0.1:29500"
 
 
 def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +89,7 @@ def test_what_is_no_number_of_machines(asked: str) -> None:
         ("--max-restarts x", "invalid int value"),
         ("--start-method magic", "invalid choice"),
         ("--monitor-interval 0", "--monitor-interval 0.0"),
-        ("--shutdown-timeout -2", "--shutdown-timeout -2"),
+        *[("--shutdown-timeout -2", "--shutdown-timeout -2")] * SHUTDOWN_TIMEOUT,
         ("--rdzv-conf timeout", "timeout has no value"),
         ("--rdzv-conf a=1,", "an empty part has no value"),
         ("--nnodes 2:1", "not a number of machines"),
@@ -114,7 +122,7 @@ def test_what_cannot_be_honoured(line: str, text: str, monkeypatch: pytest.Monke
         "--signals-to-handle SIGUSR1",
         "--run-path --no-python",  # the first wins, as with torchrun
         "--log-dir .",
-        "--shutdown-timeout 0",
+        *["--shutdown-timeout 0"] * SHUTDOWN_TIMEOUT,
     ],
 )
 def test_what_can_be_honoured(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

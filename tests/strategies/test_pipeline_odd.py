@@ -282,7 +282,7 @@ def train(name: str) -> dict[str, Any]:
                 wanted = wanted.masked_fill(~hidden[..., None], 0.0)
             with torch.autocast("cpu", enabled="autocast" in ways and turn % 3 == 1):
                 output = model(x)
-            world.backward(F.mse_loss(output, wanted))
+            world.backward(F.mse_loss(output.to(wanted.dtype), wanted))
             if "interrupt" in ways:
                 outputs += evaluate(model, test)
             optimizer.step()

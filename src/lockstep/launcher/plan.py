@@ -247,6 +247,8 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
             "set it to 1, or unset it",
         ) from None
     parser.exit_on_error = False
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # torch 2.11's is 29500, where two runs would meet
     try:
         return parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:

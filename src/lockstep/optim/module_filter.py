@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lockstep.errors import SettingError, grouped
 
@@ -117,8 +118,10 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """It runs, has parameters, and is not one of torch's single layers."""
+    """It runs, has parameters, and is not one of torch's single layers, or a weight of one."""
     if not _runs(module) or next(module.parameters(), None) is None:
+        return False
+    if isinstance(module, ParametrizationList):
         return False
     if next(module.children(), None) is None:
         return not type(module).__module__.startswith("torch.")

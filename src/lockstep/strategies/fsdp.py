@@ -91,7 +91,7 @@ class FSDP(Strategy):
             raise SettingError(
                 f"{type(self).__name__}(find_unused_parameters=True)",
                 f"torch {torch.__version__} cannot do that",
-                "use every parameter on every rank, or a newer torch",
+                "use every parameter on every rank, or torch 2.13 or later",
             )
         return replace(super().plan(run), evaluates_together=True)
 

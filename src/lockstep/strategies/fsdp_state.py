@@ -68,6 +68,8 @@ class Sharded:
         """Whether torch is set to average the gradients."""
         self._kept = False
         """Whether units stay gathered, for a backward pass through a backward pass."""
+        self._running = False
+        """Whether torch is in a forward pass; not where it is refused before it begins."""
         self._failed = self._released = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
@@ -129,6 +131,7 @@ class Sharded:
         Raises:
             UsageError: some stayed on this rank, or what the user has changed does not take hold.
         """
+        self._check_failed()
         self.end_keeping()
         self.reshard()
         left = [name for name, p in self.whole.items() if p.grad is not None]
@@ -143,6 +146,15 @@ class Sharded:
         if check_due(self.run.step.number + 1):
             self._refuse_gradients()
             self._check_shards()
+
+    def _check_failed(self) -> None:
+        """Raises UsageError once a forward pass has raised, where torch cannot reset it."""
+        if self._failed:
+            raise UsageError(
+                "a sharded model whose forward pass has raised",
+                f"torch {torch.__version__} cannot take up such a model",
+                "let the error end the run, or use torch 2.13 or later",
+            )
 
     def _refuse_gradients(self) -> None:
         """Of those that autograd brings; to be called again as parameters unfreeze."""
@@ -218,28 +230,25 @@ class Sharded:
                 "evaluate before closing; world.checkpoint keeps whole weights",
             )
         self.run.collectives.check_turn("a forward pass of a sharded model")
-        if self._failed:
-            raise UsageError(
-                "a forward pass of a sharded model after one that raised",
-                f"torch {torch.__version__} cannot take up such a model",
-                "let the error end the run, or use a newer torch",
-            )
+        self._check_failed()
         if torch.is_grad_enabled():
             self.follow()
             if self.keep_whole and not self.run.step.current.first:
                 self._freeze_shards()
+        self._running = True
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         present = self.run.step.current
         error = sys.exception() if output is None else None  # torch calls this after one, too
-        if error is not None:
+        began, self._running = self._running, False
+        if error is not None and began:
             note_empty_part(error, present)
             # Torch would go on as if the pass still ran, with parameters as old as that.
             reset = getattr(self.root, "reset_iter_state", None)
             self._failed = reset is None
             if reset is not None:
                 reset()
-        elif not torch.is_grad_enabled() and not self._kept:
+        elif error is None and not torch.is_grad_enabled() and not self._kept:
             # Torch keeps the root's for a backward pass. A step would make them old.
             self.reshard()
 
