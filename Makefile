@@ -58,7 +58,8 @@ bench-supervision: $(VENV)/.installed
 
 bench-network: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_network.py --out benchmarks/results/network.json
-	$(BIN)/python benchmarks/bench_slow_network.py --out benchmarks/results/slow_network.json --picture docs/assets/slow_network.svg
+	$(BIN)/python benchmarks/bench_slow_network.py resnet18 --out benchmarks/results/slow_resnet18.json
+	$(BIN)/python benchmarks/bench_slow_network.py gpt --out benchmarks/results/slow_gpt.json --picture docs/assets/slow_network.svg
 
 bench-order: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_order.py

@@ -1,13 +1,15 @@
 """Time to the same validation loss over a slow network: DDP, compressed gradients, and DiLoCo.
 
-Two machines with one rank each, made as in bench_network.py (it takes root), train a small GPT on
-the characters of this project's pages. What a method computes does not depend on the link. So the
+Two machines with one rank each, made as in bench_network.py (it takes root), train a GPT of ten
+million parameters on the characters of this project's pages, or ResNet-18 on scikit-learn's digits
+at 28 px, turned, moved and with noise. What a method computes does not depend on the link. So the
 loss against the step is found once for each method and seed, on an unshaped cable, and seconds a
 step are found apart, on each link, over whole rounds of DiLoCo. The time to the target is their
 product; two methods are trained to the target on the slowest link as well, to check it. The target
-is the median loss over seeds that DDP reaches in `--steps`.
+is the median loss over seeds that DDP reaches in `--steps`. With `--out` a run that was broken off
+goes on with the next seed.
 
-    python benchmarks/bench_slow_network.py [--seeds 5] [--out FILE] [--picture FILE]
+    python benchmarks/bench_slow_network.py gpt|resnet18 [--seeds 5] [--out FILE] [--picture FILE]
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ HERE = Path(__file__).resolve()
 PAGES = HERE.parent.parent / "docs"
 LINKS = {"unshaped": None, "1 Gb/s": 1_000, "100 Mb/s": 100}
 SLOWEST = "100 Mb/s"
-WIDTH, TOKENS, BATCH, LEARNING_RATE, WARM_UP = 64, 32, 16, 4e-3, 50
+WIDTH, LAYERS, TOKENS = 320, 8, 32
+WARM_UP = 20
 POWERSGD_START = 20
+"""PowerSGD begins after the warm-up."""
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp bf16": {"compress": "bf16"},
@@ -41,10 +45,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddp powersgd": {"compress": "powersgd", "powersgd_start": POWERSGD_START},
     "diloco every=20": {"every": 20},
     "diloco every=50": {"every": 50},
+    "diloco every=50, int8": {"every": 50, "compress": "int8"},
+    "diloco every=50, int4": {"every": 50, "compress": "int4"},
     "diloco every=100": {"every": 100},
-    "diloco every=50 int8": {"every": 50, "compress": "int8"},
-    "diloco every=50 int4": {"every": 50, "compress": "int4"},
     "diloco every=50, 4 fragments, delay 1": {"every": 50, "fragments": 4, "delay": 1},
+    "diloco every=50, 4 fragments, delay 1, int8": {
+        "every": 50,
+        "fragments": 4,
+        "delay": 1,
+        "compress": "int8",
+    },
+    "diloco every=50, 4 fragments, delay 1, int4": {
+        "every": 50,
+        "fragments": 4,
+        "delay": 1,
+        "compress": "int4",
+    },
 }
 NO_NETWORK = "no network"
 """The limit: DDP's steps at the pace of replicas that never meet."""
@@ -63,31 +79,37 @@ def options_of(method: str, timed: bool = False) -> Any:
     return DiLoCo(replicas=2, **options) if method.startswith("diloco") else DDP(**options)
 
 
-def text() -> tuple[Any, Any, int]:
-    """Blocks of characters to train on, others to validate with, and the number of characters.
+class Problem(NamedTuple):
+    """Targets are classes, `(N,)` or `(N, T)`; outputs are scores, with one dimension more."""
 
-    Every tenth stretch of 40 blocks is for validation, the first 128 of these blocks are used.
-    """
+    model: Any
+    optimizer: Any
+    trained: Any
+    validated: Any
+    batch: int
+
+
+def gpt() -> Problem:
+    """Blocks of characters; every tenth stretch of 40 blocks is for validation, of which the first
+    64 blocks are used."""
     import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
 
     pages = [page for page in sorted(PAGES.glob("*.md")) if not page.name.endswith(".zh-CN.md")]
     characters = "".join(page.read_text(encoding="utf-8") for page in pages)
     known = {each: number for number, each in enumerate(sorted(set(characters)))}
     codes = torch.tensor([known[each] for each in characters])
     blocks = codes[: len(codes) // (TOKENS + 1) * (TOKENS + 1)].view(-1, TOKENS + 1)
-    validation = torch.arange(len(blocks)) // 40 % 10 == 9
-    return blocks[~validation], blocks[validation][:128], len(known)
-
-
-def gpt(characters: int) -> Any:
-    """Four blocks of that width."""
-    import torch
-    from torch import nn
+    held = torch.arange(len(blocks)) // 40 % 10 == 9
+    trained, validated = (
+        TensorDataset(part[:, :-1], part[:, 1:]) for part in (blocks[~held], blocks[held][:64])
+    )
 
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(characters, WIDTH)
+            self.embed = nn.Embedding(len(known), WIDTH)
             self.position = nn.Parameter(0.02 * torch.randn(TOKENS, WIDTH))
             layer = nn.TransformerEncoderLayer(
                 WIDTH,
@@ -98,8 +120,13 @@ def gpt(characters: int) -> Any:
                 batch_first=True,
                 norm_first=True,
             )
-            self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-            self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters))
+            self.blocks = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+            self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(known)))
+            nn.init.normal_(self.embed.weight, std=0.02)
+            for name, parameter in self.blocks.named_parameters():
+                if parameter.dim() == 2:  # as in GPT-2; torch's layers are copies of one another
+                    out = name.endswith(("out_proj.weight", "linear2.weight"))
+                    nn.init.normal_(parameter, std=0.02 / ((2 * LAYERS) ** 0.5 if out else 1))
             mask = nn.Transformer.generate_square_subsequent_mask(TOKENS)
             self.register_buffer("mask", mask, persistent=False)
 
@@ -107,7 +134,48 @@ def gpt(characters: int) -> Any:
             x = self.embed(x) + self.position
             return self.head(self.blocks(x, mask=self.mask, is_causal=True))
 
-    return GPT()
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)
+    return Problem(model, optimizer, trained, validated, 8)
+
+
+def resnet18() -> Problem:
+    """Four images of each digit to train on, and one of every sixth digit to validate with."""
+    import torch
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+    from torch.utils.data import TensorDataset
+
+    sys.path.insert(0, str(HERE.parent.parent / "examples" / "fashion_mnist"))
+    from resnet import ResNet18
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
+    held = torch.arange(len(images)) % 6 == 5
+    generator = torch.Generator().manual_seed(1)
+
+    def made(which: Any, copies: int) -> TensorDataset:
+        small, y = images[which].repeat(copies, 1, 1, 1), labels[which].repeat(copies)
+        draw = torch.rand(len(small), 3, generator=generator) * 2 - 1
+        turn, move = 0.5 * draw[:, 0], 0.25 * draw[:, 1:]
+        rotation = torch.stack([turn.cos(), -turn.sin(), turn.sin(), turn.cos()], 1)
+        grid = F.affine_grid(
+            torch.cat([rotation.view(-1, 2, 2), move[..., None]], 2),
+            [len(small), 1, 28, 28],
+            align_corners=False,
+        )
+        x = F.grid_sample(small, grid, align_corners=False)
+        x = x + 0.3 * torch.randn(x.shape, generator=generator)
+        return TensorDataset(x.expand(-1, 3, -1, -1).contiguous(), y)
+
+    trained, validated = made(~held, 4), made(held, 1)
+    model = ResNet18(classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    return Problem(model, optimizer, trained, validated, 64)
+
+
+PROBLEMS = {"gpt": gpt, "resnet18": resnet18}
 
 
 class Training(NamedTuple):
@@ -117,11 +185,11 @@ class Training(NamedTuple):
 
 
 @contextlib.contextmanager
-def training(options: Any, seed: int) -> Iterator[Training]:
+def training(problem: str, options: Any, seed: int) -> Iterator[Training]:
     """A run of its own in the processes that are there."""
     import torch
     import torch.nn.functional as F
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
 
     import lockstep
 
@@ -129,28 +197,27 @@ def training(options: Any, seed: int) -> Iterator[Training]:
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
-        lockstep.init(options, seed=seed, device="cpu", measure_link=False) as world,
+        lockstep.init(
+            options, seed=seed, device="cpu", measure_link=False, sync_batchnorm=False
+        ) as world,
     ):
-        trained, validated, characters = text()
-        model = gpt(characters)
+        model, optimizer, trained, validated, batch = PROBLEMS[problem]()
         parameters = sum(each.numel() for each in model.parameters())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, 1.0, WARM_UP)
-        data = DataLoader(TensorDataset(trained), batch_size=BATCH, shuffle=True, drop_last=True)
-        rest = DataLoader(TensorDataset(validated), batch_size=64)
+        data = DataLoader(trained, batch_size=batch, shuffle=True, drop_last=True)
+        rest = DataLoader(validated, batch_size=64)
         model, optimizer, schedule, data, rest = world.prepare(
             model, optimizer, schedule, data, rest
         )
 
-        def loss_of(blocks: Any, reduction: str = "mean") -> Any:
-            out = model(blocks[:, :-1])
-            return F.cross_entropy(out.flatten(0, 1), blocks[:, 1:].flatten(), reduction=reduction)
+        def loss_of(x: Any, y: Any, reduction: str = "mean") -> Any:
+            return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction=reduction)
 
         def steps() -> Iterator[None]:
             model.train()
             for _ in world.epochs(1_000):
-                for (blocks,) in data:
-                    world.backward(loss_of(blocks))
+                for x, y in data:
+                    world.backward(loss_of(x, y))
                     optimizer.step()
                     optimizer.zero_grad()
                     schedule.step()
@@ -159,21 +226,23 @@ def training(options: Any, seed: int) -> Iterator[Training]:
         @torch.no_grad()
         def validate() -> float:
             model.eval()
-            total = sum(float(loss_of(blocks, "sum")) for (blocks,) in rest)
+            total = sum(float(loss_of(x, y, "sum")) for x, y in rest)
             model.train()
-            return float(world.sum(total)) / validated[:, 1:].numel()
+            return float(world.sum(total)) / validated.tensors[1].numel()
 
         with contextlib.closing(steps()) as stream:
             yield Training(lambda: next(stream), validate, parameters)
 
 
-def curve(method: str, seed: int, least: int, most: int, target: float) -> dict[str, Any]:
+def curve(
+    problem: str, method: str, seed: int, least: int, most: int, target: float
+) -> dict[str, Any]:
     """Losses after steps, until the target and `least` steps are reached, and seconds without
     validation."""
     options = METHODS[method]
     every = 20 if "fragments" in options else options.get("every", 20)
     found: dict[str, Any] = {"steps": [], "losses": [], "seconds": 0.0}
-    with training(options_of(method), seed) as run:
+    with training(problem, options_of(method), seed) as run:
         for number in range(1, most + 1):
             begin = time.perf_counter()
             run.step()
@@ -186,14 +255,14 @@ def curve(method: str, seed: int, least: int, most: int, target: float) -> dict[
     return found
 
 
-def pace(method: str, blocks: int) -> dict[str, Any]:
-    """Seconds and bytes of each step, by block: a round of DiLoCo, or ten steps."""
+def pace(problem: str, method: str, blocks: int) -> dict[str, Any]:
+    """Seconds and bytes of each step, by block: a round of DiLoCo, or four steps."""
     import torch.distributed as dist
 
     sent = Path("/sys/class/net/lan/statistics/tx_bytes")
     found: dict[str, Any] = {"seconds": [], "bytes": []}
-    steps = METHODS.get(method, {}).get("every", 10 if method in METHODS else 50)
-    with training(options_of(method, timed=True), 0) as run:
+    steps = METHODS.get(method, {}).get("every", 4 if method in METHODS else 20)
+    with training(problem, options_of(method, timed=True), 0) as run:
         found["parameters"] = run.parameters
         for turn in range(blocks + 1):
             dist.barrier()
@@ -207,24 +276,19 @@ def pace(method: str, blocks: int) -> dict[str, Any]:
     return found
 
 
-def worker(part: str, *arguments: str) -> None:
+def worker(problem: str, part: str, *arguments: str) -> None:
     """One part in each of the processes; what it has found goes to the last argument."""
     *values, out = arguments
     if part == "pace":
-        found = {method: pace(method, int(values[0])) for method in [*METHODS, NO_NETWORK]}
+        found = {m: pace(problem, m, int(values[0])) for m in [*METHODS, NO_NETWORK]}
     else:
         seed, least, most, target, *methods = values
         found = {
-            method: curve(method, int(seed), int(least), int(most), float(target))
+            method: curve(problem, method, int(seed), int(least), int(most), float(target))
             for method in methods
         }
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found))
-
-
-def train(mbits: int | None, seed: int, least: int, most: int, target: float, *methods: str) -> Any:
-    numbers = (str(each) for each in (seed, least, most, target))
-    return on_two_machines(mbits, 1, HERE, "--worker", "train", *numbers, *methods)
 
 
 def reached(made: dict[str, Any], target: float) -> int | None:
@@ -355,21 +419,56 @@ def picture(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def curves_of(seeds: int, steps: int) -> dict[str, Any]:
-    """Curves of each method by seed, and the target, on an unshaped cable."""
-    made = [train(None, seed, steps, steps * 6 // 5, 0.0, "ddp")["ddp"] for seed in range(seeds)]
-    target = median(dict(zip(c["steps"], c["losses"], strict=True))[steps] for c in made)
-    others = [method for method in METHODS if method != "ddp"]
-    found = [train(None, seed, steps, 2 * steps, target, *others) for seed in range(seeds)]
-    curves = {"ddp": made} | {method: [each[method] for each in found] for method in others}
-    return {"steps": steps, "target": target, "curves": curves}
+def find_curves(
+    options: argparse.Namespace, results: dict[str, Any], methods: list[str], most: int
+) -> None:
+    """Adds the curves of the seeds that are missing."""
+    curves, target = results["curves"], results.get("target", 0.0)
+    for seed in range(options.seeds):
+        missing = [method for method in methods if len(curves[method]) <= seed]
+        if missing:
+            found = run(options, None, "train", seed, results["steps"], most, target, *missing)
+            for method in missing:
+                curves[method].append(found[method])
+            save(options, results, "curves")
+
+
+def run(options: argparse.Namespace, mbits: int | None, part: str, *values: Any) -> Any:
+    texts = [str(each) for each in values]
+    return on_two_machines(mbits, 1, HERE, "--worker", options.problem, part, *texts)
+
+
+def save(options: argparse.Namespace, results: dict[str, Any], part: str) -> None:
+    results.setdefault("load", {})[part] = os.getloadavg()[0]
+    if options.out:
+        options.out.write_text(json.dumps(results) + "\n")
+
+
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    steps = results.setdefault("steps", options.steps)
+    curves = results.setdefault("curves", {method: [] for method in METHODS})
+    if "curves" in options.parts:
+        find_curves(options, results, ["ddp"], steps * 6 // 5)
+        ends = [dict(zip(c["steps"], c["losses"], strict=True))[steps] for c in curves["ddp"]]
+        results["target"] = median(ends)
+        find_curves(options, results, [each for each in METHODS if each != "ddp"], 2 * steps)
+    if "pace" in options.parts:
+        for name, mbits in LINKS.items():
+            paces = run(options, mbits, "pace", options.blocks)
+            results.setdefault("links", {})[name] = paces
+            save(options, results, "pace")
+    if "check" in options.parts:
+        limits = 0, 0, 2 * steps, results["target"]
+        results["check"] = run(options, LINKS[SLOWEST], "train", *limits, *CHECKED)
+        save(options, results, "check")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("problem", choices=PROBLEMS)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=500, help="a multiple of 100")
-    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200, help="a multiple of 100")
+    parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--parts", nargs="*", default=["curves", "pace", "check"])
     parser.add_argument("--out", type=Path, help="what it holds of other parts is kept")
     parser.add_argument("--picture", type=Path)
@@ -379,22 +478,8 @@ def main() -> None:
     out = options.out
     results: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {}
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}"
-    for part in options.parts:
-        if part == "curves":
-            results |= curves_of(options.seeds, options.steps)
-        elif part == "pace":
-            pace_on = ["pace", str(options.blocks)]
-            results["links"] = {
-                name: on_two_machines(mbits, 1, HERE, "--worker", *pace_on)
-                for name, mbits in LINKS.items()
-            }
-        else:
-            limits = 0, 0, 2 * results["steps"], results["target"]
-            results["check"] = train(LINKS[SLOWEST], *limits, *CHECKED)
-        results.setdefault("load", {})[part] = os.getloadavg()[0]
-        if out:
-            out.write_text(json.dumps(results) + "\n")
-    if not {"curves", "links", "check"} <= results.keys():
+    measure(options, results)
+    if not {"target", "links", "check"} <= results.keys():
         return  # the table needs all parts
     lines = [f"{results['machine']}; load {results['load']}", ""]
     lines += [*table(results), "", *paces_of(results), "", *checked(results)]
