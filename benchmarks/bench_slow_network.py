@@ -1,15 +1,15 @@
 """Time to the same validation loss over a slow network: DDP, compressed gradients, and DiLoCo.
 
 Two machines with one rank each, made as in bench_network.py (it takes root), train a GPT of ten
-million parameters on the characters of this project's pages, or ResNet-18 on scikit-learn's digits
-at 28 px, turned, moved and with noise. What a method computes does not depend on the link. So the
-loss against the step is found once for each method and seed, on an unshaped cable, and seconds a
-step are found apart, on each link, over whole rounds of DiLoCo. The time to the target is their
-product; two methods are trained to the target on the slowest link as well, to check it. The target
-is the median loss over seeds that DDP reaches in `--steps`. With `--out` a run that was broken off
-goes on with the next seed.
+million parameters (`gpt-small`: of 0.2 million) on the characters of this project's pages, or
+ResNet-18 on scikit-learn's digits at 28 px, turned, moved and with noise. What a method computes
+does not depend on the link. So the loss against the step is found once for each method and seed,
+on an unshaped cable, and seconds a step are found apart, on each link, over whole rounds of DiLoCo.
+The time to the target is their product; two methods are trained to the target on the slowest link
+as well, to check it. The target is the median loss over seeds that DDP reaches in `--steps`. With
+`--out` a run that was broken off goes on with the next seed, and with methods that are new.
 
-    python benchmarks/bench_slow_network.py gpt|resnet18 [--seeds 5] [--out FILE] [--picture FILE]
+    python benchmarks/bench_slow_network.py PROBLEM [--seeds 5] [--out FILE] [--picture FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -34,10 +35,9 @@ HERE = Path(__file__).resolve()
 PAGES = HERE.parent.parent / "docs"
 LINKS = {"unshaped": None, "1 Gb/s": 1_000, "100 Mb/s": 100}
 SLOWEST = "100 Mb/s"
-WIDTH, LAYERS, TOKENS = 320, 8, 32
-WARM_UP = 20
+TOKENS = 32
 POWERSGD_START = 20
-"""PowerSGD begins after the warm-up."""
+LOCAL_SGD = {"outer_lr": 1.0, "outer_momentum": 0.0}
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp bf16": {"compress": "bf16"},
@@ -61,6 +61,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "delay": 1,
         "compress": "int4",
     },
+    "local SGD every=20": {"every": 20, **LOCAL_SGD},
+    "local SGD every=50": {"every": 50, **LOCAL_SGD},
 }
 NO_NETWORK = "no network"
 """The limit: DDP's steps at the pace of replicas that never meet."""
@@ -76,7 +78,7 @@ def options_of(method: str, timed: bool = False) -> Any:
     options = METHODS[method]
     if timed and "powersgd_start" in options:
         options = {**options, "powersgd_start": 0}
-    return DiLoCo(replicas=2, **options) if method.startswith("diloco") else DDP(**options)
+    return DiLoCo(replicas=2, **options) if "every" in options else DDP(**options)
 
 
 class Problem(NamedTuple):
@@ -87,9 +89,10 @@ class Problem(NamedTuple):
     trained: Any
     validated: Any
     batch: int
+    warm_up: int = 20
 
 
-def gpt() -> Problem:
+def gpt(width: int, layers: int, rate: float, batch: int, warm_up: int) -> Problem:
     """Blocks of characters; every tenth stretch of 40 blocks is for validation, of which the first
     64 blocks are used."""
     import torch
@@ -109,24 +112,24 @@ def gpt() -> Problem:
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(len(known), WIDTH)
-            self.position = nn.Parameter(0.02 * torch.randn(TOKENS, WIDTH))
+            self.embed = nn.Embedding(len(known), width)
+            self.position = nn.Parameter(0.02 * torch.randn(TOKENS, width))
             layer = nn.TransformerEncoderLayer(
-                WIDTH,
+                width,
                 4,
-                4 * WIDTH,
+                4 * width,
                 dropout=0.0,
                 activation="gelu",
                 batch_first=True,
                 norm_first=True,
             )
-            self.blocks = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-            self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(known)))
+            self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, len(known)))
             nn.init.normal_(self.embed.weight, std=0.02)
             for name, parameter in self.blocks.named_parameters():
                 if parameter.dim() == 2:  # as in GPT-2; torch's layers are copies of one another
                     out = name.endswith(("out_proj.weight", "linear2.weight"))
-                    nn.init.normal_(parameter, std=0.02 / ((2 * LAYERS) ** 0.5 if out else 1))
+                    nn.init.normal_(parameter, std=0.02 / ((2 * layers) ** 0.5 if out else 1))
             mask = nn.Transformer.generate_square_subsequent_mask(TOKENS)
             self.register_buffer("mask", mask, persistent=False)
 
@@ -135,8 +138,8 @@ def gpt() -> Problem:
             return self.head(self.blocks(x, mask=self.mask, is_causal=True))
 
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)
-    return Problem(model, optimizer, trained, validated, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    return Problem(model, optimizer, trained, validated, batch, warm_up)
 
 
 def resnet18() -> Problem:
@@ -175,7 +178,11 @@ def resnet18() -> Problem:
     return Problem(model, optimizer, trained, validated, 64)
 
 
-PROBLEMS = {"gpt": gpt, "resnet18": resnet18}
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "gpt": partial(gpt, 320, 8, rate=5e-4, batch=8, warm_up=20),
+    "gpt-small": partial(gpt, 64, 4, rate=4e-3, batch=16, warm_up=50),
+    "resnet18": resnet18,
+}
 
 
 class Training(NamedTuple):
@@ -201,9 +208,9 @@ def training(problem: str, options: Any, seed: int) -> Iterator[Training]:
             options, seed=seed, device="cpu", measure_link=False, sync_batchnorm=False
         ) as world,
     ):
-        model, optimizer, trained, validated, batch = PROBLEMS[problem]()
+        model, optimizer, trained, validated, batch, warm_up = PROBLEMS[problem]()
         parameters = sum(each.numel() for each in model.parameters())
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, 1.0, WARM_UP)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, 1.0, warm_up)
         data = DataLoader(trained, batch_size=batch, shuffle=True, drop_last=True)
         rest = DataLoader(validated, batch_size=64)
         model, optimizer, schedule, data, rest = world.prepare(
@@ -446,7 +453,9 @@ def save(options: argparse.Namespace, results: dict[str, Any], part: str) -> Non
 
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     steps = results.setdefault("steps", options.steps)
-    curves = results.setdefault("curves", {method: [] for method in METHODS})
+    curves = results.setdefault("curves", {})
+    for method in METHODS:
+        curves.setdefault(method, [])
     if "curves" in options.parts:
         find_curves(options, results, ["ddp"], steps * 6 // 5)
         ends = [dict(zip(c["steps"], c["losses"], strict=True))[steps] for c in curves["ddp"]]

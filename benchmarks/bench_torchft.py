@@ -23,7 +23,6 @@ from typing import Any
 import bench_slow_network as slow
 
 STEPS, EVERY, POWERSGD_START = 300, 50, 20
-PART = slow.BATCH // 2
 LOCKSTEP: dict[str, str] = {
     "lockstep ddp": "DDP()",
     "lockstep bf16": "DDP(compress='bf16')",
@@ -44,24 +43,23 @@ class Problem:
         import torch
 
         torch.set_num_threads(1)
-        trained, self._validated, characters = slow.text()
-        generator = torch.Generator().manual_seed(0)
-        epochs = -(-STEPS * slow.BATCH // len(trained))
-        orders = [torch.randperm(len(trained), generator=generator) for _ in range(epochs)]
-        order = torch.cat(orders)
-        self.data = trained[order[: STEPS * slow.BATCH]]
         torch.manual_seed(0)
-        self.model: Any = slow.gpt(characters)
-        rate, warm_up = slow.LEARNING_RATE, slow.WARM_UP
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), rate, weight_decay=0.1)
+        made = slow.PROBLEMS["gpt-small"]()
+        self.model, self.optimizer, self.batch = made.model, made.optimizer, made.batch
+        self._validated = made.validated
+        generator = torch.Generator().manual_seed(0)
+        samples = STEPS * self.batch
+        length = len(made.trained)
+        epochs = -(-samples // length)
+        orders = [torch.randperm(length, generator=generator) for _ in range(epochs)]
+        self.data = [each[torch.cat(orders)[:samples]] for each in made.trained.tensors]
         schedules = torch.optim.lr_scheduler
-        self.schedule: Any = schedules.LinearLR(self.optimizer, 1 / warm_up, 1.0, warm_up)
+        self.schedule: Any = schedules.LinearLR(self.optimizer, 1 / made.warm_up, 1.0, made.warm_up)
 
-    def loss(self, blocks: Any, reduction: str = "mean") -> Any:
+    def loss(self, x: Any, y: Any, reduction: str = "mean") -> Any:
         import torch.nn.functional as F
 
-        out = self.model(blocks[:, :-1])
-        return F.cross_entropy(out.flatten(0, 1), blocks[:, 1:].flatten(), reduction=reduction)
+        return F.cross_entropy(self.model(x).flatten(0, 1), y.flatten(), reduction=reduction)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -70,8 +68,9 @@ class Problem:
 
     def train(self, rank: int) -> None:
         """Trains on this rank's half of every batch."""
-        for start in range(rank * PART, len(self.data), slow.BATCH):
-            self.loss(self.data[start : start + PART]).backward()
+        part = self.batch // 2
+        for start in range(rank * part, len(self.data[0]), self.batch):
+            self.loss(*(each[start : start + part] for each in self.data)).backward()
             self.step()
 
     def validate(self) -> float:
@@ -79,8 +78,8 @@ class Problem:
 
         self.model.eval()
         with torch.no_grad():
-            total = sum(float(self.loss(part, "sum")) for part in self._validated.split(64))
-        return total / self._validated[:, 1:].numel()
+            x, y = self._validated.tensors
+            return float(self.loss(x, y))
 
 
 def sent_bytes() -> int:
@@ -111,14 +110,14 @@ def with_lockstep(strategy: str) -> tuple[int, float, float]:
         contextlib.redirect_stdout(io.StringIO()),
         lockstep.init(options, backend="gloo", device="cpu") as world,
     ):
-        loader = DataLoader(TensorDataset(made.data), batch_size=slow.BATCH)
+        loader = DataLoader(TensorDataset(*made.data), batch_size=made.batch)
         made.model, made.optimizer, made.schedule, loader = world.prepare(
             made.model, made.optimizer, made.schedule, loader
         )
 
         def train() -> None:
-            for (blocks,) in loader:
-                world.backward(made.loss(blocks))
+            for x, y in loader:
+                world.backward(made.loss(x, y))
                 made.step()
 
         return *measured(train, world.barrier), made.validate()

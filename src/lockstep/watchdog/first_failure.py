@@ -401,7 +401,7 @@ _BY_TEXT = {
         "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
         "activation checkpointing"
     ),
-    r"file </torch_\S+>: No space left|(?s:No space left.*_multiprocessing\.SemLock\()": (
+    r"file </torch_\S+>: (No space left|Success)|(?s:No space left.*_multiprocessing\.SemLock\()": (
         f"/dev/shm, shared memory, is full: {_SHARED_MEMORY}"
     ),
     r"Bus error|out of shared memory|No space left.*/dev/shm": _SHARED_MEMORY,
