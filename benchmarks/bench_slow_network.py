@@ -21,6 +21,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -192,8 +193,11 @@ class Training(NamedTuple):
 
 
 @contextlib.contextmanager
-def training(problem: str, options: Any, seed: int) -> Iterator[Training]:
-    """A run of its own in the processes that are there."""
+def training(
+    problem: str, options: Any, seed: int, said: io.StringIO | None = None
+) -> Iterator[Training]:
+    """A run of its own in the processes that are there; what it says goes to `said`, which has it
+    measure the link."""
     import torch
     import torch.nn.functional as F
     from torch.utils.data import DataLoader
@@ -201,11 +205,13 @@ def training(problem: str, options: Any, seed: int) -> Iterator[Training]:
     import lockstep
 
     torch.set_num_threads(1)
+    measure_link = said is not None
+    said = said or io.StringIO()
     with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
         lockstep.init(
-            options, seed=seed, device="cpu", measure_link=False, sync_batchnorm=False
+            options, seed=seed, device="cpu", measure_link=measure_link, sync_batchnorm=False
         ) as world,
     ):
         model, optimizer, trained, validated, batch, warm_up = PROBLEMS[problem]()
@@ -283,11 +289,24 @@ def pace(problem: str, method: str, blocks: int) -> dict[str, Any]:
     return found
 
 
+def advice(problem: str) -> dict[str, float]:
+    """How many times as fast as DDP a run of DDP says that each method would be on this link."""
+    said = io.StringIO()
+    with training(problem, options_of("ddp"), 0, said) as run:
+        for _ in range(20):
+            run.step()
+    pattern = r"; ([^;:]+): \w+ numbers, about ([\d.]+) times as fast"
+    return {method: float(times) for method, times in re.findall(pattern, said.getvalue())}
+
+
 def worker(problem: str, part: str, *arguments: str) -> None:
     """One part in each of the processes; what it has found goes to the last argument."""
     *values, out = arguments
+    found: dict[str, Any]
     if part == "pace":
         found = {m: pace(problem, m, int(values[0])) for m in [*METHODS, NO_NETWORK]}
+    elif part == "advice":
+        found = advice(problem)
     else:
         seed, least, most, target, *methods = values
         found = {
@@ -352,10 +371,22 @@ def paces_of(results: dict[str, Any]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
+def advised(results: dict[str, Any]) -> list[str]:
+    """What runs of DDP said of each link, beside what was measured."""
+    lines = []
+    for name, said in results.get("advice", {}).items():
+        took = {m: median(found["seconds"]) for m, found in results["links"][name].items()}
+        for method, times in said.items():
+            came = took["ddp"] / took[method if method in took else f"ddp {method}"]
+            text = f"said {times:.1f} times as fast as ddp, measured {came:.2f}"
+            lines.append(f"{name}, {method}: {text} ({times / came - 1:+.0%})")
+    return lines
+
+
 def checked(results: dict[str, Any]) -> list[str]:
     """Whole runs on the slowest link beside what the product says of as many steps."""
     lines = []
-    for method, found in results["check"].items():
+    for method, found in results.get("check", {}).items():
         steps = found["steps"][-1]
         said = seconds_until(steps, method, results["links"][SLOWEST])
         took = found["seconds"]
@@ -465,6 +496,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
         for name, mbits in LINKS.items():
             paces = run(options, mbits, "pace", options.blocks)
             results.setdefault("links", {})[name] = paces
+            results.setdefault("advice", {})[name] = run(options, mbits, "advice")
             save(options, results, "pace")
     if "check" in options.parts:
         limits = 0, 0, 2 * steps, results["target"]
@@ -488,10 +520,11 @@ def main() -> None:
     results: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {}
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}"
     measure(options, results)
-    if not {"target", "links", "check"} <= results.keys():
-        return  # the table needs all parts
+    if not {"target", "links"} <= results.keys():
+        return  # the table needs both
     lines = [f"{results['machine']}; load {results['load']}", ""]
-    lines += [*table(results), "", *paces_of(results), "", *checked(results)]
+    lines += [*table(results), "", *paces_of(results), ""]
+    lines += [*advised(results), "", *checked(results)]
     print("\n".join(lines))
     if options.picture:
         options.picture.write_text(picture(results))
