@@ -67,7 +67,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 NO_NETWORK = "no network"
 """The limit: DDP's steps at the pace of replicas that never meet."""
-CHECKED = "ddp int8", "diloco every=50"
+CHECKED = "ddp int8", "local SGD every=50"
 PALETTE = "#57606a", "#b8732b", "#8250df", "#cf222e", "#3572b0", "#3b8a43"
 
 
@@ -400,8 +400,8 @@ def picture(results: dict[str, Any]) -> str:
 
     A seed that has ended at the target stays there.
     """
-    shown = ["ddp", "ddp bf16", "ddp int8", "ddp powersgd", "diloco every=50"]
-    shown.append("diloco every=50, 4 fragments, delay 1")
+    shown = ["ddp", "ddp bf16", "ddp int8", "diloco every=20", "diloco every=50"]
+    shown.append("local SGD every=50")
     curves = {}
     for method in shown:
         made = results["curves"][method]

@@ -71,7 +71,8 @@ class FSDP(Strategy):
     """Average the gradients of every micro-batch, so that only this rank's part of them is kept
     between micro-batches; else whole ones are, and nothing is sent before the last."""
     find_unused_parameters: bool = False
-    """Ranks may use different parameters in a step: a zero gradient is sent for the others."""
+    """Ranks may use different parameters in a step: a zero gradient is sent for the others. Needs a
+    newer torch than 2.11."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
 
