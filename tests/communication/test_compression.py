@@ -153,6 +153,46 @@ def test_what_is_lost_in_one_step_comes_in_the_next(method: str) -> None:
     assert float((sum(found) - exact).norm()) < 2 * float(max(each))
 
 
+def after_one_that_is_not_finite(value: float) -> dict[str, list[Tensor]]:
+    """Four sums, the second of a vector that is not finite where it ends, beside padding."""
+    found: dict[str, list[Tensor]] = {}
+    with lockstep.init(device="cpu") as world:
+        like = torch.zeros(1, dtype=torch.float64)
+        sums = {method: QuantizedSum(60, like, method) for method in METHODS}
+        powersgd = LowRankSum([torch.Size((6, 10))], like, rank=1, start=0)
+        for name, own in {**sums, "powersgd": powersgd}.items():
+            for turn in range(4):
+                own.values.copy_(given_by(world.rank, turn)[:60])
+                if turn == 1 and world.rank == 0:
+                    own.values[-1] = value
+                for step in (own.start, own.advance, own.end):
+                    step()
+                found.setdefault(name, []).append(own.values.clone())
+    return found
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_seen_and_does_not_come_again(value: float) -> None:
+    for found in run_ranks(after_one_that_is_not_finite, 2, value):
+        for method, sums in found.items():
+            finite = [bool(each.isfinite().all()) for each in sums]
+            assert finite == [True, False, True, True], method
+
+
+def test_parameters_without_elements_are_no_obstacle() -> None:
+    assert run_ranks(sums_of_nothing, 2) == [None, None]
+
+
+def sums_of_nothing() -> None:
+    with lockstep.init(device="cpu"):
+        like, shapes = torch.zeros(1), [torch.Size((0, 3)), torch.Size((3, 0)), torch.Size((0,))]
+        empty = LowRankSum(shapes, like, rank=1, start=0)
+        for own in (*(QuantizedSum(0, like, method) for method in METHODS), empty):
+            for step in (own.start, own.advance, own.end):
+                step()
+            assert not own.values.numel()
+
+
 SHAPES = [torch.Size(shape) for shape in ((40, 50), (7,), (10, 4, 3, 5), (), (2, 3))]
 
 

@@ -49,7 +49,7 @@ def encode(values: Tensor, method: Method) -> Tensor:
     """Rows of numbers as rows of bytes.
 
     Args:
-        values: `(rows, n)`, contiguous; n is a multiple of `BLOCK`.
+        values: `(rows, n)`, contiguous; n is a multiple of `BLOCK`, and not 0.
         method: how.
 
     Returns:
@@ -154,7 +154,7 @@ class QuantizedSum:
     def __init__(self, length: int, like: Tensor, method: Method) -> None:
         self._method, self._peers = method, _peers(like.device)
         step = BLOCK * self._peers.size * self._peers.local_size
-        whole = _zeros(-(-length // step) * step, like)
+        whole = _zeros(-(-max(length, 1) // step) * step, like)
         self.values = whole[:length]
         """What this rank gives, before `start`; the sum over all ranks, after `end`."""
         self.state: dict[str, Tensor] = {}
@@ -174,6 +174,7 @@ class QuantizedSum:
         All ranks do all of it in the same order.
         """
         shared = self._peers.shared
+        self._whole[len(self.values) :] = 0.0  # NaN, where the last block had one the last time
         if shared is None:
             self._finish = self._send(self._whole)
         else:
@@ -267,7 +268,7 @@ class LowRankSum:
         """What this rank gives, before `start`; the sum over all ranks, after `end`."""
         self._start, self._matrices, self._rest = start, list[Tensor](), list[Tensor]()
         for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
-            matrix = part.view(shape[0] if shape else 1, -1)
+            matrix = part.view(rows := shape[0] if shape else 1, len(part) // max(rows, 1))
             narrow = min(rank, *matrix.shape) * sum(matrix.shape)
             if narrow * _MIN_GAIN < matrix.numel():
                 self._matrices.append(matrix)
@@ -325,6 +326,7 @@ class LowRankSum:
                 sums = left @ right.T
                 torch.sub(matrix, sums, alpha=1.0 / size, out=lost).nan_to_num_(0.0, 0.0, 0.0)
                 matrix.copy_(sums)
+            self.state["right"].nan_to_num_(0.0, 0.0, 0.0)  # as in `_keep`
         self._finish = _nothing
         self.state["times"] += 1
 
