@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import os
+import warnings
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import lockstep
+from lockstep.communication.link import traffic
 from lockstep.data.batch_plan import plan_epoch
 from lockstep.errors import (
     CheckpointError,
@@ -230,20 +232,32 @@ def train_in_two(options: DiLoCo, folder: str, steps: int) -> tuple[dict[str, Te
         return weights(net), checkpoint.last_resume_note
 
 
-def on_two_machines(options: DiLoCo) -> dict[str, Tensor]:
-    """As the environment says: two ranks on each."""
+def on_two_machines(options: DiLoCo) -> tuple[dict[str, Tensor], int, int]:
+    """As the environment says: two ranks on each; and the bytes that this one moved."""
     node, local = divmod(int(os.environ["RANK"]), 2)
     here = {"GROUP_RANK": node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in here.items()})
-    return train(options)[0]
+    return train(options)[0], traffic.sent, traffic.shared
 
 
-def test_what_is_on_its_way_between_machines_arrives_later() -> None:
-    options = DiLoCo(replicas=4, every=4, fragments=2, delay=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        DiLoCo(replicas=4, every=4, fragments=2, delay=2),
+        DiLoCo(replicas=2, every=4, fragments=2, delay=2),
+        DiLoCo(replicas=2, every=4, compress="bf16"),
+        DiLoCo(replicas=2, every=4, compress="int8"),
+    ],
+    ids=str,
+)
+def test_replicas_on_machines_with_several_ranks(options: DiLoCo) -> None:
+    """Where a machine computes one replica, its ranks average gradients without the network."""
     alone, _ = train(options)
-    for found in run_ranks(on_two_machines, 4, options):
+    for found, sent, shared in run_ranks(on_two_machines, 4, options):
         found["mask"] = alone["mask"]
         assert difference(alone, found) < 1e-9
+        if options.replicas == 2:
+            assert sent < shared / 5
 
 
 class Stream(IterableDataset[Any]):
@@ -305,7 +319,11 @@ def test_compressed_differences_are_those_of_replicas_too(method: Any, bound: fl
 RESUMED = DiLoCo(replicas=4, every=4, fragments=2, delay=1)
 
 
-@pytest.mark.parametrize("options", [RESUMED, replace(RESUMED, compress="int4")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [RESUMED, replace(RESUMED, compress="int4"), replace(RESUMED, every=3, start=4)],
+    ids=str,
+)
 def test_resumes_in_the_middle_of_a_round_on_other_processes(
     options: DiLoCo, tmp_path: Path
 ) -> None:
@@ -324,6 +342,12 @@ def test_a_checkpoint_of_other_replicas_is_refused(tmp_path: Path) -> None:
         train_in_two(DiLoCo(replicas=3, every=4), str(tmp_path), 6)
 
 
+def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
+    train_in_two(DiLoCo(every=4, fragments=2, compress="int8"), str(tmp_path), 3)
+    with pytest.raises(CheckpointError, match="a round in 2 fragments"):
+        train_in_two(DiLoCo(every=4, compress="int8"), str(tmp_path), 6)
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("single", DiLoCo(every=4)), (DiLoCo(every=4), "single")]
 )
@@ -340,6 +364,12 @@ def test_goes_on_from_and_to_another_strategy(before: Any, after: Any, tmp_path:
 def test_says_which_steps_are_in_no_exchange() -> None:
     with pytest.warns(LockstepWarning, match="the last 1 step of the replicas are not in"):
         train(DiLoCo(every=3), steps=4)
+    later = DiLoCo(every=3, delay=1)
+    with pytest.warns(LockstepWarning, match=r"(?s)the last 3 steps.*end after 7 steps"):
+        train(later, steps=6)  # what was sent in the last step is not applied any more
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(later, steps=7)
 
 
 def test_what_is_seen_of_the_replicas() -> None:

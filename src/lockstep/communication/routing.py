@@ -1,7 +1,4 @@
-"""Which way a collective takes: shared memory on one machine, torch.distributed everywhere else.
-
-Those of groups that the user or torch has opened are torch's own.
-"""
+"""Which way a collective takes: shared memory on one machine, torch.distributed everywhere else."""
 
 from __future__ import annotations
 
@@ -37,8 +34,11 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """`torch.distributed.all_reduce`; None is the group of all ranks."""
-    if group is None and _shared is not None and _shared.takes(tensor, op):
-        _shared.all_reduce(tensor, op)
+    shared = _shared if _shared is not None and _shared.takes(tensor, op) else None
+    if shared is not None and group is None:
+        shared.all_reduce(tensor, op)
+    elif shared is not None and _on_this_machine(group, shared):
+        shared.start_all_reduce(tensor, op, between=_stays_here)()
     else:
         traffic.block(partial(dist.all_reduce, tensor, op, group))
 
@@ -48,8 +48,11 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
     Between them others may be started; all are to be ended in the same order.
     """
-    if group is None and _shared is not None and _shared.takes(tensor):
-        return _shared.start_all_reduce(tensor)
+    if _shared is not None and _shared.takes(tensor):
+        if group is None:
+            return _shared.start_all_reduce(tensor)
+        if _on_this_machine(group, _shared):
+            return _shared.start_all_reduce(tensor, between=_stays_here)
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
@@ -57,17 +60,28 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
 def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """`torch.distributed.all_gather`; None is the group of all ranks."""
-    shared = _shared if group is None else None
-    if shared is None or shared.across is not None or not all(map(shared.takes, (tensor, *parts))):
-        traffic.block(partial(dist.all_gather, parts, tensor, group))
+    here = _shared is not None and _on_this_machine(group, _shared)
+    if _shared is not None and here and all(map(_shared.takes, (tensor, *parts))):
+        _shared.all_gather(parts, tensor)
     else:
-        shared.all_gather(parts, tensor)
+        traffic.block(partial(dist.all_gather, parts, tensor, group))
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """`torch.distributed.broadcast` from a rank of the group; None is the group of all ranks."""
-    shared = _shared if group is None else None
-    if shared is None or shared.across is not None or not shared.takes(tensor):
-        traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
+    if _shared is not None and _on_this_machine(group, _shared) and _shared.takes(tensor):
+        _shared.broadcast(tensor, source)
     else:
-        shared.broadcast(tensor, source)
+        traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
+
+
+def _on_this_machine(group: dist.ProcessGroup | None, shared: SharedMemory) -> bool:
+    """Whether a group is that of the ranks that share memory, all of them."""
+    if group is None:
+        return shared.across is None
+    return dist.get_process_group_ranks(group) == shared.ranks
+
+
+def _stays_here(mine: Tensor) -> Callable[[], None]:
+    """In the place of an exchange with the other machines."""
+    return lambda: None

@@ -155,8 +155,9 @@ class SharedMemory:
     ) -> None:
         self.across = across
         self._processes = dict(processes)
-        self._ranks = list(processes)
-        self._local_rank, self._local_size = self._ranks.index(rank), len(processes)
+        self.ranks = list(processes)
+        """Those of this machine."""
+        self._local_rank, self._local_size = self.ranks.index(rank), len(processes)
         cores = set[int]().union(*(os.sched_getaffinity(p.pid) for p in processes.values()))
         self._tries = _TRIES if self._local_size <= len(cores) else _TRIES_IN_TURN
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
@@ -249,7 +250,7 @@ class SharedMemory:
         return end
 
     def all_gather(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fills `parts`, one a rank, with the tensors of all ranks, which are on this machine.
+        """Fills `parts`, one a rank, with the tensors of all ranks of this machine.
 
         Errors are as of `all_reduce`.
         """
@@ -259,12 +260,16 @@ class SharedMemory:
             self._gather(places)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives all ranks, which are on this machine, the values of rank `source`.
+        """Gives all ranks of this machine the values of one of them.
+
+        Args:
+            tensor: as of `all_reduce`.
+            source: the place of that rank among those of this machine.
 
         Errors are as of `all_reduce`.
         """
         own = tensor.detach().view(-1)
-        parts = [own if rank == source else own[:0] for rank in self._ranks]
+        parts = [own if place == source else own[:0] for place in range(self._local_size)]
         with self._calling("broadcast", tensor):
             self._gather(parts)
 
@@ -295,7 +300,7 @@ class SharedMemory:
             }
             for call in list(self.calls)
         ]
-        group = {"name": name, "description": "", "ranks": self._ranks}
+        group = {"name": name, "description": "", "ranks": self.ranks}
         return group, {"entries": entries}
 
     def _reduce_by_all(self, own: Tensor, combine: Callable[..., Tensor], scale: float) -> None:
@@ -407,10 +412,10 @@ class SharedMemory:
     def _absent(self) -> list[int]:
         """The ranks that have not come to this barrier."""
         come = (_NUMBER.unpack_from(self._memory, place) for place in self._barriers_at)
-        return [r for r, (n,) in zip(self._ranks, come, strict=True) if n < self._barriers]
+        return [r for r, (n,) in zip(self.ranks, come, strict=True) if n < self._barriers]
 
     def _differ(self, heard: Sequence[bytes]) -> RanksDifferError:
-        pairs = zip(self._ranks, heard, strict=True)
+        pairs = zip(self.ranks, heard, strict=True)
         return RanksDifferError(
             "a collective",
             "; ".join(f"rank {rank}: {words.decode().strip()}" for rank, words in pairs),

@@ -139,6 +139,9 @@ class ApartState(Protocol):
     def replica_state(self, replica: int) -> Any:
         """What one of this process's replicas has."""
 
+    def check(self, shared: Any) -> None:
+        """Raises CheckpointError where what `shared_state` gave cannot be taken up."""
+
     def load(self, shared: Any, replicas: Mapping[int, Any]) -> None:
         """Takes up what both gave."""
 

@@ -21,24 +21,19 @@ is added to the replica's next one (error feedback, Karimireddy et al., arXiv 19
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.communication.compression import BLOCK, Method, decode, encode
-from lockstep.communication.link import traffic
+from lockstep.communication.compression import Method
 from lockstep.data.batch_plan import replicas_of
-from lockstep.distributed.process_group import Run, carrier_device
+from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import never_compiled
-from lockstep.errors import SettingError, UsageError, counted, not_among, warn
+from lockstep.errors import CheckpointError, SettingError, UsageError, counted, not_among, warn
 from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.strategies.base import (
     Replicas,
@@ -48,18 +43,12 @@ from lockstep.strategies.base import (
     open_group,
     place,
 )
-from lockstep.strategies.replication import (
-    MovingBuffers,
-    average_gradients,
-    start_sum,
-    take_from_first,
-)
+from lockstep.strategies.diloco_exchange import ACROSS, GROUP, Exchange, cut
+from lockstep.strategies.replication import MovingBuffers, average_gradients, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 
 _MIXING = 0.5
 """Of a replica's own weights, where what it has sent is applied later (alpha in the paper)."""
-_GROUP, _ACROSS = "replica", "across replicas"
-"""Names of groups: the ranks that compute the same replicas, and one rank of each replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +129,11 @@ class DiLoCo(Strategy):
             )
         if size > 1:
             ranks = torch.arange(size).view(-1, max(1, size // self.replicas))
-            open_group(run, _GROUP, ranks)
+            open_group(run, GROUP, ranks)
             if self.compress:
-                open_group(run, _ACROSS, ranks.T)
+                open_group(run, ACROSS, ranks.T)
         run.step.together = self.start
-        return replace(super().plan(run), replicas=self.replicas, statistics_group=_GROUP)
+        return replace(super().plan(run), replicas=self.replicas, statistics_group=GROUP)
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module itself, on its device, which replicas take turns in.
@@ -204,7 +193,7 @@ class DiLoCo(Strategy):
 
 def _share_statistics(module: nn.Module, run: Run) -> None:
     """BatchNorm layers that the user has synchronised take the statistics of a replica's part."""
-    group = run.groups.get(_GROUP)
+    group = run.groups.get(GROUP)
     for layer in module.modules():
         if group is not None and isinstance(layer, nn.SyncBatchNorm):
             convert(layer, group)
@@ -287,9 +276,8 @@ class _Turns:
         size, rank = run.topology.size, run.topology.rank
         each = max(1, size // options.replicas)
         self.own: Sequence[int] = replicas_of(rank, size, options.replicas)
-        self._copies = max(options.replicas, size)
-        """Sums over all ranks have so many terms; a replica on several ranks is in it as often."""
-        self._group = run.groups.get(_GROUP) if each > 1 else None
+        self._exchange = Exchange(run, options.replicas)
+        self._group = run.groups.get(GROUP) if each > 1 else None
         self._names = [n for n, p in module.named_parameters() if p.requires_grad]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         places = [name.rpartition(".")[::2] for name, _ in module.named_buffers()]
@@ -298,7 +286,7 @@ class _Turns:
         self._weights = _Versions(lambda: self.parameters)
         self._buffers = _Versions(self._present_buffers)
         self._momentum: dict[int, Tensor] = {}
-        self._fragments = _cut([p.numel() for p in self.parameters], options.fragments)
+        self._fragments = cut([p.numel() for p in self.parameters], options.fragments)
         self._sent: dict[int, _Sent] = {}
         self._lost: dict[int, dict[int, Tensor]] = {r: {} for r in self.own}
         """Of each replica and fragment, by quantizing; it is added the next time."""
@@ -466,71 +454,20 @@ class _Turns:
 
     def _send(self, fragment: int) -> None:
         due = self._step.number + self._options.delay
-        if self._options.compress is not None:
-            self._sent[fragment] = self._begin_quantized(due, fragment, self._options.compress)
-            return
         tensors = self._fragments[fragment]
         shared, own = self._weights.of(None), [self._weights.of(r) for r in self.own]
-        sums = [sum((shared[i] - of[i] for of in own), torch.zeros(())) for i in tensors]
-        self._sent[fragment] = self._begin_means(due, sums)
-
-    def _begin_means(self, due: int, sums: list[Tensor]) -> _Sent:
-        end = start_sum(sums) if self._run.topology.size > 1 else lambda: None
-
-        def wait() -> None:
-            end()
-            for each in sums:
-                each.div_(self._copies)
-
-        return _Sent(due, sums, wait)
-
-    def _begin_quantized(self, due: int, fragment: int, method: Method) -> _Sent:
-        """The means of what each replica's differences are quantized to."""
-        shared = [self._weights.of(None)[i] for i in self._fragments[fragment]]
-        sizes = [each.numel() for each in shared]
-        rows = []
-        for replica in self.own:
-            own = self._weights.of(replica)
-            pairs = zip(shared, self._fragments[fragment], strict=True)
-            flat = torch.cat([(each - own[i]).reshape(-1) for each, i in pairs])
-            row = F.pad(flat, (0, -len(flat) % BLOCK))
-            rows.append(row + self._lost[replica].get(fragment, 0.0))
-        values = torch.stack(rows)
-        encoded = encode(values, method)
-        if method != "bf16":
-            lost = values - decode(encoded, method, values.dtype)
+        if self._options.compress is None:
+            means = [sum((shared[i] - of[i] for of in own), torch.zeros(())) for i in tensors]
+            wait = self._exchange.start_means(means)
+        else:
+            means = [torch.empty_like(shared[i]) for i in tensors]
+            flat = [torch.cat([(shared[i] - of[i]).reshape(-1) for i in tensors]) for of in own]
+            before = [self._lost[replica].get(fragment) for replica in self.own]
+            lost, wait = self._exchange.start_quantized(flat, before, means, self._options.compress)
             for replica, row in zip(self.own, lost, strict=True):
-                self._lost[replica][fragment] = row
-        wait, encoded_of_all = self._begin_gather(encoded)
-        means = [torch.empty_like(each) for each in shared]
-
-        def end() -> None:
-            wait()
-            total = torch.zeros_like(values[:1])
-            # In the order of the replicas, one after the other.
-            for row in torch.split(encoded_of_all.to(total.device), 1):
-                total += decode(row, method, total.dtype)
-            mean_of_all = total[0, : sum(sizes)].div_(self._options.replicas)
-            parts = torch.split(mean_of_all, sizes)
-            for mean, part in zip(means, parts, strict=True):
-                mean.copy_(part.view_as(mean))
-
-        return _Sent(due, means, end)
-
-    def _begin_gather(self, own: Tensor) -> tuple[Callable[[], None], Tensor]:
-        """Begins to bring together what the ranks have of all replicas; and where it comes to.
-
-        Where replicas do not divide evenly, there are rows of zeros in it, which stand for zeros.
-        """
-        group = self._run.groups.get(_ACROSS)
-        if group is None or (size := dist.get_world_size(group)) == 1:
-            return lambda: None, own
-        most = -(-self._options.replicas // size)
-        sent = F.pad(own, (0, 0, 0, most - len(own))).to(carrier_device(own.device, group))
-        received = sent.new_empty(size * most, sent.shape[1])
-        work = dist.all_gather([*torch.split(received, most)], sent, group, async_op=True)
-        traffic.sent += sent.nbytes * (size - 1)
-        return partial(traffic.wait, cast(dist.Work, work).wait), received
+                if row is not None:
+                    self._lost[replica][fragment] = row
+        self._sent[fragment] = _Sent(due, means, wait)
 
     def _apply(self, fragment: int) -> None:
         """The outer step, and what the replicas take of it."""
@@ -562,7 +499,7 @@ class _Turns:
         sums = [
             sum((_moved(shared[i], of[i]) for of in own), torch.zeros_like(shared[i])) for i in real
         ]
-        self._begin_means(0, sums).wait()
+        self._exchange.start_means(sums)()
         for i, mean in zip(real, sums, strict=True):
             shared[i].sub_(mean)
         others = [i for i, each in enumerate(shared) if i not in real]
@@ -598,7 +535,23 @@ class _Turns:
             sent.wait()
             self._sent[fragment] = sent._replace(wait=lambda: None)
         sent_state = [[f, each.due, each.means] for f, each in self._sent.items()]
-        return {"momentum": self._momentum, "sent": sent_state}
+        return {
+            "fragments": self._options.fragments,
+            "momentum": self._momentum,
+            "sent": sent_state,
+        }
+
+    def check(self, shared: Any) -> None:
+        """Raises CheckpointError where what `shared_state` gave was of other fragments."""
+        now, saved = self._options.fragments, shared["fragments"]
+        if now != saved:
+            raise CheckpointError(
+                f"resuming with DiLoCo(fragments={now})",
+                f"the checkpoint is of a round in {counted(saved, 'fragment')}, and holds what is "
+                "still to be exchanged of each",
+                f"continue with fragments={saved}; or begin anew from the shared weights: "
+                "lockstep.load_weights(model, folder)",
+            )
 
     def replica_state(self, replica: int) -> Any:
         """Weights and buffers; without weights as long as the replicas train as one."""
@@ -624,7 +577,9 @@ class _Turns:
                 (self._weights, state["weights"]),
                 (self._buffers, state["buffers"]),
             ):
-                for own, value in zip(versions.of(replica), values or (), strict=False):
+                if values is None:  # before `start`: it will begin with the shared ones of then
+                    continue
+                for own, value in zip(versions.of(replica), values, strict=True):
                     own.copy_(value)
 
     def forget(self, *_: Any) -> None:
@@ -638,23 +593,25 @@ class _Turns:
     def end(self, failed: bool) -> None:
         """Waits for what is on its way; warns where the last steps are in no exchange."""
         sent, self._sent = self._sent, {}
-        done = self._step.number - self._options.start
-        left = done % self._options.every if done > 0 else 0
+        options, done = self._options, self._step.number - self._options.start
         if failed:
             return
         for each in sent.values():
             each.wait()
-        if left:
+        over = max(0, done - options.delay) // options.every * options.every
+        if done - over > options.delay:
+            later = f", delay={options.delay}" * (options.delay > 0)
             warn(
-                f"DiLoCo(every={self._options.every}) for {done} steps",
-                f"the last {counted(left, 'step')} of the replicas are not in the shared weights, "
-                "which are evaluated and saved",
-                "let every divide the number of steps",
+                f"DiLoCo(every={options.every}{later}) for {counted(done, 'step')}",
+                f"the last {counted(done - over, 'step')} of the replicas are not in the shared "
+                "weights, which are evaluated and saved",
+                f"end after {over + options.every + options.delay} steps, when the last exchange "
+                "has been applied",
             )
 
     def release(self) -> None:
         """Lets go of the process group."""
-        group = self._run.groups.get(_GROUP)
+        group = self._run.groups.get(GROUP)
         for layer in self._module.modules():
             if isinstance(layer, SyncBatchNorm) and layer.process_group is group:
                 layer.process_group = None
@@ -667,24 +624,3 @@ class _Turns:
 def _moved(shared: Tensor, own: Tensor) -> Tensor:
     """How far a replica's buffer is from the shared one; 0 also where both are infinite."""
     return torch.where(shared == own, torch.zeros_like(shared), shared - own)
-
-
-def _cut(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Cuts tensors of these sizes, in their order, into fragments of nearly equal size.
-
-    Raises:
-        SettingError: there are fewer tensors.
-    """
-    if count > max(1, len(sizes)):
-        raise SettingError(
-            f"DiLoCo(fragments={count})",
-            f"the model has {counted(len(sizes), 'parameter')} to train",
-            "use fewer fragments",
-        )
-    ends = list(itertools.accumulate(sizes))
-    cuts = [0]
-    for fragment in range(1, count):
-        wanted = ends[-1] * fragment / count
-        room = range(cuts[-1] + 1, len(sizes) - (count - fragment) + 1)
-        cuts.append(min(room, key=lambda at: abs(ends[at - 1] - wanted)))
-    return [list(range(a, b)) for a, b in itertools.pairwise([*cuts, len(sizes)])]

@@ -516,6 +516,8 @@ class ReplicaStates:
                 "continue with as many, on any number of devices; or begin anew from the shared "
                 "weights: lockstep.load_weights(model, folder)",
             )
+        for module, shared in zip(self._modules(), state["shared"], strict=True):
+            module.check(shared)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Takes up this rank's part; None: all replicas begin with what the run has now."""
