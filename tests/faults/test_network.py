@@ -1,7 +1,8 @@
-"""A network between two machines that carries nothing for a while."""
+"""Machines whose network carries nothing for a while, or one of which is slow."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from functools import partial
@@ -34,6 +35,8 @@ for epoch in world.epochs(2):
         world.backward(F.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
+        if world.rank and "slow" in sys.argv:
+            time.sleep(0.1)  # many times as long as a step takes
         if world.step == 6:
             world.print("now")
             while not Path("lost").exists():
@@ -45,27 +48,33 @@ world.close()
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("trouble", ["packets are lost", "interface is down", "slow"])
 @pytest.mark.parametrize(
     "strategy", ["ddp:compress=int8", "diloco:every=4,fragments=2,delay=1,compress=int8"]
 )
-def test_packets_that_are_lost_for_five_seconds_cost_these_alone(
-    strategy: str, tmp_path: Path
+def test_five_seconds_without_a_network_and_a_slow_machine_cost_time_alone(
+    strategy: str, trouble: str, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     run = ["run", f"--strategy={strategy}"]
 
     def node(rank: int, machine: Machine, first: Machine) -> Launched:
         where = ["--nnodes=2", f"--node-rank={rank}", f"--master-addr={first.address}"]
-        arguments = [*run, *where, "--ledger=ledger", "script.py", "lost.pt"]
+        arguments = [*run, *where, "--ledger=ledger", "script.py", "lost.pt", trouble]
         env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
         there = [partial(enter, machine.name)]
         return Launched(arguments, cwd=tmp_path, env=env, first=there, merged=True)
 
     with two_machines() as (one, other), node(0, one, one) as first, node(1, other, one) as second:
         first.until("now")
-        with one.losing_packets(other):
+        cuts = {
+            "packets are lost": partial(one.losing_packets, other),
+            "interface is down": other.unplugged,
+        }
+        with cuts.get(trouble, contextlib.nullcontext)():
             (tmp_path / "lost").touch()
-            time.sleep(5)
+            if trouble in cuts:
+                time.sleep(5)
         assert [first.wait(), second.wait()] == [0, 0], first.said
     assert judge(tmp_path / "ledger").findings == []
     whole = launch([*run, "--nproc=2", "script.py", "whole.pt"], tmp_path)
