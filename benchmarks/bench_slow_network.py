@@ -7,7 +7,7 @@ does not depend on the link. So the loss against the step is found once for each
 on an unshaped cable, and seconds a step are found apart, on each link, over whole rounds of DiLoCo.
 The time to the target is their product; two methods are trained to the target on the slowest link
 as well, to check it. The target is the median loss over seeds that DDP reaches in `--steps`. With
-`--out` a run that was broken off goes on with the next seed, and with methods that are new.
+`--out` a run that was broken off goes on with the next curve, also of methods that are new.
 
     python benchmarks/bench_slow_network.py PROBLEM [--seeds 5] [--out FILE] [--picture FILE]
 """
@@ -39,6 +39,7 @@ SLOWEST = "100 Mb/s"
 TOKENS = 32
 POWERSGD_START = 20
 LOCAL_SGD = {"outer_lr": 1.0, "outer_momentum": 0.0}
+STREAMING = {"every": 50, "fragments": 4, "delay": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp bf16": {"compress": "bf16"},
@@ -49,22 +50,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco every=50, int8": {"every": 50, "compress": "int8"},
     "diloco every=50, int4": {"every": 50, "compress": "int4"},
     "diloco every=100": {"every": 100},
-    "diloco every=50, 4 fragments, delay 1": {"every": 50, "fragments": 4, "delay": 1},
-    "diloco every=50, 4 fragments, delay 1, int8": {
-        "every": 50,
-        "fragments": 4,
-        "delay": 1,
-        "compress": "int8",
-    },
-    "diloco every=50, 4 fragments, delay 1, int4": {
-        "every": 50,
-        "fragments": 4,
-        "delay": 1,
-        "compress": "int4",
-    },
+    "diloco every=50, 4 fragments, delay 1": STREAMING,
+    "diloco every=50, 4 fragments, delay 1, int8": {**STREAMING, "compress": "int8"},
+    "diloco every=50, 4 fragments, delay 1, int4": {**STREAMING, "compress": "int4"},
     "local SGD every=20": {"every": 20, **LOCAL_SGD},
     "local SGD every=50": {"every": 50, **LOCAL_SGD},
 }
+TWO_RANKS = {"ddp, 2 ranks a machine": None, "the same, each rank by itself": "gloo"}
+"""By the backend: the ranks of a machine send each gradient once, through shared memory, or not.
+They compute what `ddp` computes, on four processes."""
+AIMS = ("diloco", "1 Gb/s", 3.0), ("diloco", SLOWEST, 15.0), ("ddp int8", SLOWEST, 2.5)
+"""Methods, link, and how many times as fast as DDP to the target."""
+NEVER = 10**9
+"""Steps, where a method does not come to the target."""
 NO_NETWORK = "no network"
 """The limit: DDP's steps at the pace of replicas that never meet."""
 CHECKED = "ddp int8", "local SGD every=50"
@@ -76,7 +74,7 @@ def options_of(method: str, timed: bool = False) -> Any:
 
     if method == NO_NETWORK:
         return DiLoCo(every=1_000_000)
-    options = METHODS[method]
+    options = METHODS.get(method, {})
     if timed and "powersgd_start" in options:
         options = {**options, "powersgd_start": 0}
     return DiLoCo(replicas=2, **options) if "every" in options else DDP(**options)
@@ -176,11 +174,11 @@ def resnet18() -> Problem:
     trained, validated = made(~held, 4), made(held, 1)
     model = ResNet18(classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
-    return Problem(model, optimizer, trained, validated, 64)
+    return Problem(model, optimizer, trained, validated, 16)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "gpt": partial(gpt, 320, 8, rate=5e-4, batch=8, warm_up=20),
+    "gpt": partial(gpt, 320, 8, rate=5e-4, batch=4, warm_up=20),
     "gpt-small": partial(gpt, 64, 4, rate=4e-3, batch=16, warm_up=50),
     "resnet18": resnet18,
 }
@@ -194,7 +192,11 @@ class Training(NamedTuple):
 
 @contextlib.contextmanager
 def training(
-    problem: str, options: Any, seed: int, said: io.StringIO | None = None
+    problem: str,
+    options: Any,
+    seed: int,
+    said: io.StringIO | None = None,
+    backend: str | None = None,
 ) -> Iterator[Training]:
     """A run of its own in the processes that are there; what it says goes to `said`, which has it
     measure the link."""
@@ -211,7 +213,12 @@ def training(
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
         lockstep.init(
-            options, seed=seed, device="cpu", measure_link=measure_link, sync_batchnorm=False
+            options,
+            seed=seed,
+            device="cpu",
+            backend=backend,
+            measure_link=measure_link,
+            sync_batchnorm=False,
         ) as world,
     ):
         model, optimizer, trained, validated, batch, warm_up = PROBLEMS[problem]()
@@ -274,8 +281,9 @@ def pace(problem: str, method: str, blocks: int) -> dict[str, Any]:
 
     sent = Path("/sys/class/net/lan/statistics/tx_bytes")
     found: dict[str, Any] = {"seconds": [], "bytes": []}
-    steps = METHODS.get(method, {}).get("every", 4 if method in METHODS else 20)
-    with training(problem, options_of(method, timed=True), 0) as run:
+    steps = METHODS.get(method, {}).get("every", 20 if method == NO_NETWORK else 4)
+    options, backend = options_of(method, timed=True), TWO_RANKS.get(method)
+    with training(problem, options, 0, backend=backend) as run:
         found["parameters"] = run.parameters
         for turn in range(blocks + 1):
             dist.barrier()
@@ -304,7 +312,7 @@ def worker(problem: str, part: str, *arguments: str) -> None:
     *values, out = arguments
     found: dict[str, Any]
     if part == "pace":
-        found = {m: pace(problem, m, int(values[0])) for m in [*METHODS, NO_NETWORK]}
+        found = {method: pace(problem, method, int(values[0])) for method in values[1:]}
     elif part == "advice":
         found = advice(problem)
     else:
@@ -330,39 +338,71 @@ def seconds_until(step: float, method: str, paces: dict[str, Any]) -> float:
     return first * of["ddp"] + (step - first) * of[method]
 
 
+def steps_needed(results: dict[str, Any], method: str) -> list[int]:
+    """Of each seed, until the target is reached."""
+    made = results["curves"][method if method in METHODS else "ddp"]
+    return [reached(each, results["target"]) or NEVER for each in made]
+
+
+def losses_of(results: dict[str, Any], method: str) -> list[float]:
+    """Of each seed, after the steps that give DDP's target."""
+    curves = results["curves"][method]
+    return [dict(zip(c["steps"], c["losses"], strict=True))[results["steps"]] for c in curves]
+
+
+def times_as_fast(results: dict[str, Any], method: str, link: str) -> float:
+    """As DDP, to the target, by the medians."""
+    ddp, own = (median(steps_needed(results, each)) for each in ("ddp", method))
+    paces = results["links"][link]
+    return seconds_until(ddp, "ddp", paces) / seconds_until(own, method, paces)
+
+
 def table(results: dict[str, Any]) -> list[str]:
     """Markdown: what each method reaches, and when on each link, beside DDP."""
     target, steps, links = results["target"], results["steps"], results["links"]
-    never = 10**9
-    counts = {
-        method: [reached(each, target) or never for each in made]
-        for method, made in results["curves"].items()
-    }
     heads = ["", f"loss, step {steps}", f"steps to {target:.3f}", *links, "KB a step"]
     rows = [heads, ["---"] * len(heads)]
-    base = median(counts["ddp"])
-    for method in [*METHODS, NO_NETWORK]:
-        own = counts["ddp" if method == NO_NETWORK else method]
+    for method in [*METHODS, *TWO_RANKS, NO_NETWORK]:
+        needed = steps_needed(results, method)
+        low, middle, high = min(needed), median(needed), max(needed)
         row = [method, "", ""]
         if method in METHODS:
-            made = results["curves"][method]
-            losses = [dict(zip(c["steps"], c["losses"], strict=True))[steps] for c in made]
+            losses = losses_of(results, method)
             row[1] = f"{median(losses):.3f} ({min(losses):.3f}-{max(losses):.3f})"
-            row[2] = f"{median(own):.0f} ({min(own)}-{max(own)})".replace(str(never), "never")
-        for paces in links.values():
-            took = seconds_until(median(own), method, paces)
-            times = seconds_until(base, "ddp", paces) / took
-            row.append(f"{took:.1f} s, {times:.1f}" if median(own) < never else "never")
+            row[2] = f"{middle:.0f} ({low}-{high})".replace(str(NEVER), "never")
+        for link, paces in links.items():
+            took, least, most = (seconds_until(n, method, paces) for n in (middle, low, high))
+            between = f"{least:.1f}-{most:.1f}" if high < NEVER else f"{least:.1f}-never"
+            text = f"{took:.1f} s ({between}), {times_as_fast(results, method, link):.1f}"
+            row.append(text if middle < NEVER else "never")
         row.append(f"{median(links[SLOWEST][method]['bytes']) / 1e3:.0f}")
         rows.append(row)
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def aims_of(results: dict[str, Any]) -> list[str]:
+    """What was aimed at, beside what was found and what is possible at all."""
+    lines = []
+    for kind, link, wanted in AIMS:
+        found = {m: times_as_fast(results, m, link) for m in METHODS if m.startswith(kind)}
+        best = max(found, key=lambda method: found[method])
+        limit = times_as_fast(results, NO_NETWORK, link)
+        word = "met" if found[best] >= wanted else "missed"
+        text = f"{kind} at {link}: {wanted} times as fast as ddp was aimed at, {word}: {best}"
+        lines.append(f"{text}, {found[best]:.1f}; without any network {limit:.1f}")
+    pairs = zip(losses_of(results, "ddp bf16"), losses_of(results, "ddp"), strict=True)
+    ddp = losses_of(results, "ddp")
+    apart = ", ".join(f"{bf16 - fp32:+.4f}" for bf16, fp32 in pairs)
+    lines.append(f"loss of ddp bf16 less that of ddp, by seed: {apart}")
+    lines.append(f"seeds of ddp differ by {max(ddp) - min(ddp):.4f}")
+    return lines
 
 
 def paces_of(results: dict[str, Any]) -> list[str]:
     """Markdown: milliseconds a step, the median of the blocks and their range."""
     links = results["links"]
     rows = [["ms a step", *links], ["---"] * (1 + len(links))]
-    for method in [*METHODS, NO_NETWORK]:
+    for method in [*METHODS, *TWO_RANKS, NO_NETWORK]:
         row = [method]
         for paces in links.values():
             found = [1e3 * each for each in paces[method]["seconds"]]
@@ -463,17 +503,19 @@ def find_curves(
     """Adds the curves of the seeds that are missing."""
     curves, target = results["curves"], results.get("target", 0.0)
     for seed in range(options.seeds):
-        missing = [method for method in methods if len(curves[method]) <= seed]
-        if missing:
-            found = run(options, None, "train", seed, results["steps"], most, target, *missing)
-            for method in missing:
+        for method in methods:
+            if len(curves[method]) <= seed:
+                found = run(options, None, "train", seed, results["steps"], most, target, method)
                 curves[method].append(found[method])
-            save(options, results, "curves")
+                save(options, results, "curves")
 
 
-def run(options: argparse.Namespace, mbits: int | None, part: str, *values: Any) -> Any:
+def run(
+    options: argparse.Namespace, mbits: int | None, part: str, *values: Any, ranks: int = 1
+) -> Any:
+    """The part's result, with so many ranks on each of two machines."""
     texts = [str(each) for each in values]
-    return on_two_machines(mbits, 1, HERE, "--worker", options.problem, part, *texts)
+    return on_two_machines(mbits, ranks, HERE, "--worker", options.problem, part, *texts)
 
 
 def save(options: argparse.Namespace, results: dict[str, Any], part: str) -> None:
@@ -494,7 +536,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
         find_curves(options, results, [each for each in METHODS if each != "ddp"], 2 * steps)
     if "pace" in options.parts:
         for name, mbits in LINKS.items():
-            paces = run(options, mbits, "pace", options.blocks)
+            alone = [*METHODS, NO_NETWORK]
+            paces = run(options, mbits, "pace", options.blocks, *alone)
+            paces |= run(options, mbits, "pace", options.blocks, *TWO_RANKS, ranks=2)
             results.setdefault("links", {})[name] = paces
             results.setdefault("advice", {})[name] = run(options, mbits, "advice")
             save(options, results, "pace")
@@ -524,7 +568,7 @@ def main() -> None:
         return  # the table needs both
     lines = [f"{results['machine']}; load {results['load']}", ""]
     lines += [*table(results), "", *paces_of(results), ""]
-    lines += [*advised(results), "", *checked(results)]
+    lines += [*aims_of(results), "", *advised(results), "", *checked(results)]
     print("\n".join(lines))
     if options.picture:
         options.picture.write_text(picture(results))
