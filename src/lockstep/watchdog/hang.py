@@ -545,6 +545,6 @@ def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
     advice = (
         "look at its host: other programs on its cores or its GPU, an older or a hotter device, "
         "slower storage; and at what it does alone in every step. Uneven `shares` give "
-        "it less, but under diloco",
+        "it less work, except under diloco",
     )
     return Verdict("straggler", False, (rank,), headline, tuple(rows), None, advice)
