@@ -242,3 +242,18 @@ def test_a_run_over_two_launchers(tmp_path: Path) -> None:
         "[127.0.0.2] [rank 2] SUM 3.0 NODE 1 5",
     ]
     assert len(re.findall("FIRST FAILURE: rank 2", done.stderr)) == 1
+
+
+def test_a_machine_that_is_late_is_told_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "ssh").chmod(0o755)
+
+    async def asked() -> None:
+        late = Remote(Host("203.0.113.7"), [str(tmp_path / "ssh")])
+        late.patience = 0.1
+        await late.connect()
+        with pytest.raises(Problem, match="no answer in time"):
+            await late.ask(ask="time")
+        await late.close()
+
+    asyncio.run(asked())
