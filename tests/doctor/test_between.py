@@ -7,22 +7,26 @@ import copy
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from launched import launch
 
-from lockstep.doctor import data, remote
-from lockstep.doctor.base import ERROR, OK, WARNING
+from lockstep import doctor
+from lockstep.doctor import data, hosts, remote
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 from lockstep.doctor.between import judge
+from lockstep.launcher.hosts import Host, Problem
 
 SOFTWARE = {"python": "3.12.1", "torch": "2.13.0", "cuda": None, "nccl": None, "lockstep": "0.1.0",
             "packages": {"numpy": "2.1", "rich": "15.0"}}  # fmt: skip
 DATA = {"files": 2, "bytes": 30, "sizes": {"a.bin": 10, "b.bin": 20}, "names": "n",
         "contents": {"a.bin": "aa", "b.bin": "bb"}}  # fmt: skip
-LINK = {"latency_s": 1e-4, "bandwidth": 1.2e8}
+LINK = {"latency_s": 1e-4, "bandwidth": 1.2e8, "interface": "eth0"}
+LATE = {UNKNOWN: "no answer within 20 s"}
 
 
 def machines() -> dict[str, Any]:
@@ -38,8 +42,9 @@ def machines() -> dict[str, Any]:
                 }
             ),
             "data": copy.deepcopy(DATA),
+            "own": "10.0.0.9",
             "resolved": {other: [f"10.0.0.{i}"] for i, other in enumerate(names, 1)},
-            "script": "12345678",
+            "script": {"digest": "12345678"},
             "clock": 0.01,
             "shared": True,
             "links": {other: dict(LINK) for other in names if other != name},
@@ -66,7 +71,6 @@ PLANTED = [
     ("variables", of("b/checks/variables/NCCL_DEBUG", "WARN"), WARNING, "NCCL_DEBUG INFO on a, c"),
     ("clocks", of("b/clock", -5.0), WARNING, "b is 5.0 s behind this machine"),
     ("clocks", of("c/clock", 3600.0), ERROR, "c is 3600.0 s ahead of this machine"),
-    ("names", of("a/resolved/b", []), ERROR, "a does not know b"),
     ("names", of("a/resolved/b", ["127.0.1.1"]), ERROR, "on a, b is 127.0.1.1: loopback"),
     ("names", of("b/resolved/b", ["127.0.1.1"]), WARNING, "on b, b is 127.0.1.1: loopback"),
     ("links", of("a/links/b", {"error": "no answer within 5 s"}), ERROR, "a to b: no answer"),
@@ -74,21 +78,26 @@ PLANTED = [
     ("links", of("b/links/c/bandwidth", 1e6), WARNING, "b to c is 120 times as slow as"),
     ("folder", of("b/shared", False), WARNING, "not shared: b does not see"),
     ("folder", of("a/shared", None), WARNING, "not known: a cannot write there"),
-    ("script", of("b/script", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
-    ("token", of("b/checks/token/digest", None), WARNING, "differs: 12ab on a, c, none on b"),
+    ("script", of("b/script/digest", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
+    ("token", of("b/checks/token/digest", None), WARNING, "digest 12ab on a, c, none on b"),
     ("data", of("b/data", None), ERROR, "missing on b"),
     ("data", of("b/data/sizes/b.bin", 19), ERROR, "differs: b.bin 20 on a, c, 19 on b"),
     ("data", of("c/data/files", 3), ERROR, "differs: files 2 on a, b, 3 on c"),
     ("data", of("c/data/names", "m"), ERROR, "differs: names n on a, b, m on c"),
     ("data", of("b/data/contents/a.bin", "ac"), ERROR, "differs: a.bin aa on a, c, ac on b"),
     ("script", of("b/script", None), ERROR, "missing on b"),
+    ("variables", of("b/checks/variables", LATE), WARNING, "not known of b"),
+    ("names", of("b/resolved", LATE), WARNING, "not known of b"),
+    ("script", of("b/script", LATE), WARNING, "not known of b"),
+    ("token", of("b/checks/token", LATE), WARNING, "not known of b"),
+    ("data", of("b/data", LATE), WARNING, "not known of b"),
 ]  # fmt: skip
 
 
 def test_nothing_is_found_between_sound_machines() -> None:
     findings = judge(machines())
     assert {finding.level for finding in findings.values()} == {OK}
-    assert findings["links"].found == "at least 960 Mb/s (and 0.1 ms) each way"
+    assert findings["links"].found == "at least 960 Mb/s (and 0.1 ms) each way, over eth0"
     assert set(findings) == {name for name, *_ in PLANTED}
 
 
@@ -103,6 +112,40 @@ def test_a_fault_between_machines_is_found(
     assert words in findings[check].found
     assert findings[check].do
     assert {f.level for name, f in findings.items() if name != check} == {OK}
+
+
+def test_machines_whose_facts_are_not_known_are_not_compared() -> None:
+    found = machines()
+    found["b"]["checks"]["software"] = LATE
+    assert [judge(found)[name] for name in ("versions", "packages")] == [
+        (WARNING, "not known of b", "see what else is said of that machine")
+    ] * 2
+    found["c"]["checks"]["software"]["torch"] = "2.12.0"
+    assert judge(found)["versions"].level == ERROR
+    assert judge(found)["versions"].found == (
+        "differs: torch 2.13.0 on a, 2.12.0 on c; not known of b"
+    )
+
+
+def test_a_machine_that_was_lost_is_not_compared() -> None:
+    found = machines()
+    found["b"] = {"own": "10.0.0.2", "links": {}, "checks": {}}
+    findings = judge(found)
+    unknown = {name for name, finding in findings.items() if finding.level == WARNING}
+    assert unknown == set(findings) - {"clocks", "links"}
+    assert {findings[name].found.rpartition("; ")[2] for name in unknown} == {"not known of b"}
+    assert ERROR not in {finding.level for finding in findings.values()}
+
+
+def test_a_name_that_ssh_alone_knows_is_no_error_where_the_address_is_known() -> None:
+    found = machines()
+    found["a"]["resolved"]["b"] = []
+    names = judge(found)["names"]
+    assert names.level == OK
+    assert "not all know b, whose address a run uses" in names.found
+    found["b"]["own"] = ""
+    assert judge(found)["names"].level == ERROR
+    assert "a does not know b" in judge(found)["names"].found
 
 
 def test_a_machine_alone_has_no_links() -> None:
@@ -215,3 +258,83 @@ def test_a_machine_that_ssh_does_not_reach(tmp_path: Path) -> None:
     assert "nowhere.invalid:\n  error    reached" in ended.stdout
     assert "there is no such name" in ended.stdout
     assert "Traceback" not in ended.stderr
+
+
+def test_a_program_for_ssh_that_is_not_there(tmp_path: Path) -> None:
+    ended = launch(["doctor", "--hosts", "nowhere.invalid", "--ssh", "./none"], tmp_path)
+    assert ended.returncode == 1
+    assert "nowhere.invalid:\n  error    reached  there is no program './none' here" in ended.stdout
+    assert "do: install OpenSSH's client" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+class Answering:
+    """A machine that answers, and keeps what it was asked; `b` dies in one step."""
+
+    asked: ClassVar[list[tuple[str, float, dict[str, Any]]]] = []
+    dies_in = "none"
+
+    def __init__(self, host: Host, ssh: Any, module: str) -> None:
+        self.host, self.here, self.patience = host, False, 0.0
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def ask(self, ask: str, **request: Any) -> dict[str, Any]:
+        self.asked.append((ask, self.patience, request))
+        if self.host.name == "b" and ask == self.dies_in:
+            raise Problem("it died", "look at it")
+        facts = {"checks": {"variables": {}}, "fixed": []}
+        here = {"missing": "", "own": f"10.0.0.{ord(self.host.name) - 96}", "first": ""}
+        return {
+            "look": here, "time": {"time": time.time()}, "serve": {"port": 1}, "measure": LINK,
+            "facts": facts, "write": {"error": None}, "remove": {},
+            "read": {"text": self.asked[-1][2].get("path")},
+        }[ask]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", ["time", "serve", "measure", "facts", "write", "read"])
+def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
+    monkeypatch: Any, step: str
+) -> None:
+    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(Answering, "asked", [])
+    monkeypatch.setattr(Answering, "dies_in", step)
+    names = ("b", "a", "c")
+    found, failed = hosts.look([Host(name) for name in names], Path("."), files={}, fix=False)
+    assert failed == {"b": (ERROR, "it died", "look at it")}
+    assert found["a"].keys() == found["c"].keys()
+    assert found["a"].get("shared") is (None if step == "write" else True)
+    assert found["b"]["own"] == "10.0.0.2"
+    assert ("clock" in found["b"], "fixed" in found["b"]) == (
+        step != "time",
+        step in ("write", "read"),
+    )
+    judge(found)
+
+
+def test_all_steps_share_one_deadline(monkeypatch: Any) -> None:
+    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(Answering, "asked", [])
+    monkeypatch.setattr(hosts, "_ALL_S", 4.0)
+    hosts.look([Host("a"), Host("b")], Path("."), files={}, fix=False)
+    assert all(0 < patience <= 4.0 for _, patience, _ in Answering.asked)
+    request = next(request for ask, _, request in Answering.asked if ask == "facts")
+    assert 0 < request["seconds"] <= 2.0
+
+
+def test_what_is_late_on_a_machine_hides_nothing_else(monkeypatch: Any, tmp_path: Path) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(data, "gather", lambda path: go_on.wait())
+    monkeypatch.setattr(doctor, "look", lambda *_, **__: ({"clock": {"time": 1.0}}, []))
+    (tmp_path / "train.py").touch()
+    before = set(threading.enumerate())
+    files = {"script": str(tmp_path / "train.py"), "data": "data"}
+    found = remote.facts("runs", {"a": "127.0.0.1"}, files, fix=False, seconds=0.5)
+    go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert found["data"] == {UNKNOWN: "no answer within 0.5 s"}
+    assert found["script"] == {"digest": "e3b0c442"}
+    assert found["checks"] == {"clock": {"time": 1.0}}

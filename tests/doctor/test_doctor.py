@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from lockstep import doctor
 from lockstep.cli.main import main
 from lockstep.doctor import disk, gpus, leftovers, memory, token
-from lockstep.doctor.base import ERROR, OK, WARNING
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 
 GPU = {"name": "H100", "error": None, "difference": 1e-6, "total": 80, "free": 80,
        "processes": [], "ecc": 0, "throttled": 0}  # fmt: skip
@@ -136,7 +136,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert tuple(report) == doctor.CHECKS
     assert all(set(of) == {"level", "found", "do", "facts"} for of in report.values())
-    assert all("unknown" not in of["facts"] for of in report.values())
+    assert all(UNKNOWN not in of["facts"] for of in report.values())
     assert result.exit_code == int(any(of["level"] == ERROR for of in report.values()))
     facts = {name: of["facts"] for name, of in report.items()}
     assert facts["software"]["python"] == sys.version.split()[0]
@@ -189,6 +189,11 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "runs" / "a"
     facts = {"leftovers": leftovers.gather(folder), "disk": disk.gather(folder)}
     assert facts["disk"]["exists"] is False
+    few = {**facts["leftovers"], "shared": []}
+    assert leftovers.judge(few).level == OK  # what takes little is no finding, and stays
+    assert leftovers.fix(few) == []
+    assert (logs / "old").is_dir()
+    monkeypatch.setattr(leftovers, "_MUCH", 999)
     done = doctor.fix(facts)
     assert sorted(done) == sorted([f"made {folder}", f"removed {gone}", f"removed {logs / 'old'}"])
     assert folder.is_dir()
@@ -237,6 +242,41 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
     (group / "memory.current").write_text("400\n")
     assert memory.group_left(tmp_path) == 600
     assert memory.group_left(tmp_path / "none") is None
+
+
+def test_a_second_look_at_what_was_mended_has_the_rest_of_the_time(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    given = []
+
+    def gather(folder: Path, checks: Any = ("disk",), deadline_s: float = 0.0) -> Any:
+        given.append(deadline_s)
+        return {"disk": disk.gather(folder)}
+
+    monkeypatch.setattr(doctor, "gather", gather)
+    facts, done = doctor.look(tmp_path / "runs", mend=True, deadline_s=20.0)
+    assert facts["disk"]["exists"] is True
+    assert done == [f"made {tmp_path / 'runs'}"]
+    assert given[0] == 15.0
+    assert 0 < given[1] <= 20.0
+
+
+def test_a_report_is_json_and_says_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    facts = {**SOUND, "gpus": {"gpus": [GPU | {"difference": float("nan")}], "nvml": None}}
+    monkeypatch.setattr(doctor, "look", lambda folder, mend: (facts, []))
+
+    def refused(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    result = CliRunner().invoke(main, ["doctor", "--json", "-"])
+    report = json.loads(result.stdout, parse_constant=refused)
+    assert report["gpus"]["facts"]["gpus"][0]["difference"] == "NaN"
+    result = CliRunner().invoke(main, ["doctor", "--json", str(tmp_path / "none" / "found.json")])
+    assert result.exit_code == 2
+    assert "--json" in result.stderr
+    assert "No such file or directory" in result.stderr
 
 
 def test_secrets_are_not_shown(monkeypatch: Any) -> None:

@@ -3,24 +3,30 @@ one by two of its addresses. tests/clusters has real servers."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from launched import launch
 
 from lockstep.errors import SettingError
+from lockstep.launcher import remote
 from lockstep.launcher.hosts import (
+    SSH_OPTIONS,
     Host,
     HostsSpec,
+    Problem,
     forwarded,
     parse_hosts,
     ssh_failure,
 )
 from lockstep.launcher.plan import check_flags_elsewhere
+from lockstep.launcher.ssh import Remote
 
-PYTHON = "/env/bin/python"
+PYTHON = sys.executable
 
 
 @pytest.mark.parametrize(
@@ -142,13 +148,66 @@ def test_what_each_machine_starts() -> None:
     ],
 )
 def test_what_ssh_says_is_explained(said: str, found: str, do: str) -> None:
-    explained = ssh_failure(Host("me@node1"), 255, said, PYTHON)
-    assert found in explained[0]
-    assert do in explained[1]
+    explained = ssh_failure(Host("me@node1"), 255, said)
+    assert found in explained.args[0]
+    assert do in explained.args[1]
 
 
 def test_an_ssh_that_does_not_answer() -> None:
-    assert ssh_failure(Host("node1"), None, "", PYTHON)[0] == "no answer within 25 s: no word"
+    found, do = ssh_failure(Host("node1"), None, "").args
+    assert found == "no answer in time: no word"
+    assert "`ping -M do -s 1472 node1`" in do
+
+
+def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
+    (tmp_path / "ssh").touch(mode=0o755)
+    ssh = [str(tmp_path / "ssh"), "-v"]
+    python = f"{sys.executable} -P -u -m module"
+    assert Host("root@[fe80::1]").command("module", ssh) == [
+        *ssh,
+        *SSH_OPTIONS,
+        "root@fe80::1",
+        f"exec {python}",
+    ]
+    assert Host("localhost").command("module", ["none"]) == python.split()
+    for missing in (["no such program"], []):
+        with pytest.raises(Problem, match="there is no program") as told:
+            Host("203.0.113.7").command("module", missing)
+        assert "--ssh" in told.value.args[1]
+
+
+def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 198.51.100.8 22")
+    request = {"folder": str(tmp_path), "script": None}
+    there = remote.look({**request, "here": False})
+    assert (there["own"], there["first"]) == ("198.51.100.8", "198.51.100.7")
+    here = remote.look({**request, "here": True})
+    assert here["own"] != "198.51.100.8"
+    assert here["first"] == ""
+
+
+def test_a_copy_ends_with_what_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGTERM, which cancels what goes on."""
+    os.mkfifo(tmp_path / "began")
+    (tmp_path / "rsync").write_text("#!/bin/sh\necho $$ > began\nexec sleep 1000\n")
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def cancelled() -> int:
+        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy())
+        pid = int(await asyncio.to_thread((tmp_path / "began").read_text))
+        copying.cancel()
+        await asyncio.wait([copying])
+        return pid
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(asyncio.run(cancelled()), 0)
 
 
 def test_flags_of_several_machines_alone(tmp_path: Path) -> None:
@@ -183,3 +242,18 @@ def test_a_run_over_two_launchers(tmp_path: Path) -> None:
         "[127.0.0.2] [rank 2] SUM 3.0 NODE 1 5",
     ]
     assert len(re.findall("FIRST FAILURE: rank 2", done.stderr)) == 1
+
+
+def test_a_machine_that_is_late_is_told_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "ssh").chmod(0o755)
+
+    async def asked() -> None:
+        late = Remote(Host("203.0.113.7"), [str(tmp_path / "ssh")])
+        late.patience = 0.1
+        await late.connect()
+        with pytest.raises(Problem, match="no answer in time"):
+            await late.ask(ask="time")
+        await late.close()
+
+    asyncio.run(asked())

@@ -44,12 +44,12 @@ def command(
     """
     from lockstep import doctor
 
+    files = {name: file for name, file in (("script", script), ("data", data)) if file is not None}
     if hosts is not None:
-        ways = {"script": script, "ssh": shlex.split(ssh), "data": data, "fix": fix}
-        ctx.exit(_on_hosts(hosts, folder, as_json, ways))
-    for name, given in (("--script", script), ("--data", data)):
-        if given is not None:
-            raise SettingError(name, "there is nothing to compare it with", "add --hosts")
+        asked = {"ssh": shlex.split(ssh), "files": files, "fix": fix}
+        ctx.exit(_on_hosts(hosts, folder, as_json, asked))
+    for name in files:
+        raise SettingError(f"--{name}", "there is nothing to compare it with", "add --hosts")
     facts, done = doctor.look(folder, mend=fix)
     findings = doctor.judge(facts)
     show([*(f"fixed    {text}" for text in done), *doctor.lines(findings)], as_json)
@@ -61,13 +61,14 @@ def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, An
     """Prints what is found on and between machines; gives the exit code."""
     from lockstep import doctor
     from lockstep.doctor import between
-    from lockstep.doctor.base import ERROR, Finding
+    from lockstep.doctor.base import Finding
     from lockstep.doctor.hosts import look
     from lockstep.launcher.hosts import parse_hosts
 
     machines, failed = look(parse_hosts(hosts), folder, **asked)
     judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}
-    judged |= {name: {"reached": Finding(ERROR, why)} for name, why in failed.items()}
+    for name, why in failed.items():
+        judged[name] = {"reached": why, **judged.get(name, {})}
     if machines:
         judged["between the machines"] = between.judge(machines)
     text = []
@@ -75,11 +76,8 @@ def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, An
         fixed = [f"fixed    {done}" for done in machines.get(name, {}).get("fixed", ())]
         text += [f"{name}:", *(f"  {line}" for line in [*fixed, *doctor.lines(findings)])]
     show(text, as_json)
-    found = {
-        name: {
-            check: dict(zip(Finding._fields, finding, strict=True)) for check, finding in of.items()
-        }
-        for name, of in judged.items()
-    }
+    found = {}
+    for name, of in judged.items():
+        found[name] = {check: dict(zip(Finding._fields, f, strict=True)) for check, f in of.items()}
     write_json(as_json, {"findings": found, "facts": machines})
     return max(doctor.exit_code(findings) for findings in judged.values())

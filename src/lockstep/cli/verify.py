@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import UsageError
+from lockstep.errors import SettingError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.verify.record import Way
@@ -209,9 +209,18 @@ def show(lines: Sequence[str], as_json: str | None) -> None:
 
 
 def write_json(to: str | None, values: dict[str, Any]) -> None:
-    """Writes a file; `-` is standard output, and None writes nothing."""
-    text = json.dumps(values, indent=2)
+    """Writes a file; `-` is standard output, and None writes nothing.
+
+    What JSON has no number for is text there: "NaN", "Infinity".
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
+    text = json.dumps(json.loads(json.dumps(values), parse_constant=str), indent=2)
     if to == "-":
         click.echo(text)
     elif to is not None:
-        Path(to).write_text(text + "\n", encoding="utf-8")
+        try:
+            Path(to).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SettingError(f"--json {to}", str(error.strerror), "name another file") from None

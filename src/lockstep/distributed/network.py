@@ -62,8 +62,11 @@ def listing(addresses: Mapping[str, Sequence[str]]) -> str:
     return ", ".join(f"{name} ({', '.join(own)})" for name, own in addresses.items())
 
 
-def address_reaching(host: str | None) -> str | None:
-    """The own address from which packets to `host` would leave; nothing is sent."""
+def address_reaching(host: str | None = _ANY_OUTSIDE_ADDRESS) -> str | None:
+    """The own address from which packets to `host` would leave; nothing is sent.
+
+    Left out, `host` stands for all others: the address is that of the default route.
+    """
     if host is None:
         return None
     try:
@@ -158,7 +161,7 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
         if not here and local_addr:
             return own_address(local_addr)
         if not here:
-            routed = address_reaching(_ANY_OUTSIDE_ADDRESS)
+            routed = address_reaching()
             here = own if len(own) == 1 else [routed] if routed in own else []
     if here:
         return here[0]

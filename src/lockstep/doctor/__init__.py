@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding
 
 CHECKS = (
     "software",
@@ -33,8 +34,8 @@ CHECKS = (
 )
 DEADLINE_S = 20.0
 """For all checks of a machine together: what looks at a broken machine may wait for ever."""
-_UNKNOWN = "unknown"
-"""In the place of facts: why there are none."""
+_FIRST = 0.75
+"""The part of it for the first look, where a second one is to see what was mended."""
 
 
 def gather(
@@ -47,23 +48,28 @@ def gather(
         checks: which.
         deadline_s: seconds after which what has not answered is given up.
     """
-    found: dict[str, Facts] = {}
+    modules = {name: import_module(f"lockstep.doctor.{name}") for name in checks}
+    return within(deadline_s, {name: partial(of.gather, folder) for name, of in modules.items()})
 
-    def look(name: str) -> None:
+
+def within(seconds: float, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each piece of work gives, all at the same time; `UNKNOWN` where it raises or is late."""
+    found: dict[str, Any] = {}
+
+    def do(name: str) -> None:
         try:
-            facts = import_module(f"lockstep.doctor.{name}").gather(folder)
-        except Exception as error:  # whatever is broken here must not hide the other checks
-            facts = {_UNKNOWN: f"{type(error).__name__}: {error}"}
-        found[name] = facts
+            found[name] = work[name]()
+        except Exception as error:  # whatever is broken here must not hide the others
+            found[name] = {UNKNOWN: f"{type(error).__name__}: {error}"}
 
-    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in checks]
+    threads = [threading.Thread(target=do, args=(name,), daemon=True) for name in work]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    late = {_UNKNOWN: f"no answer within {deadline_s:g} s"}
-    return {name: found.get(name, late) for name in checks}
+    late = {UNKNOWN: f"no answer within {seconds:.3g} s"}
+    return {name: found.get(name, late) for name in work}
 
 
 def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
@@ -72,10 +78,9 @@ def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
 
 
 def _judge(name: str, facts: Facts) -> Finding:
-    if _UNKNOWN in facts:
-        return Finding(
-            WARNING, f"not known: {facts[_UNKNOWN]}", "what it looked at may hang or be broken"
-        )
+    if UNKNOWN in facts:
+        do = "what it looked at may hang or be broken"
+        return Finding(WARNING, f"not known: {facts[UNKNOWN]}", do)
     finding: Finding = import_module(f"lockstep.doctor.{name}").judge(facts)
     return finding
 
@@ -85,7 +90,7 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
     done: list[str] = []
     for name, of_check in facts.items():
         mend = _fixes(name)
-        if mend is not None and _UNKNOWN not in of_check:
+        if mend is not None and UNKNOWN not in of_check:
             done += mend(of_check)
     return done
 
@@ -94,12 +99,16 @@ def _fixes(name: str) -> Callable[[Facts], list[str]] | None:
     return getattr(import_module(f"lockstep.doctor.{name}"), "fix", None)
 
 
-def look(folder: Path, *, mend: bool) -> tuple[dict[str, Facts], list[str]]:
+def look(
+    folder: Path, *, mend: bool, deadline_s: float = DEADLINE_S
+) -> tuple[dict[str, Facts], list[str]]:
     """The facts of this machine; with `mend` what can be mended is mended first, and said."""
-    facts = gather(folder)
+    end = time.monotonic() + deadline_s
+    facts = gather(folder, deadline_s=deadline_s * (_FIRST if mend else 1.0))
     done = fix(facts) if mend else []
     if done:
-        facts |= gather(folder, [name for name in facts if _fixes(name)])
+        again = [name for name in facts if _fixes(name)]
+        facts |= gather(folder, again, end - time.monotonic())
     return facts, done
 
 

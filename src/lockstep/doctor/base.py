@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
 OK, WARNING, ERROR = "ok", "warning", "error"
+UNKNOWN = "not known"
+"""In the place of facts: why there are none."""
 
 
 class Finding(NamedTuple):
@@ -19,10 +21,10 @@ class Finding(NamedTuple):
 
 
 def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
-    """One finding of several problems, after what is the case anyway."""
+    """One finding of several problems, after what is the case anyway (empty: nothing)."""
     levels = {problem.level for problem in problems}
     level = ERROR if ERROR in levels else WARNING if WARNING in levels else OK
-    found = "; ".join([summary, *(problem.found for problem in problems)])
+    found = "; ".join(filter(None, [summary, *(problem.found for problem in problems)]))
     return Finding(level, found, "; ".join(dict.fromkeys(p.do for p in problems if p.do)))
 
 

@@ -121,10 +121,8 @@ def _problems(gpu: Facts) -> list[Finding]:
         do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
         found.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
     if gpu.get("processes"):
-        numbers = ", ".join(map(str, gpu["processes"]))
-        found.append(
-            Finding(WARNING, f"is used by process {numbers}", "see whether they are left over")
-        )
+        text = f"is used by process {', '.join(map(str, gpu['processes']))}"
+        found.append(Finding(WARNING, text, "see whether they are left over"))
     elif gpu.get("total") and gpu["free"] < _FREE * gpu["total"]:
         text = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
         found.append(Finding(WARNING, text, "see nvidia-smi for who has the rest"))
@@ -133,9 +131,6 @@ def _problems(gpu: Facts) -> list[Finding]:
         found.append(Finding(ERROR, text, "reset it or have it exchanged"))
     reasons = [words for bit, words in _THROTTLED.items() if (gpu.get("throttled") or 0) & bit]
     if reasons:
-        found.append(
-            Finding(
-                WARNING, f"is slowed down: {', '.join(reasons)}", "see to its cooling and power"
-            )
-        )
+        text = f"is slowed down: {', '.join(reasons)}"
+        found.append(Finding(WARNING, text, "see to its cooling and power"))
     return found

@@ -1,205 +1,148 @@
 """`lockstep doctor --hosts`: asks all machines, and lets them try the ways between them.
 
-ssh is called as `lockstep run --hosts` calls it.
+They are called as `lockstep run --hosts` calls them.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import secrets
-import shlex
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor import variables
-from lockstep.errors import HostError
-from lockstep.launcher.hosts import (
-    FORWARDED,
-    SHIFTS,
-    SSH_OPTIONS,
-    Host,
-    ssh_failure,
-    working_folder,
-)
-from lockstep.launcher.remote import MARK
+from lockstep.distributed.network import is_here
+from lockstep.doctor import DEADLINE_S, variables
+from lockstep.doctor.base import ERROR, Finding
+from lockstep.launcher.hosts import FORWARDED, SHIFTS, Host, working_folder
+from lockstep.launcher.ssh import Remote, on_all
 
-_ANSWER_S = 28.0
-
-
-class Peer:
-    """A machine, and the process there.
-
-    Args:
-        host: which.
-        ssh: how ssh is called.
-    """
-
-    def __init__(self, host: Host, ssh: Sequence[str]) -> None:
-        self.host = host
-        python = [sys.executable, "-P", "-u", "-m", "lockstep.doctor.remote"]
-        far = [*ssh, *SSH_OPTIONS, host.name.strip("[]"), f"exec {shlex.join(python)}"]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - until it is closed
-        self._process = subprocess.Popen(
-            python if host.here else far,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            start_new_session=True,
-        )
-
-    def ask(self, what: str, **request: Any) -> dict[str, Any]:
-        """The answer to a request.
-
-        Raises:
-            HostError: there is none.
-        """
-        process = self._process
-        assert process.stdin
-        assert process.stdout
-        late = threading.Timer(_ANSWER_S, process.kill)
-        late.start()
-        try:
-            process.stdin.write(json.dumps({"ask": what, **request}).encode() + b"\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                _, mark, text = line.partition(MARK)
-                if mark:
-                    found: dict[str, Any] = json.loads(text)
-                    return found
-        except BrokenPipeError:
-            pass
-        finally:
-            late.cancel()
-        code = process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace")
-        what_failed, do = ssh_failure(self.host, None if code < 0 else code, said, sys.executable)
-        if code < 0:
-            do += (
-                "; where that stops, too, packets may be longer than the way carries: "
-                f"`ping -M do -s 1472 {self.host.address}`"
-            )
-        raise HostError(f"lockstep doctor --hosts {self.host.name}", what_failed, do)
-
-    def close(self) -> None:
-        """Ends the process there."""
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            self._process.stdin.close()
-            self._process.wait(timeout=5.0)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._said.close()
+Answers = dict[str, dict[str, Any]]
+"""By the name of the machine."""
+Work = Callable[[Remote], Coroutine[Any, Any, dict[str, Any]]]
+_ALL_S = 26.0
+"""For all steps together. Each gets a part of what is left, so that a machine that hangs in one
+takes nothing from the others but time."""
+_ROOM_S = 1.0
+"""For the way of an answer, and for what follows."""
 
 
 def look(
     hosts: Sequence[Host],
     folder: Path,
-    script: str | None = None,
     ssh: Sequence[str] = ("ssh",),
     *,
-    data: str | None = None,
-    fix: bool = False,
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What all machines have said, for `between.judge`; and why those did not that are missing.
+    files: Mapping[str, str],
+    fix: bool,
+) -> tuple[Answers, dict[str, Finding]]:
+    """What the machines have said, for `between.judge`; and why some have not said all or any.
 
     Args:
         hosts: the machines.
         folder: where checkpoints are to go.
-        script: that is to be run.
         ssh: how it is called.
-        data: a file or folder to compare.
+        files: what to compare: `script`, a file; `data`, a file or folder.
         fix: mend on each what can be mended.
     """
-    own = variables.gather(folder)
-    sent = {name: value for name, value in own.items() if name.startswith(FORWARDED)}
-    peers = {host.name: Peer(host, ssh) for host in hosts}
-    failed: dict[str, str] = {}
+    asked = {"folder": str(folder), "files": files, "fix": fix}
+    asking = _Asking([Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts])
+    asyncio.run(asking.all(folder, asked))
+    return asking.machines, asking.failed
 
-    def on_all(
-        work: Callable[[Peer], Mapping[str, Any]], names: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
-        """At the same time; those that fail take no part any more."""
-        found: dict[str, dict[str, Any]] = {}
 
-        def one(name: str) -> None:
-            try:
-                found[name] = dict(work(peers[name]))
-            except HostError as error:
-                failed[name] = str(error.parts)
+class _Asking:
+    def __init__(self, remotes: Sequence[Remote]) -> None:
+        self._remotes = {remote.host.name: remote for remote in remotes}
+        self._end = time.monotonic() + _ALL_S
+        self._token = secrets.token_hex(16)
+        self.machines: Answers = {}
+        self.failed: dict[str, Finding] = {}
 
-        with ThreadPoolExecutor(max(1, len(names))) as pool:
-            list(pool.map(one, names))
-        return {name: found[name] for name in names if name in found}
+    def _left(self, room: float = 0.0) -> float:
+        return max(self._end - time.monotonic() - room, 0.0)
 
-    try:
-        begin = {"folder": working_folder(), "script": None}
-        seen = on_all(lambda peer: peer.ask("look", **begin), list(peers))
-        for name in [name for name, of in seen.items() if of["missing"]]:
-            failed[name] = f"{seen.pop(name)['missing']}: the folder must be there, too"
-        clocks = on_all(_clock, list(seen))
-        names = [peers[name].host.address for name in clocks]
-        asked = {"folder": str(folder), "names": names, "script": script,
-                 "data_path": data, "fix": fix}  # fmt: skip
-        facts = on_all(lambda peer: peer.ask("facts", **asked), list(clocks))
-        for of in facts.values():  # as a run there would have them
-            of["checks"]["variables"] |= sent
-        token = secrets.token_hex(16)
-        ports = on_all(lambda peer: peer.ask("serve", token=token), list(facts))
-        links: dict[str, dict[str, Any]] = {name: {} for name in ports}
+    async def _ask(self, seconds: float, work: Work, names: Iterable[str] = ()) -> Answers:
+        """All, or some, at the same time; those that fail, or are late, take no part any more."""
+        able = [self._remotes[n] for n in names or self._remotes if n not in self.failed]
+        for remote in able:
+            remote.patience = seconds
+        found, problems = await on_all(able, work)
+        for remote, problem in problems.items():
+            self.failed[remote.host.name] = Finding(ERROR, *problem.args)
+        return {remote.host.name: answer for remote, answer in found.items()}
+
+    async def all(self, folder: Path, asked: dict[str, Any]) -> None:
+        """Every step; what is found is in `machines` and `failed`."""
+        try:
+            await self._meet()
+            await self._try_ways()
+            asked["names"] = {name: self._remotes[name].host.address for name in self.machines}
+            asked["seconds"] = min(DEADLINE_S, self._left(2 * _ROOM_S))
+            told = await self._ask(self._left(_ROOM_S), lambda r: r.ask(ask="facts", **asked))
+            own = variables.gather(folder)
+            for name, facts in told.items():
+                sent = {key: value for key, value in own.items() if key.startswith(FORWARDED)}
+                facts["checks"]["variables"] |= sent  # as a run there would have them
+                self.machines[name] |= facts
+            await self._share(str(folder / f".lockstep-doctor-{secrets.token_hex(8)}"))
+        finally:
+            await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
+
+    async def _meet(self) -> None:
+        begin = {"ask": "look", "folder": working_folder(), "script": None}
+
+        async def meet(remote: Remote) -> dict[str, Any]:
+            await remote.connect()
+            return await remote.ask(**begin, here=remote.here)
+
+        seen = await self._ask(self._left() / 2, meet)
+        for name, of in seen.items():
+            if self._remotes[name].here:  # the address that the others were reached from
+                came_from = [other["first"] for other in seen.values() if other["first"]]
+                of["own"] = next(filter(is_here, came_from), of["own"])
+            if of["missing"]:
+                self.failed[name] = Finding(ERROR, of["missing"], "the folder must be there, too")
+            else:
+                self.machines[name] = {"own": of["own"], "links": {}, "checks": {}}
+        for name, of in (await self._ask(self._left() / 12, _clock)).items():
+            self.machines[name] |= of
+
+    async def _try_ways(self) -> None:
+        ports = await self._ask(self._left() / 4, lambda r: r.ask(ask="serve", token=self._token))
         there = list(ports)
         for shift in range(1, min(len(there), SHIFTS + 1)):
             to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
 
-            def try_way(peer: Peer, to: Mapping[str, str] = to) -> dict[str, Any]:
-                other = to[peer.host.name]
-                address = seen[other]["own"] or peers[other].host.address
-                return peer.ask("measure", address=address, port=ports[other]["port"], token=token)
+            async def measure(remote: Remote, to: dict[str, str] = to) -> dict[str, Any]:
+                other = to[remote.host.name]
+                address = self.machines[other]["own"] or self._remotes[other].host.address
+                place = {"address": address, "port": ports[other]["port"], "token": self._token}
+                return await remote.ask(ask="measure", **place)
 
-            for name, found in on_all(try_way, there).items():
-                links[name][to[name]] = found
-        shared = _shared({name: peers[name] for name in there}, folder)
-    finally:
-        for peer in peers.values():
-            peer.close()
-    machines = {
-        name: {**facts[name], "clock": clocks[name]["off"], "links": links[name],
-               "shared": shared.get(name)}
-        for name in there if name not in failed
-    }  # fmt: skip
-    return machines, failed
+            for name, found in (await self._ask(self._left() / 2, measure)).items():
+                self.machines[name]["links"][to[name]] = found
+
+    async def _share(self, path: str) -> None:
+        """Whether each machine sees what the first has written; None: that could not write."""
+        first = [name for name in self.machines if name not in self.failed][:1]
+        write = {"ask": "write", "path": path, "text": path}
+        wrote = await self._ask(self._left(), lambda remote: remote.ask(**write), first)
+        for name in wrote:
+            self.machines[name]["shared"] = None
+        if any(of["error"] is None for of in wrote.values()):
+            read = await self._ask(self._left(), lambda remote: remote.ask(ask="read", path=path))
+            for name, of in read.items():
+                self.machines[name]["shared"] = of["text"] == path
+            await self._ask(self._left(), lambda r: r.ask(ask="remove", path=path), first)
 
 
-def _clock(peer: Peer) -> dict[str, float]:
+async def _clock(remote: Remote) -> dict[str, Any]:
     """By how much a machine is ahead of this one; the answer with the shortest way counts."""
     asked = []
     for _ in range(3):
         begun = time.time()
-        there = peer.ask("time")["time"]
+        there = (await remote.ask(ask="time"))["time"]
         ended = time.time()
         asked.append((ended - begun, there - (begun + ended) / 2))
-    return {"off": min(asked)[1]}
-
-
-def _shared(peers: Mapping[str, Peer], folder: Path) -> dict[str, bool | None]:
-    """Whether each machine sees what the first has written; None: that could not write."""
-    if not peers:
-        return {}
-    first, *others = peers
-    path, text = str(folder / f".lockstep-doctor-{secrets.token_hex(8)}"), secrets.token_hex(16)
-    if peers[first].ask("write", path=path, text=text)["error"] is not None:
-        return {**dict.fromkeys(others, True), first: None}
-    try:
-        return {name: peer.ask("read", path=path)["text"] == text for name, peer in peers.items()}
-    finally:
-        peers[first].ask("remove", path=path)
+    return {"clock": min(asked)[1]}

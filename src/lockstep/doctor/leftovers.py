@@ -54,30 +54,32 @@ def _runs(pid: int) -> bool:
     return True
 
 
+def _size(paths: list[tuple[str, int]]) -> int:
+    return sum(size for _, size in paths)
+
+
 def judge(facts: Facts) -> Finding:
     """What takes memory, and what takes much of a disk."""
     shared, logs = facts["shared"], facts["logs"]
     problems = []
     if shared:
-        size = sum(size for _, size in shared) / 2**20
-        found = f"{counted(len(shared), 'file')} of ended processes take {size:.0f} MiB of /dev/shm"
+        size = _size(shared) >> 20
+        found = f"{counted(len(shared), 'file')} of ended processes take {size} MiB of /dev/shm"
         problems.append(Finding(WARNING, found, "--fix removes them"))
-    size = sum(size for _, size in logs)
-    if size > _MUCH:
-        found = (
-            f"logs of {counted(len(logs), 'run')} of more than two weeks ago take {size >> 20} MiB"
-        )
+    if (size := _size(logs)) > _MUCH:
+        runs = counted(len(logs), "run")
+        found = f"logs of {runs} of more than two weeks ago take {size >> 20} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))
     return verdict("nothing that matters" if not problems else "of earlier runs", problems)
 
 
 def fix(facts: Facts) -> list[str]:
-    """Removes both."""
+    """Removes both, the logs where they take much."""
     done = []
     for path, _ in facts["shared"]:
         Path(path).unlink(missing_ok=True)
         done.append(f"removed {path}")
-    for path, _ in facts["logs"]:
+    for path, _ in facts["logs"] if _size(facts["logs"]) > _MUCH else ():
         shutil.rmtree(path, ignore_errors=True)
         done.append(f"removed {path}")
     return done

@@ -16,8 +16,6 @@ from lockstep.distributed.network import (
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 from lockstep.errors import SettingError
 
-_OUTSIDE = "203.0.113.1"
-"""An address that stands for all others (RFC 5737); nothing is sent."""
 _NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SMALLEST_MTU = 1280
 
@@ -31,7 +29,7 @@ def gather(folder: Path) -> Facts:
         listening_socket(LOOPBACK, 0).close()
     except (OSError, SettingError) as error:
         problem = str(getattr(error, "found", error))
-    address = address_reaching(_OUTSIDE)
+    address = address_reaching()
     name = None if address is None else interface_of(address)
     stats = psutil.net_if_stats()
     return {
@@ -62,7 +60,7 @@ def judge(facts: Facts) -> Finding:
     if facts["interface"] is None:
         summary = "no way to other machines; runs on this one use loopback"
         return verdict(summary, problems)
-    summary = f"{facts['interface']} ({facts['address']}) leads to other machines"
+    summary = f"{facts['interface']} ({facts['address']}) has the default route"
     summary += f", {facts['mbits']} Mb/s" if facts["mbits"] else ""
     if facts["mtu"] is not None:
         summary += f", MTU {facts['mtu']}"

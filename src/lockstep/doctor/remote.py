@@ -16,16 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep import doctor
-from lockstep.distributed.network import resolve
+from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
 from lockstep.launcher.remote import MARK, listen, look
 
 _TOKEN = 32
-_CONNECT_S, _ANSWER_S, _MEASURED_S = 5.0, 5.0, 1.0
+_CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0
 _PINGS = 9
 _SIZES = (2**14, 2**20, 2**24)
 """Bytes of what is sent; the first fills ten packets, the others follow where that is soon done."""
@@ -33,20 +35,26 @@ _SECONDS_UP_TO = 60.0
 
 
 def facts(
-    folder: str, names: list[str], script: str | None, data_path: str | None, fix: bool
+    folder: str, names: dict[str, str], files: dict[str, str], fix: bool, seconds: float
 ) -> dict[str, Any]:
-    """What this machine has, and what it makes of the others' names; mends before what it can."""
-    digest = None
-    if script is not None and Path(script).is_file():
-        digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
-    checks, fixed = doctor.look(Path(folder), mend=fix)
-    return {
-        "checks": checks,
-        "fixed": fixed,
-        "data": None if data_path is None else data.gather(Path(data_path)),
-        "resolved": {name: resolve(name) for name in names},
-        "script": digest,
-    }
+    """What this machine has, and what it makes of the others' names; mends before what it can.
+
+    What is not known after so many seconds is left out, see `doctor.within`.
+    """
+    look_at = {"script": _digest, "data": data.gather}
+    others: dict[str, Callable[[], Any]]
+    others = {name: partial(look_at[name], Path(file)) for name, file in files.items()}
+    others["resolved"] = lambda: {name: resolve(address) for name, address in names.items()}
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(doctor.within, seconds, others)
+        checks, fixed = doctor.look(Path(folder), mend=fix, deadline_s=seconds)
+        return {"checks": checks, "fixed": fixed, **told.result()}
+
+
+def _digest(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    return {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:8]}
 
 
 def serve(token: str) -> dict[str, Any]:
@@ -96,6 +104,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
     except OSError as error:
         return {"error": error.strerror or f"no answer within {_CONNECT_S:g} s"}
     with connection:
+        interface = interface_of(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_ANSWER_S)
 
@@ -121,7 +130,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         except OSError:
             if not bandwidth:
                 return {"latency_s": latency, "stalled": True}
-    return {"latency_s": latency, "bandwidth": bandwidth}
+    return {"latency_s": latency, "bandwidth": bandwidth, "interface": interface}
 
 
 def write(path: str, text: str) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +32,13 @@ SSH_OPTIONS = (
 FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 """How the variables begin that all machines get."""
 PORT = 29500
-ANSWER_S = 25.0
 SHIFTS = 3
 """Each machine tries the way to so many others, so that many take no longer than few."""
 _NAME = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
+
+
+class Problem(Exception):
+    """Why nothing can be started on a host: what was found, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,21 @@ class Host:
         """Whether it is this machine."""
         own = self.address in ("localhost", socket.gethostname())
         return own or any(map(is_here, resolve(self.address)))
+
+    def command(self, module: str, ssh: Sequence[str]) -> list[str]:
+        """The command that starts a module of this Python there, by ssh unless it is this machine.
+
+        Raises:
+            Problem: there is no such ssh.
+        """
+        python = [sys.executable, "-P", "-u", "-m", module]
+        if self.here:
+            return python
+        if not ssh or not shutil.which(ssh[0]):
+            do = "install OpenSSH's client, or name another program with --ssh"
+            raise Problem(f"there is no program {' '.join(ssh[:1])!r} here", do)
+        name = self.name.replace("[", "").replace("]", "")
+        return [*ssh, *SSH_OPTIONS, name, f"exec {shlex.join(python)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +156,11 @@ def parse_hosts(text: str) -> list[Host]:
         hosts = [_of_part(was_set, part.strip()) for part in text.split(",")]
     for number, host in enumerate(hosts):
         if host.name in [other.name for other in hosts[:number]]:
-            raise SettingError(
-                was_set, f"{host.name} is named twice", f"name it once, as {host.name}:2 say"
-            )
+            do = f"name it once, as {host.name}:2 say"
+            raise SettingError(was_set, f"{host.name} is named twice", do)
     if not hosts:
-        raise SettingError(
-            was_set, "the file names no host", "write a line for each: node1 slots=4"
-        )
+        do = "write a line for each: node1 slots=4"
+        raise SettingError(was_set, "the file names no host", do)
     return hosts
 
 
@@ -175,9 +193,8 @@ def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str
     """
     for name in names:
         if name not in environ:
-            raise SettingError(
-                f"--forward-env {name}", "it is not set here", "set it, or leave it out"
-            )
+            do = "set it, or leave it out"
+            raise SettingError(f"--forward-env {name}", "it is not set here", do)
     found = {k: v for k, v in environ.items() if k.startswith(FORWARDED) and k != TOKEN}
     return found | {name: environ[name] for name in names}
 
@@ -252,22 +269,21 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def ssh_failure(host: Host, code: int | None, said: str, python: str) -> tuple[str, str]:
+def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     """What ssh's failure means.
 
     Args:
         host: the machine.
-        code: ssh's exit code; None: it still runs.
+        code: ssh's exit code; None: it has not answered in time.
         said: what was printed to its standard error.
-        python: the Python that was to be started there.
-
-    Returns:
-        What was found, and what to do.
     """
+    python = sys.executable
     names = {"name": host.name, "address": host.address, "python": python}
     for pattern, found, do in _FAILURES:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
-            return found.format(**names), do.format(**names)
+            return Problem(found.format(**names), do.format(**names))
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no word")
-    ended = f"no answer within {ANSWER_S:g} s" if code is None else f"exit code {code}"
-    return f"{ended}: {last}", f"try it by hand: `ssh {host.name} {python} --version`"
+    do = f"try it by hand: `ssh {host.name} {python} --version`"
+    if code is None:
+        do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
+    return Problem(f"{'no answer in time' if code is None else f'exit code {code}'}: {last}", do)

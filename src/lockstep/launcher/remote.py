@@ -5,7 +5,8 @@ input: it looks at what is here, lets the machines find each other, and then sta
 whose output goes the same way as its own. Answers are lines of its standard output that begin with
 `MARK`; the last one says how the launcher ended.
 
-    {"folder", "script"}      this machine: versions, address, and what is missing
+    {"folder", "script", "here"}   this machine: versions, address, and what is missing; `here`: it
+                              is the first one
     {"listen"}                the port at which the run will be served, which is free now
     {"reach"}                 why an address and port cannot be reached; empty: they can. And the
                               address of this machine that lies on the way
@@ -49,8 +50,6 @@ _LONG = bytes(1 << 14)
 _LOOK_S = 0.2
 _KILL_AFTER_S = 120.0
 """A launcher that was asked to end and has not; it gives its ranks 10 seconds, if not told more."""
-_OUTSIDE = "203.0.113.1"
-"""Of the block set aside for documentation (RFC 5737): on the way to it lies the default route."""
 
 
 def versions() -> dict[str, str]:
@@ -77,12 +76,14 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
     """This machine, as far as the first one must know it.
 
     `own` is the address of this machine that the first one has reached, `first` the one from which
-    it came; both are empty where no ssh lies between them. `time` is what the clock says.
+    it came, empty where no ssh lies between them. `time` is what the clock says.
     """
-    # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1).
-    client, _, server, _ = os.environ.get("SSH_CONNECTION", "   ").split(" ")
+    # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1). On the first
+    # machine it is that of the user's own login.
+    connection = "" if request["here"] else os.environ.get("SSH_CONNECTION", "")
+    client, _, server, _ = (connection or "   ").split(" ")
     if not server or is_loopback_address(server):
-        server = address_reaching(_OUTSIDE) or ""
+        server = address_reaching() or ""
     return {
         "versions": versions(),
         "missing": missing_here(request["folder"], request["script"]),

@@ -26,12 +26,12 @@ from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, HostError, counted
 from lockstep.launcher.auth import VARIABLE as TOKEN
 from lockstep.launcher.hosts import (
-    ANSWER_S,
     PORT,
     SHIFTS,
     SSH_OPTIONS,
     Host,
     HostsSpec,
+    Problem,
     ssh_failure,
     working_folder,
 )
@@ -50,24 +50,36 @@ _FINISH_S = 2.0
 _CLOCK_S = 5.0
 """As `watchdog.first_failure` allows for."""
 _TICK_S = 0.05
+_ANSWER_S = 25.0
 _MAX_WAITING = 4 << 20
 _MAX_KEPT = 1 << 16
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
-
-
-class _Problem(Exception):
-    """Why a run cannot be started on a host: what was found, and what to do."""
 
 
 # The way to one machine
 
 
 class Remote:
-    """A machine of the run, and the process there."""
+    """A machine of the run, and the process there.
 
-    def __init__(self, host: Host, ssh: Sequence[str], show: Callable[[Host, str, bytes], Any]):
+    Args:
+        host: which.
+        ssh: how ssh is called.
+        show: is called with what is printed there once the launcher is started.
+        module: what is started there.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ssh: Sequence[str],
+        show: Callable[[Host, str, bytes], Any] = lambda *_: None,
+        module: str = "lockstep.launcher.remote",
+    ) -> None:
         self.host, self.here = host, host.here
-        self._ssh, self._show = ssh, show
+        self._ssh, self._show, self._module = ssh, show, module
+        self.patience = _ANSWER_S
+        """Seconds for each answer."""
         self.code: int | None = None
         """How the launcher has ended there; None: it has not, or is lost."""
         self.found: dict[str, Any] = {}
@@ -81,55 +93,51 @@ class Remote:
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def _line(self) -> list[str]:
-        python = [sys.executable, "-P", "-u", "-m", "lockstep.launcher.remote"]
-        if self.here:
-            return python
-        name = self.host.name.replace("[", "").replace("]", "")
-        return [*self._ssh, *SSH_OPTIONS, name, f"exec {shlex.join(python)}"]
-
-    async def open(self, request: Mapping[str, Any]) -> None:
-        """Starts the process there, and asks what it finds.
+    async def connect(self) -> None:
+        """Starts the process there.
 
         Raises:
-            _Problem: it could not be started, or something is missing.
+            Problem: there is no ssh.
         """
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._line,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # the terminal's keys are for this process
-            )
-        except FileNotFoundError:
-            do = "install OpenSSH's client, or name another program with --ssh"
-            raise _Problem(f"there is no program {self._line[0]!r} here", do) from None
+        self._process = await asyncio.create_subprocess_exec(
+            *self.host.command(self._module, self._ssh),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # the terminal's keys are for this process
+        )
         assert self._process.stdout
         assert self._process.stderr
         self._tasks = [
             asyncio.create_task(self._read(self._process.stdout, self._take_output)),
             asyncio.create_task(self._read(self._process.stderr, self._take_errors)),
         ]
+
+    async def open(self, request: Mapping[str, Any]) -> None:
+        """Starts the process there, and asks what it finds.
+
+        Raises:
+            Problem: it could not be started, or something is missing.
+        """
+        await self.connect()
         asked = time.time()
-        self.found = await self.ask(**request)
+        self.found = await self.ask(**request, here=self.here)
         there = self.found["time"]
         self.clock = max(there - time.time(), 0.0) or min(there - asked, 0.0)
         for name, here in versions().items():
             there = self.found["versions"].get(name)
             if there != here:
                 do = f"install {name} {here} there, for {sys.executable}, or the other one here"
-                raise _Problem(f"{name} {there} there, {here} here", do)
+                raise Problem(f"{name} {there} there, {here} here", do)
         if self.found["missing"]:
             do = "the folder must be on a disk that all machines share, or be sent: --copy"
-            raise _Problem(self.found["missing"], do)
+            raise Problem(self.found["missing"], do)
 
     async def copy(self) -> None:
         """Sends this folder, without what .gitignore names; nothing is deleted there.
 
         Raises:
-            _Problem: it could not be sent.
+            Problem: it could not be sent.
         """
         folder, name = working_folder(), self.host.name
         way = shlex.join([*self._ssh, *SSH_OPTIONS])
@@ -140,52 +148,55 @@ class Remote:
                 *line, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
             )
         except FileNotFoundError:
-            raise _Problem("there is no rsync on this machine", "install it") from None
-        said = (await process.communicate())[1]
+            raise Problem("there is no rsync on this machine", "install it") from None
+        try:
+            said = (await process.communicate())[1]
+        finally:
+            if process.returncode is None:  # a signal asks this process to end
+                process.terminate()
+                await process.wait()
         if process.returncode:
-            text = said.decode(errors="replace")
-            raise _Problem(*ssh_failure(self.host, process.returncode, text, sys.executable))
+            raise ssh_failure(self.host, process.returncode, said.decode(errors="replace"))
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         """The answer to a request.
 
         Raises:
-            _Problem: there is none.
+            Problem: there is none.
         """
         self.send(**request)
         answer = None
         with contextlib.suppress(TimeoutError):
-            answer = await asyncio.wait_for(self._answers.get(), ANSWER_S)
+            answer = await asyncio.wait_for(self._answers.get(), self.patience)
             if answer is None:
                 await _within(_FINISH_S, [self.ended()])
         if answer is None:
             said = self._said.decode(errors="replace")
-            raise _Problem(*ssh_failure(self.host, self._process.returncode, said, sys.executable))
+            raise ssh_failure(self.host, self._process.returncode, said)
         return answer
 
     async def listen(self, address: str, port: int, instead: bool = False) -> None:
         """Listens there at a port, or `instead` at a free one; 0: any. The others try the way.
 
         Raises:
-            _Problem: the port is taken.
+            Problem: the port is taken.
         """
         found = await self.ask(listen=port, instead=instead)
         if "error" in found:
             do = "give another --master-port, or leave it out"
-            raise _Problem(f"port {port}: {found['error']}", do)
+            raise Problem(f"port {port}: {found['error']}", do)
         self.place = (address, int(found["port"]))
 
     async def reach(self, other: Remote) -> str:
         """Tries the way to a machine that listens; the address there that lies on the way.
 
         Raises:
-            _Problem: it is not reached, or by short messages alone.
+            Problem: it is not reached, or by short messages alone.
         """
         found = await self.ask(reach=other.place)
         if found["why"]:
-            where = "{} cannot be reached from it at {}, port {}".format(
-                other.host.name, *other.place
-            )
+            address, port = other.place
+            where = f"{other.host.name} cannot be reached from it at {address}, port {port}"
             do = (
                 "a firewall must let them reach each other at all ports; --master-addr and "
                 "--master-port give another place of the first; `lockstep doctor --hosts` looks at "
@@ -193,7 +204,7 @@ class Remote:
             )
             if "MTU" in found["why"]:
                 do = "set the MTU of their interfaces to what the way carries, as root"
-            raise _Problem(f"{where}: {found['why']}", do)
+            raise Problem(f"{where}: {found['why']}", do)
         return str(found["own"])
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], keep: bool) -> None:
@@ -263,6 +274,23 @@ async def _within(seconds: float, work: Iterable[Coroutine[Any, Any, Any]]) -> b
 
 
 # All of them
+
+
+async def on_all(
+    remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
+) -> tuple[dict[Remote, T], dict[Remote, Problem]]:
+    """What the work gives for each machine, or why it fails, all at the same time."""
+    found: dict[Remote, T] = {}
+    failed: dict[Remote, Problem] = {}
+    done = await asyncio.gather(*map(work, remotes), return_exceptions=True)
+    for remote, result in zip(remotes, done, strict=True):
+        if isinstance(result, Problem):
+            failed[remote] = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            found[remote] = result
+    return found, failed
 
 
 class _Run:
@@ -337,21 +365,15 @@ class _Run:
             await asyncio.sleep(_TICK_S)
 
     async def _on_all(
-        self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
-    ) -> list[T]:
-        """What the work gives for each machine.
+        self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Does it for all machines at the same time.
 
         Raises:
             HostError: it failed for some of them.
         """
-        done = await asyncio.gather(*map(work, remotes), return_exceptions=True)
-        problems = []
-        for remote, result in zip(remotes, done, strict=True):
-            if isinstance(result, _Problem):
-                problems.append((remote.host.name, *result.args))
-            elif isinstance(result, BaseException):
-                raise result
-        if problems:
+        _, failed = await on_all(remotes, work)
+        if problems := [(remote.host.name, *why.args) for remote, why in failed.items()]:
             names = ", ".join(name for name, _, _ in problems)
             many = len(problems) > 1
             raise HostError(
@@ -359,7 +381,6 @@ class _Run:
                 "; ".join(f"{name}: {found}" if many else found for name, found, _ in problems),
                 "; ".join(dict.fromkeys(do for _, _, do in problems)),
             )
-        return [result for result in done if not isinstance(result, BaseException)]
 
     async def _prepare(self) -> None:
         """Starts the launchers on all machines.
