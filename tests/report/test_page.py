@@ -26,6 +26,13 @@ from lockstep.report.trackers import scalars
 BAD = "<script>alert(1)</script>"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fonts() -> None:
+    """Before the first test: matplotlib starts `fc-list` where no cache has its fonts yet."""
+    with contextlib.suppress(ImportError):
+        import matplotlib.font_manager  # noqa: F401
+
+
 def texts(record: Record) -> list[str]:
     return [f"{finding.level}: {finding.text}" for finding in find(record)]
 
