@@ -90,6 +90,7 @@ def page() -> dict[str, float]:
     """Megabytes and seconds of the page of an hour at 8 ranks."""
     from lockstep.report.page import render
     from lockstep.report.reading import COLUMNS, PHASES, Record
+    from lockstep.report.record import _ROWS
 
     steps, every, at = 18_000, 1, 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def page() -> dict[str, float]:
                 at = 0.2 * step
                 phases = [0.2 * every / len(PHASES)] * len(PHASES)
                 lines.append([step, every, at, 0.3, 1 / step, 0.1, 256, 10**9, 0, 0, *phases])
-                every *= 1 + (rows % 256 == 0)
+                every *= 1 + (rows % _ROWS == 0)
             text = "".join(json.dumps(line) + "\n" for line in lines)
             Path(folder, f"0-a.rank{rank}.record").write_text(text)
         begun = time.perf_counter()

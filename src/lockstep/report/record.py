@@ -8,8 +8,8 @@ whole but for its last line, and lacks the last second. A line is
 * a list, a row: the sums over one or several steps in a row (`COLUMNS`);
 * `{"choices": ...}`, `{"logged": ...}`, `{"warning": ...}`, `{"end": ...}`.
 
-A row is of one step in the beginning, and of twice as many after every 256 rows: a run of a million
-steps writes three thousand. The rows of all ranks are of the same steps. Nothing is sent for it,
+A row is of one step in the beginning, and of twice as many after every 64 rows: a run of a million
+steps writes nine hundred. The rows of all ranks are of the same steps. Nothing is sent for it,
 and no device is waited for.
 """
 
@@ -35,7 +35,7 @@ from lockstep.errors import on_warning, warn
 from lockstep.report.reading import COLUMNS, FORMAT, NAME, SUFFIX
 from lockstep.step import PHASES, Callback
 
-_ROWS = 256
+_ROWS = 64
 """After so many rows the next ones are of twice as many steps."""
 _MEMORY_EVERY_S = _WRITE_EVERY_S = 1.0
 
