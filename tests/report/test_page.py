@@ -19,7 +19,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli.main import main
+from lockstep.data import ledger
 from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank, working
+from lockstep.report.page import _ledger
 from lockstep.report.reading import Record
 from lockstep.report.trackers import scalars
 
@@ -346,6 +348,24 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
         result = CliRunner().invoke(main, ["report", str(tmp_path), "--live", "--port", port])
     assert result.exit_code == 2
     assert f"--port {port}" in result.stderr
+
+
+def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch: Any) -> None:
+    judged: list[Path] = []
+    report = SimpleNamespace(lines=lambda: ["all is well", "a note"])
+    monkeypatch.setattr(ledger, "judge", lambda folder: judged.append(folder) or report)
+    made.write(tmp_path, 1, rows=2, ledger="/on/another/machine")
+    rows = tmp_path / "1-a.rank0.ledger"
+    rows.write_bytes(b"1")
+    record = Record(tmp_path)
+    assert [_ledger(record) for _ in range(2)] == ["all is well\na note"] * 2
+    assert judged == [tmp_path]
+    (tmp_path / "1-a.rank0.record").write_bytes(b"")  # another file may grow
+    _ledger(record)
+    assert len(judged) == 1
+    rows.write_bytes(b"12")
+    _ledger(record)
+    assert len(judged) == 2
 
 
 def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:

@@ -54,7 +54,7 @@ STEP = struct.Struct("<QHIQI")
 """Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
 NO_LOADER = 0xFFFF
 """In a step that no prepared loader had to do with."""
-_NAME, _SUFFIX = ".rank", ".ledger"
+_NAME, SUFFIX = ".rank", ".ledger"
 _LISTED = 20
 """Findings in the text; JSON has all."""
 _SHOWN = 5
@@ -86,7 +86,7 @@ class Ledger(Callback):
         """The numbers of the loaders that have been written down."""
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
-        name = f"{_NAME}{collectives.data_parallel.rank}{_SUFFIX}"
+        name = f"{_NAME}{collectives.data_parallel.rank}{SUFFIX}"
         writes = collectives.contributes
         self._file = open_on_all_ranks(folder, collectives, name if writes else None, "ledger")
         self._write_json({"ledger": FORMAT, "ranks": collectives.data_parallel.size})
@@ -579,9 +579,9 @@ def read_folder(folder: Path) -> list[Attempt]:
         CheckpointError: there is no ledger, or one of a later version.
     """
     starts: dict[str, dict[int, RankFile]] = defaultdict(dict)
-    for path in sorted(folder.glob(f"*{_NAME}*{_SUFFIX}")):
+    for path in sorted(folder.glob(f"*{_NAME}*{SUFFIX}")):
         # The name alone tells as much of a file that was cut off at its very beginning.
-        name, _, rank = path.name.removesuffix(_SUFFIX).rpartition(_NAME)
+        name, _, rank = path.name.removesuffix(SUFFIX).rpartition(_NAME)
         starts[name][int(rank)] = read_file(path)
     if not starts:
         raise CheckpointError(

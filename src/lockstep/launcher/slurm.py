@@ -88,16 +88,17 @@ def _tasks(environ: Mapping[str, str]) -> str:
     return str(count) if count > 1 else environ.get("SLURM_GPUS_ON_NODE") or "1"
 
 
-def srun(nodes: int, nproc: str, arguments: Sequence[str]) -> list[str]:
+def srun(nodes: int | None, nproc: str, arguments: Sequence[str]) -> list[str]:
     """The command that starts a launcher on each machine of the job.
 
     Args:
-        nodes: how many machines.
+        nodes: how many machines; None: as srun reads it from the job.
         nproc: processes on each.
         arguments: of `lockstep run`, but for --nproc.
     """
-    size = [f"--nodes={nodes}", f"--ntasks={nodes}"]
-    return ["srun", *size, *_SRUN, *_lockstep(nproc), *arguments]
+    size = [] if nodes is None else [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    own = [sys.executable, "-m", "lockstep", "run", f"--nproc={nproc}"]
+    return ["srun", *size, *_SRUN, *own, *arguments]
 
 
 def become(line: list[str]) -> NoReturn:
@@ -153,8 +154,8 @@ def job_script(request: Request, nproc: str, arguments: Sequence[str], script: s
                 f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value != "" else "")
             )
     lines += [f"#SBATCH {option}" for option in request.options]
-    run = ["srun", *_SRUN, *_lockstep(nproc), *arguments]
-    body = _BODY.format(token=TOKEN, saving=_SAVING_S, srun=shlex.join(run))
+    run = shlex.join(srun(None, nproc, arguments))
+    body = _BODY.format(token=TOKEN, saving=_SAVING_S, srun=run)
     return "\n".join([*lines, body])
 
 
@@ -189,10 +190,6 @@ def submit(script: str) -> str:
             "see what the cluster has (sinfo), and what --dry-run prints",
         )
     return done.stdout.strip()
-
-
-def _lockstep(nproc: str) -> list[str]:
-    return [sys.executable, "-m", "lockstep", "run", f"--nproc={nproc}"]
 
 
 def _missing(program: str) -> SettingError:

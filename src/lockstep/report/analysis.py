@@ -13,7 +13,8 @@ from lockstep.report.console import duration
 from lockstep.report.reading import OWN, RankRecord, Record, Start
 from lockstep.step import PHASES
 
-_EVERY_STEP = tuple(phase for phase in OWN if phase not in ("checkpoint", "evaluation"))
+EVERY_STEP = tuple(phase for phase in OWN if phase not in ("checkpoint", "evaluation"))
+"""The phases in which a rank does its part of each step."""
 _SLOW = 0.1
 """Of a step: a rank that works so much longer than the others is a straggler."""
 _MOST_WARNINGS = 20
@@ -68,14 +69,14 @@ def per_step(record: RankRecord) -> dict[str, float]:
 def work_by_rank(start: Start) -> dict[int, float]:
     """Seconds of a step in which each rank worked, and did not wait for others."""
     found = {rank: per_step(record) for rank, record in sorted(start.records.items())}
-    return {rank: sum(of[p] for p in _EVERY_STEP) for rank, of in found.items() if of}
+    return {rank: sum(of[p] for p in EVERY_STEP) for rank, of in found.items() if of}
 
 
 def speed(start: Start) -> Speed | None:
     """How fast a start was, evaluation and checkpoints left out; None: no step is written down."""
     main = start.main
     rows = steady(main)
-    seconds = main.seconds((*_EVERY_STEP, "communication"))[rows].sum()
+    seconds = main.seconds((*EVERY_STEP, "communication"))[rows].sum()
     steps, samples = main.column("steps")[rows].sum(), main.column("samples")[rows].sum()
     if not steps or not seconds:
         return None
@@ -215,14 +216,14 @@ def _stragglers(start: Start) -> Iterator[Finding]:
     phases = {rank: per_step(start.records[rank]) for rank in work}
     slow = {}
     for rank, seconds in work.items():
-        step = sum(phases[rank][phase] for phase in (*_EVERY_STEP, "communication"))
+        step = sum(phases[rank][phase] for phase in (*EVERY_STEP, "communication"))
         if seconds - usual >= _SLOW * step:
             slow[rank] = seconds
     # Where half of the ranks are slow they are of two kinds, and each of them is named.
     for rank, seconds in sorted(slow.items(), key=lambda item: -item[1])[:5]:
         others = [of for other, of in phases.items() if other not in slow] or [*phases.values()]
         more = {p: phases[rank][p] - float(np.median([of[p] for of in others])) for p in OWN}
-        most = max(_EVERY_STEP, key=lambda phase: more[phase])
+        most = max(EVERY_STEP, key=lambda phase: more[phase])
         yield Finding(
             "warning",
             f"rank {rank} on {start.records[rank].about.get('host', 'an unknown host')} is a "
@@ -231,7 +232,7 @@ def _stragglers(start: Start) -> Iterator[Finding]:
             tuple(
                 f"{phase}: {phases[rank][phase] * 1e3:.3g} ms, "
                 f"the others {(phases[rank][phase] - more[phase]) * 1e3:.3g} ms"
-                for phase in _EVERY_STEP
+                for phase in EVERY_STEP
             ),
         )
     if len(slow) > 5:

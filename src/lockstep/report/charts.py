@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from lockstep.report.analysis import per_step, work_by_rank
+from lockstep.report.analysis import EVERY_STEP, per_step, work_by_rank
 from lockstep.report.reading import OWN, Floats, Record, Start
 from lockstep.step import PHASES
 
@@ -187,8 +187,7 @@ def slow_ranks(start: Start) -> str:
     rows = min(len(record.rows) for record in records)
     steps = records[0].column("steps")[:rows]
     number = averaged(records[0].column("step")[:rows], steps, _BINS)
-    phases = ("data", "forward", "backward", "optimizer", "other")
-    work = np.array([averaged(r.seconds(phases)[:rows] / steps, steps, _BINS) for r in records])
+    work = np.array([averaged(r.seconds(EVERY_STEP)[:rows] / steps, steps, _BINS) for r in records])
     usual = np.maximum(np.median(work, axis=0), 1e-12)
     relative = np.clip(work / usual - 1, -1, 1) * 100
 
@@ -237,16 +236,15 @@ def series(record: Record) -> list[tuple[str, str, str | None, list[Line]]]:
             parts += [(np.empty(0), np.empty(0))] * (number - len(parts))
             parts.append((np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])))
     found += [(name, name.partition(" (")[0], None, parts) for name, parts in sorted(names.items())]
-    rates, speeds, memory = [], [], []
-    for start in starts:
-        main = start.main
-        step, seconds = main.column("step"), main.seconds()
-        rates.append((step, main.column("learning_rate")))
-        speeds.append((step, main.column("samples") / np.maximum(seconds, 1e-12)))
-        memory.append((step, main.column("memory")))
-    found.append(("Throughput", "samples/s", "", speeds))
-    found.append(("Learning rate", "learning rate", None, rates))
-    found.append(("Memory, the most so far on rank 0", "memory", "B", memory))
+    mains = [(start.main.column("step"), start.main.curves()) for start in starts]
+    found += [
+        (title, label, unit, [(steps, curves[name]) for steps, curves in mains])
+        for title, label, unit, name in (
+            ("Throughput", "samples/s", "", "samples_per_second"),
+            ("Learning rate", "learning rate", None, "learning_rate"),
+            ("Memory, the most so far on rank 0", "memory", "B", "memory_bytes"),
+        )
+    ]
     return [
         (title, label, unit, parts)
         for title, label, unit, parts in found

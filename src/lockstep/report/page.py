@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,15 +266,24 @@ def _versions(about: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _ledger(record: Record) -> str:
     """What the sample ledger tells, where the run has kept one."""
-    from lockstep.data.ledger import judge
+    from lockstep.data.ledger import SUFFIX
 
     told = record.starts[-1].main.about.get("ledger")
     if not told:
         return ""
     try:
         # On another machine it may lie elsewhere, or with the record.
-        report = judge(told if Path(told).is_dir() else record.folder)
+        folder = Path(told) if Path(told).is_dir() else record.folder
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        return _judged(folder, tuple((path, path.stat().st_size) for path in files))
     except CheckpointError as error:
         return error.parts
-    lines = report.lines()
+
+
+@lru_cache(maxsize=1)
+def _judged(folder: Path, sizes: tuple[tuple[Path, int], ...]) -> str:
+    """The same; a page that is drawn again does not judge again what has not grown."""
+    from lockstep.data.ledger import judge
+
+    lines = judge(folder).lines()
     return "\n".join(printable(line) if "\n" not in line else line for line in lines)

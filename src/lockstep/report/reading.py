@@ -104,6 +104,16 @@ class RankRecord:
         summed: Floats = np.sum([self.column(p) for p in phases], axis=0, dtype=np.float64)
         return summed
 
+    def curves(self) -> dict[str, Floats]:
+        """What is drawn over the steps, but for the loss: by name, a value a row."""
+        seconds = self.seconds()
+        return {
+            "learning_rate": self.column("learning_rate"),
+            "samples_per_second": self.column("samples") / seconds.clip(1e-12),
+            "seconds_per_step": seconds / self.column("steps"),
+            "memory_bytes": self.column("memory"),
+        }
+
 
 @dataclass
 class Start:

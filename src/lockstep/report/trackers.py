@@ -29,17 +29,11 @@ def scalars(start: Start) -> Iterator[Scalar]:
     """All values of one start of the run, in the order of their steps."""
     main = start.main
     begun = float(main.about.get("time", start.time))
-    steps, seconds = main.column("step"), main.seconds()
+    steps = main.column("step")
     at = dict(zip(steps.tolist(), (begun + main.column("at")).tolist(), strict=True))
-    named = {
-        "learning_rate": main.column("learning_rate"),
-        "samples_per_second": main.column("samples") / seconds.clip(1e-12),
-        "seconds_per_step": seconds / main.column("steps"),
-        "memory_bytes": main.column("memory"),
-    }
     found = [
         Scalar(int(step), name, float(value), at[step])
-        for name, values in named.items()
+        for name, values in main.curves().items()
         for step, value in zip(steps.tolist(), values.tolist(), strict=True)
         if value == value
     ]
