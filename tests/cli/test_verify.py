@@ -122,7 +122,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nprint('no data')\nsys.exit(5)\n")
     ended = verify(tmp_path, "fails.py")
     assert ended.returncode == 2
-    first, *lines = ended.stderr.splitlines()
+    at_once, first, *lines = ended.stderr.splitlines()
+    assert at_once == "2 runs of fails.py: 1 process; 2 processes"
     assert first == (
         "run 1 of 2, 1 process: step 0 of at most 50, "
         "how long it takes is known after the first step"
