@@ -353,10 +353,14 @@ def check_reference(
             do = f"the {thing} names dtypes itself; try precision fp32"
     elif not reference.updates:
         found = "it made no optimizer step on one process"
-        do = "give it arguments with which it trains; processes that it starts itself are not seen"
+        do = "give it arguments with which it trains"
     elif asked and not reference.of_lockstep:
         found = f"it does not train by Lockstep, so nothing would come of {', '.join(asked)}"
         do = f"leave it out, or let the {thing} use lockstep.init and world.prepare"
+    if reference.started and not reference.updates and do != OWN_PROCESSES:
+        own = f"it started processes of its own, which are not seen: {reference.started}"
+        found = f"{found.rstrip()}\n{own}"
+        do = f"{OWN_PROCESSES}; else {do}"
     if found:
         raise UsageError(was_set, found.rstrip().replace("\n", "\n         "), do)
 
