@@ -17,8 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lockstep.errors import name_ranks, some
 from lockstep.verify.branches import other_ways, writes_to
 from lockstep.verify.catalogue import Cause, of_runs, plain, shown
@@ -27,6 +25,7 @@ from lockstep.verify.compare import (
     Divergence,
     constant_ratio,
     flat,
+    mean_of,
     near,
     norm,
     proportional,
@@ -167,7 +166,7 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
     alone = left_by(case.one[0].local, found)
     if case.size == 1 or not alone or not all(ranks):
         return None
-    mean = {name: np.asarray(sum(own[name] for own in ranks)) / len(ranks) for name in found}
+    mean = mean_of(ranks)
     right = constant_ratio(alone, mean, case.exact)
     if right is None or constant_ratio(mean, found, case.exact) is not None:
         return None
@@ -204,11 +203,7 @@ def _of_clipping(case: Divergence) -> Cause:
     if not case.many.ranks_that_differ("unclipped", case.tolerance):
         seen = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (seen, *lines, *_patterns(case)))
-    sums: dict[str, list[Array]] = defaultdict(list)
-    for rank in case.many:
-        for name, gradient in rank.unclipped.items():
-            sums[name].append(gradient)
-    mean = {name: np.asarray(sum(each)) / len(case.many) for name, each in sums.items()}
+    mean = mean_of([rank.unclipped for rank in case.many])
     ratio = constant_ratio(expected, mean, case.exact)
     if ratio is None or not any(call.acts for call in (*clips, *case.one.clips)):
         cause = _of_values(case, expected, mean)
@@ -487,18 +482,16 @@ def _of_parameters(case: Divergence) -> Cause:
 def _of_optimizers(case: Divergence) -> list[str]:
     """Options of parameter groups, and what the optimizer kept, that are not alike, in words."""
     ranks = (*case.one, *case.many)
-    places = ["on one process", *(f"on rank {number}" for number in range(case.size))]
     words = []
     if len({len(rank.options) for rank in ranks}) > 1:
-        counts = (f"{len(r.options)} {place}" for r, place in zip(ranks, places, strict=True))
-        words.append(f"parameter groups of the optimizer: {', '.join(counts)}")
+        counts = of_runs([len(rank.options) for rank in ranks])
+        words.append(f"parameter groups of the optimizer: {counts}")
     for number, groups in enumerate(zip(*(rank.options for rank in ranks), strict=False), 1):
         for key in dict.fromkeys(key for group in groups for key in group):
             values = [group.get(key) for group in groups]
             if any(value != values[0] for value in values):
-                told = (f"{v} {place}" for v, place in zip(values, places, strict=True))
                 what = "number of parameters" if key == "parameters" else key
-                words.append(f"{what} of parameter group {number}: {', '.join(told)}")
+                words.append(f"{what} of parameter group {number}: {of_runs(values)}")
     first, held = case.one.merged("state"), "what the optimizer kept before the step"
     for number, rank in enumerate(case.many):
         keys = first.keys() | rank.state.keys()
