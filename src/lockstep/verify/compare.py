@@ -475,8 +475,7 @@ def _differences(
     if kept:
         yield "kept", kept, len(held)
     # What each rank clips alone is judged by what is made of it.
-    clips = any(call.name == "clip" for rank in (*one, *many) for call in rank.calls)
-    if clips and not many.ranks_that_differ("unclipped", tolerance):
+    if (one.clips or many.clips) and not many.ranks_that_differ("unclipped", tolerance):
         yield from of_tensors("unclipped", one, many, tolerance)
     yield from of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
@@ -536,9 +535,7 @@ def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:
 
 
 def _same_counts(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
-    if one is None or many is None:
-        return None
-    return Counter(one) == Counter(many)
+    return None if one is None or many is None else Counter(one) == Counter(many)
 
 
 def contents_that_differ(one: Update, many: Sequence[RankUpdate]) -> list[int]:

@@ -45,17 +45,19 @@ _TAIL = 15
 """Last lines of what a run printed."""
 
 
+def not_recorded(what: str) -> UsageError:
+    """Of something that a script does in processes that it has started itself."""
+    found = "lockstep verify records only the processes that it starts"
+    return UsageError(what, found, OWN_PROCESSES)
+
+
 def refuse_own_ranks(*_: Any, **__: Any) -> None:
     """For what would start ranks in the place of the launcher.
 
     Raises:
         UsageError: always.
     """
-    raise UsageError(
-        "ranks that the script starts itself, by torch.multiprocessing",
-        "lockstep verify records only the processes that it starts",
-        OWN_PROCESSES,
-    )
+    raise not_recorded("ranks that the script starts itself, by torch.multiprocessing")
 
 
 def refuse_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
@@ -96,11 +98,7 @@ class UpdateWriter:
             UsageError: it was made in a copy of the process that is recorded.
         """
         if os.getpid() != self._owner:
-            raise UsageError(
-                "an optimizer step in a process that the script has started itself",
-                "lockstep verify records only the processes that it starts",
-                OWN_PROCESSES,
-            )
+            raise not_recorded("an optimizer step in a process that the script has started itself")
         if replica is not None:
             update = renamed(update, lambda name: f"{name} (replica {replica})")
         unfinished = self.folder / "unfinished"

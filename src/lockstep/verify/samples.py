@@ -374,10 +374,8 @@ def _kept(case: Divergence) -> list[str]:
 
 def of_padding(case: Divergence) -> Cause | None:
     """LS111: inputs that are the same but for what ends each row, as of batches padded apart."""
-    tables_of = [tables(update) for update in (case.one, case.many)]
-    names = [name for name in tables_of[0] if name in tables_of[1]]
     rows = [[f.values for f in update] for update in (_first(case.one), _first(case.many))]
-    if not names or not all(rows) or any(a.size == 0 for each in rows for a in each):
+    if not all(rows) or any(a.size == 0 for each in rows for a in each):
         return None
     width = max(a.shape[1] for each in rows for a in each)
     widths = {a.shape[1] for each in rows for a in each}

@@ -63,16 +63,14 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """In plain values."""
-        number = None
-        if self.case is not None:
-            number = self.case.update + 1
-            if self.case.what != "length":
-                number = self.case.one[0].step + 1
+        number, case = None, self.case
+        if case is not None:
+            number = 1 + (case.update if case.what == "length" else case.one[0].step)
         entry = ENTRIES.get(self.cause.code)
         return {
             "code": self.cause.code,
             "title": "" if entry is None else entry.title,
-            "what": "" if self.case is None else self.case.what,
+            "what": "" if case is None else case.what,
             "step": number,
             "names": self.names,
             "seen": list(self.cause.seen),
