@@ -122,7 +122,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nprint('no data')\nsys.exit(5)\n")
     ended = verify(tmp_path, "fails.py")
     assert ended.returncode == 2
-    first, *lines = ended.stderr.splitlines()
+    at_once, first, *lines = ended.stderr.splitlines()
+    assert at_once == "2 runs of fails.py: 1 process; 2 processes"
     assert first == (
         "run 1 of 2, 1 process: step 0 of at most 50, "
         "how long it takes is known after the first step"
@@ -252,3 +253,51 @@ def test_ranks_that_only_a_condition_starts_are_refused_when_they_are_started(
     assert "ranks that the script starts itself, by torch.multiprocessing" in ended.stderr
     assert "train.py:4: mp.spawn(print, nprocs=2)" in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("  do:    verify a script that is one rank")
+
+
+OWN_RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank):
+    store = f"file://{os.path.abspath('store')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    for _ in range(3):
+        weight.grad = torch.ones(1)
+        dist.all_reduce(weight.grad)
+        torch.optim.SGD([weight]).step()
+
+if __name__ == "__main__":
+    process = mp.get_context(sys.argv[1]).Process
+    others = [process(target=train, args=(rank,)) for rank in range(len(sys.argv) - 2, 2)]
+    for other in others:
+        other.start()
+    if len(sys.argv) > 2:
+        train(0)
+    for other in others:
+        other.join()
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_ranks_that_the_script_starts_one_by_one_are_told(how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_RANKS)
+    ended = verify(tmp_path, "train.py", how)
+    assert ended.returncode == 2
+    last = ended.stderr[ended.stderr.rindex("\nlockstep: ") :]
+    assert "  found: it made no optimizer step on one process" in last
+    assert "it started processes of its own, which are not seen: train.py:20: other.start()" in last
+    assert "  do:    verify a script that is one rank" in last
+
+
+def test_a_script_that_starts_the_other_ranks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN_RANKS)
+    ended = verify(tmp_path, "train.py", "spawn", "and be one")
+    assert ended.returncode == 2
+    last = ended.stderr[ended.stderr.rindex("\nlockstep: ") :]
+    assert "ranks that the script starts itself, by torch.multiprocessing" in last
+    assert "train.py:9: dist.init_process_group(" in last
+    assert "  do:    verify a script that is one rank" in last

@@ -51,6 +51,13 @@ def test_a_loader_that_a_library_builds_anew_is_enlarged_once(tmp_path: Path) ->
     assert samples(warm.verify(script, batch_times=2)) == [12, 12, 12]
 
 
+def test_a_process_that_only_helps_is_no_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    helper = "import multiprocessing\nmultiprocessing.Process(target=print).start()\n"
+    script.write_text(helper + REBUILT)
+    assert samples(warm.verify(script, batch_times=2)) == [12, 12, 12]
+
+
 def test_what_is_compiled_is_compared_uncompiled(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     compiled = "torch.compile(torch.nn.Linear(6, 1), fullgraph=True)"

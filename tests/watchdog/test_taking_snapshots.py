@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
+import mmap
 import os
+import select
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import HANG_S, context
 
@@ -172,6 +180,8 @@ def test_what_the_kernel_says(tmp_path: Path) -> None:
     for caught in (0, 1 << (probe.STACK_SIGNAL - 1)):
         status.write_text(f"Name:\ta\nSigCgt:\t{caught:016x}\n")
         assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, False)
+    status.write_text(f"SigBlk:\t{1 << (probe.STACK_SIGNAL - 1):x}\nSigCgt:\t{2**64 - 1:x}\n")
+    assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, False)
     (tmp_path / "77" / "task" / "77" / "stat").unlink()
     assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, None, None, False)
     assert read_process(78, tmp_path) is None
@@ -180,12 +190,14 @@ def test_what_the_kernel_says(tmp_path: Path) -> None:
 
 
 def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
-    def signal_for(main: str, *others: str, before: int | None = 7) -> int | None:
+    def signal_for(
+        main: str, *others: str, before: int | None = 7, answers: bool = True
+    ) -> int | None:
         for number, state in enumerate((main, *others), 77):
             a_task(tmp_path / "77" / "task" / str(number), state)
-        return harmless_signal(77, before, sleepers=True, root=tmp_path)
+        return harmless_signal(77, before, answers=answers, root=tmp_path)
 
-    assert harmless_signal(77, 7, sleepers=True, root=tmp_path) is None
+    assert harmless_signal(77, 7, answers=True, root=tmp_path) is None
     a_task(tmp_path / "77", "S")
     assert signal_for("R", "S") == probe.STACK_SIGNAL
     assert signal_for("R", "S", before=6) is None  # it has slept since
@@ -195,15 +207,89 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
     assert signal_for("S", "R") is None
     assert signal_for("S", "S", before=6) is None
     assert signal_for("t", "t") is None
-    assert signal_for("S", "S") == probe.SLEEPERS_SIGNAL
-    assert harmless_signal(77, 7, sleepers=False, root=tmp_path) is None
-    (tmp_path / "77" / "task" / "77" / "wchan").write_text("futex_do_wait")
-    assert harmless_signal(77, None, sleepers=False, root=tmp_path) == probe.STACK_SIGNAL
-    assert harmless_signal(77, None, sleepers=True, root=tmp_path) == probe.SLEEPERS_SIGNAL
-    # It may wait for a semaphore, in C and with the lock that a thread which wakes up waits for.
-    a_task(tmp_path / "77" / "task" / "78", "R")
-    assert harmless_signal(77, None, sleepers=True, root=tmp_path) is None
-    assert harmless_signal(77, None, sleepers=False, root=tmp_path) == probe.STACK_SIGNAL
+    assert signal_for("S", "S", answers=False) is None
+
+
+def test_only_a_futex_without_a_limit_is_gone_on_with(tmp_path: Path) -> None:
+    def signal_for(other: str, before: int | None = 7, *, answers: bool = False) -> int | None:
+        a_task(tmp_path / "77" / "task" / "78", other)
+        return harmless_signal(77, before, answers=answers, root=tmp_path)
+
+    main = tmp_path / "77" / "task" / "77"
+    a_task(main, "S")
+    a_task(tmp_path / "77", "S")
+    (main / "wchan").write_text("futex_do_wait")
+    assert signal_for("S") is None  # not known
+    for text in ("running", "202 0x7f0 0x189 0x0 0x7ffd 0x0 0xffffffff 0x7ffc 0x7fff"):
+        (main / "syscall").write_text(text)
+        assert signal_for("S") is signal_for("R") is signal_for("R", answers=True) is None
+        assert signal_for("S", None, answers=True) == probe.SLEEPERS_SIGNAL
+    (main / "syscall").write_text("202 0x7f0 0x189 0x0 0x0 0x0 0xffffffff 0x7ffc 0x7fff")
+    assert signal_for("S") == probe.STACK_SIGNAL
+    assert signal_for("R", answers=True) == probe.STACK_SIGNAL
+    assert signal_for("S", answers=True) == probe.SLEEPERS_SIGNAL
+    assert signal_for("R", 6) is None  # it was in another one
+
+
+LIBC = ctypes.PyDLL(None, use_errno=True)  # with the interpreter's lock
+
+
+def sem_wait(semaphore: Any, end: int) -> int:
+    return LIBC.sem_wait(semaphore)  # type: ignore[no-any-return]
+
+
+def sem_timedwait(semaphore: Any, end: int) -> int:
+    limit = struct.pack("qq", int(time.time() + 2 * HANG_S), 0)  # a struct timespec
+    return LIBC.sem_timedwait(semaphore, limit)  # type: ignore[no-any-return]
+
+
+def poll(semaphore: Any, end: int) -> int:
+    found = LIBC.poll(struct.pack("ihh", end, select.POLLIN, 0), 1, -1)  # a struct pollfd
+    return int(found) - 1
+
+
+def nanosleep(semaphore: Any, end: int) -> int:
+    return LIBC.nanosleep(struct.pack("qq", 3, 0), None)  # type: ignore[no-any-return]
+
+
+def shared_semaphore(folder: Path) -> Any:
+    size = 64  # a sem_t has at most as many bytes
+    with open(folder / "semaphore", "a+b") as file:
+        file.truncate(size)
+        return (ctypes.c_char * size).from_buffer(mmap.mmap(file.fileno(), size))
+
+
+def makes(call: Callable[[Any, int], int], busy: bool, folder: Path) -> None:
+    semaphore, end = shared_semaphore(folder), os.open(folder / "pipe", os.O_RDWR)
+    if busy:
+        args = ("sha256", b"", b"", 2**31 - 1)
+        threading.Thread(target=hashlib.pbkdf2_hmac, args=args, daemon=True).start()
+    (folder / "made").write_text(f"{call(semaphore, end)} {ctypes.get_errno()}")
+    sleeps()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("call", [sem_wait, sem_timedwait, poll, nanosleep])
+def test_no_call_of_c_is_cut_short(
+    call: Callable[[Any, int], int], busy: bool, tmp_path: Path
+) -> None:
+    """Of one that holds the interpreter's lock, also where a thread computes without it."""
+    semaphore, made = shared_semaphore(tmp_path), tmp_path / "made"
+    assert LIBC.sem_init(semaphore, 1, 0) == 0
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    with rank(partial(makes, call, busy, tmp_path), tmp_path) as process:
+        silent: list[RankState] = []
+        while len(silent) < 2 and not made.exists():  # a nap ends by itself
+            (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)]).ranks
+            silent += [] if state.answered else [state]
+        LIBC.sem_post(semaphore)
+        os.write(end, b".")
+        os.close(end)
+        until(tmp_path, process, lambda state: state.answered is True)
+        assert made.read_text().split()[0] == "0", made.read_text()
+    if call is sem_wait:
+        assert [s.stack[0].function for s in silent if s.stack] == ["sem_wait"] * 2
 
 
 def test_own_process() -> None:

@@ -78,12 +78,15 @@ def command(
     first difference is named with its likely cause.
     """
     alone, *others = _ways(script, args, options)
+    count = 1 + len(others) + sum(way.apart for way in others)
+    names = "; ".join(way.name for way in (alone, *others))
+    click.echo(f"{count} runs of {script}: {names}", err=True)  # what follows imports torch
 
     from lockstep.cli.run import misplaced  # what is refused by then needs no torch
     from lockstep.verify.record import record
     from lockstep.verify.verdict import check_reference, judge
 
-    start = _Runs(1 + len(others) + sum(way.apart for way in others)).start
+    start = _Runs(count).start
     verdicts = []
     prefix = "lockstep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:

@@ -17,9 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from lockstep.errors import name_ranks, some
+from lockstep.verify import replicas, samples
 from lockstep.verify.branches import other_ways, writes_to
 from lockstep.verify.catalogue import Cause, of_runs, plain, shown
 from lockstep.verify.compare import (
@@ -27,32 +26,12 @@ from lockstep.verify.compare import (
     Divergence,
     constant_ratio,
     flat,
+    mean_of,
     near,
     norm,
     proportional,
     scale_of,
     weights,
-)
-from lockstep.verify.replicas import (
-    left_by,
-    of_factors,
-    of_own_gradients,
-    of_replicas,
-    of_shifted,
-    ranks_of,
-)
-from lockstep.verify.samples import (
-    draws_of,
-    inputs_of,
-    of_contents,
-    of_draws,
-    of_inputs,
-    of_loss,
-    of_outputs,
-    of_padding,
-    of_samples,
-    statistics_of,
-    what_is_equal,
 )
 
 
@@ -60,7 +39,7 @@ def _of_initial(case: Divergence) -> Cause:
     apart = case.many.ranks_that_differ("initial", case.tolerance)
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
-        seen = f"before the first step {ranks_of(apart)} had other values than rank 0"
+        seen = f"before the first step {replicas.ranks_of(apart)} had other values than rank 0"
     runs = [rank.seeds for rank in (*case.one, *case.many)]
     other = [line for line in runs[0] if len({run.get(line) for run in runs}) > 1]
     told = [
@@ -80,8 +59,8 @@ def _of_gradients(case: Divergence) -> Cause:
         return cause
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
     if apart:
-        return of_own_gradients(case, tuple(apart))
-    if cause := of_shifted(case) or of_factors(case):
+        return replicas.of_own_gradients(case, tuple(apart))
+    if cause := replicas.of_shifted(case) or replicas.of_factors(case):
         return cause
     gathered = case.many.first("gathered")
     if gathered:
@@ -90,7 +69,7 @@ def _of_gradients(case: Divergence) -> Cause:
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     if case.what == "gradients" and (case.one.clips or case.many.clips):
         return _of_clipping(case)
-    return of_inputs(case) or _of_values(case, expected, found)
+    return samples.of_inputs(case) or _of_values(case, expected, found)
 
 
 def _of_modes(case: Divergence) -> Cause | None:
@@ -163,11 +142,11 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
     number before the average, and so to one length; LS406 by gradients that were reduced when they
     were no longer what the backward passes had left.
     """
-    ranks = [left_by(rank.local, found) for rank in case.many if rank.counts]
-    alone = left_by(case.one[0].local, found)
+    ranks = [replicas.left_by(rank.local, found) for rank in case.many if rank.counts]
+    alone = replicas.left_by(case.one[0].local, found)
     if case.size == 1 or not alone or not all(ranks):
         return None
-    mean = {name: np.asarray(sum(own[name] for own in ranks)) / len(ranks) for name in found}
+    mean = mean_of(ranks)
     right = constant_ratio(alone, mean, case.exact)
     if right is None or constant_ratio(mean, found, case.exact) is not None:
         return None
@@ -204,11 +183,7 @@ def _of_clipping(case: Divergence) -> Cause:
     if not case.many.ranks_that_differ("unclipped", case.tolerance):
         seen = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (seen, *lines, *_patterns(case)))
-    sums: dict[str, list[Array]] = defaultdict(list)
-    for rank in case.many:
-        for name, gradient in rank.unclipped.items():
-            sums[name].append(gradient)
-    mean = {name: np.asarray(sum(each)) / len(case.many) for name, each in sums.items()}
+    mean = mean_of([rank.unclipped for rank in case.many])
     ratio = constant_ratio(expected, mean, case.exact)
     if ratio is None or not any(call.acts for call in (*clips, *case.one.clips)):
         cause = _of_values(case, expected, mean)
@@ -289,11 +264,11 @@ def _of_weights(
             return Cause(code, (*words, f"that is by their {key}: {numbers}"))
     if compares := _compares(case):
         return Cause("LS208", (*words, *compares))
-    told = statistics_of(case)
+    told = samples.statistics_of(case)
     if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
         return Cause("LS205", (*words, *(told or [nothing])))
-    if told and not draws_of(case):
+    if told and not samples.draws_of(case):
         return Cause("LS208", (*words, *told))
     return Cause("LS210", words)
 
@@ -330,16 +305,17 @@ def _of_coupling(case: Divergence) -> Cause:
     if line := case.many.first("hook_line"):
         seen = "a hook changed gradients of the ranks while they still differed"
         return Cause("LS406", (seen, line, *_patterns(case)))
-    terms, told = _of_terms(case)
-    if told:
+    terms, all_told = _of_terms(case)
+    if all_told:
         return Cause("LS211", (*terms, *_loss_line(case), *_patterns(case)))
-    if cause := of_outputs(case):
+    if cause := samples.of_outputs(case):
         return cause
     if compares := _compares(case):
-        return Cause("LS208", (*compares, *_loss_line(case), *_patterns(case), *draws_of(case)))
-    if cause := of_loss(case) or of_draws(case, *_patterns(case)):
+        told = (*_loss_line(case), *_patterns(case), *samples.draws_of(case))
+        return Cause("LS208", (*compares, *told))
+    if cause := samples.of_loss(case) or samples.of_draws(case, *_patterns(case)):
         return replace(cause, seen=(*cause.seen, *_loss_line(case)))
-    if cause := of_padding(case):
+    if cause := samples.of_padding(case):
         return cause
     words = []
     if any(rank.local for rank in case.many) and case.size > 1:
@@ -350,7 +326,7 @@ def _of_coupling(case: Divergence) -> Cause:
 def _unknown(case: Divergence, *seen: str) -> Cause:
     """What is seen of the way from batches to gradients, where nothing names a cause."""
     words = []
-    one, many = inputs_of(case.one), inputs_of(case.many)
+    one, many = samples.inputs_of(case.one), samples.inputs_of(case.many)
     if one and many:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
         numbers = [str(sum(map(Counter.total, each))) for each in (one, many)]
@@ -360,8 +336,8 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
             numbers = [f"{n} of {sort}" for n, sort in zip(numbers, sorts, strict=True)]
         text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
         words.append(text.format(numbers[0], case.size, numbers[1], same))
-    words += what_is_equal(case)
-    told = (*words, *statistics_of(case), *_loss_line(case), *_patterns(case))
+    words += samples.what_is_equal(case)
+    told = (*words, *samples.statistics_of(case), *_loss_line(case), *_patterns(case))
     return Cause("LS210", (*seen, *told))
 
 
@@ -480,25 +456,24 @@ def _of_parameters(case: Divergence) -> Cause:
     if others := _of_optimizers(case):
         return Cause("LS403", (seen, *others))
     if apart:
-        return Cause("LS304", (seen, f"rank 0 has others than {ranks_of(apart)}"), tuple(apart))
+        than = f"rank 0 has others than {replicas.ranks_of(apart)}"
+        return Cause("LS304", (seen, than), tuple(apart))
     return Cause("LS403", (seen,))
 
 
 def _of_optimizers(case: Divergence) -> list[str]:
     """Options of parameter groups, and what the optimizer kept, that are not alike, in words."""
     ranks = (*case.one, *case.many)
-    places = ["on one process", *(f"on rank {number}" for number in range(case.size))]
     words = []
     if len({len(rank.options) for rank in ranks}) > 1:
-        counts = (f"{len(r.options)} {place}" for r, place in zip(ranks, places, strict=True))
-        words.append(f"parameter groups of the optimizer: {', '.join(counts)}")
+        counts = of_runs([len(rank.options) for rank in ranks])
+        words.append(f"parameter groups of the optimizer: {counts}")
     for number, groups in enumerate(zip(*(rank.options for rank in ranks), strict=False), 1):
         for key in dict.fromkeys(key for group in groups for key in group):
             values = [group.get(key) for group in groups]
             if any(value != values[0] for value in values):
-                told = (f"{v} {place}" for v, place in zip(values, places, strict=True))
                 what = "number of parameters" if key == "parameters" else key
-                words.append(f"{what} of parameter group {number}: {', '.join(told)}")
+                words.append(f"{what} of parameter group {number}: {of_runs(values)}")
     first, held = case.one.merged("state"), "what the optimizer kept before the step"
     for number, rank in enumerate(case.many):
         keys = first.keys() | rank.state.keys()
@@ -576,9 +551,9 @@ def _ratio_text(weights: Sequence[float]) -> str:
 
 KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
     "initial": (_of_initial, "the parameters before the first step"),
-    "replicas": (of_replicas, "the parameters of the ranks"),
-    "samples": (of_samples, "the samples of the global batch"),
-    "contents": (of_contents, "the content of samples"),
+    "replicas": (replicas.of_replicas, "the parameters of the ranks"),
+    "samples": (samples.of_samples, "the samples of the global batch"),
+    "contents": (samples.of_contents, "the content of samples"),
     "kept": (_of_kept, "parameters before the step"),
     "unclipped": (_of_gradients, "gradients before they were clipped"),
     "gradients": (_of_gradients, "gradients"),

@@ -469,11 +469,13 @@ def _differences(
         yield "samples", (), one.samples
     if by_index and by_content is not True and contents_that_differ(one, many):
         yield "contents", (), 0
-    if kept := _kept_that_differ(one, many, tolerance):
-        yield "kept", kept, len(one.merged("held"))
+    held, found = one.merged("held"), many.merged("held")
+    scale = scale_of(held)
+    kept = [n for n in held if n in found and tolerance.differ(held[n], found[n], scale)]
+    if kept:
+        yield "kept", kept, len(held)
     # What each rank clips alone is judged by what is made of it.
-    clips = any(call.name == "clip" for rank in (*one, *many) for call in rank.calls)
-    if clips and not many.ranks_that_differ("unclipped", tolerance):
+    if (one.clips or many.clips) and not many.ranks_that_differ("unclipped", tolerance):
         yield from of_tensors("unclipped", one, many, tolerance)
     yield from of_tensors("gradients", one, many, tolerance)
     if _losses_differ(one, many, tolerance):
@@ -482,13 +484,6 @@ def _differences(
         yield "rates", (), 0
     yield from of_tensors("parameters", one, many, tolerance)
     yield from of_tensors("buffers", one, many, tolerance)
-
-
-def _kept_that_differ(one: Update, many: Update, tolerance: Tolerance) -> list[str]:
-    """Parameters that are not the reference's although all earlier steps have left the same."""
-    expected, found = one.merged("held"), many.merged("held")
-    both = (n for n in expected if n in found)
-    return [n for n in both if tolerance.differ(expected[n], found[n], scale_of(expected))]
 
 
 def of_tensors(
@@ -540,9 +535,7 @@ def same_samples(one: Update, many: Update) -> tuple[bool | None, bool | None]:
 
 
 def _same_counts(one: list[Sample] | None, many: list[Sample] | None) -> bool | None:
-    if one is None or many is None:
-        return None
-    return Counter(one) == Counter(many)
+    return None if one is None or many is None else Counter(one) == Counter(many)
 
 
 def contents_that_differ(one: Update, many: Sequence[RankUpdate]) -> list[int]:
@@ -617,6 +610,12 @@ def weights(
 def proportional(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two lists of numbers are multiples of each other."""
     return constant_ratio({"": np.array(one)}, {"": np.array(other)}, 1e-5) is not None
+
+
+def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Of the arrays of several ranks, by name; what a rank lacks counts as zero."""
+    names = dict.fromkeys(name for own in ranks for name in own)
+    return {n: np.asarray(sum(own[n] for own in ranks if n in own)) / len(ranks) for n in names}
 
 
 def near(one: float, other: float, exact: float = 1e-6) -> bool:

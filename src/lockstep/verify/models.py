@@ -171,9 +171,9 @@ def _distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     )
 
 
-def _nodes(node: Any) -> set[Any]:
-    """Of the graph that leads to one, itself among them."""
-    found, left = set(), [node]
+def _nodes(*ends: Any) -> set[Any]:
+    """Of the graph that leads to some, themselves among them."""
+    found, left = set(), [*ends]
     while left:
         each = left.pop()
         if each is not None and each not in found:
@@ -221,13 +221,7 @@ def _follow(values: Sequence[Tensor], sources: Sequence[Tensor], samples: int) -
 def _last(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs of which none of the others is made: between those models may compare samples."""
     known = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
-    behind: set[Any] = set()
-    nodes = [node for _, made in known for node, _ in made.next_functions]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in behind:
-            behind.add(node)
-            nodes += [earlier for earlier, _ in node.next_functions]
+    behind = _nodes(*(node for _, made in known for node, _ in made.next_functions))
     return [output for output, made in known if made not in behind]
 
 

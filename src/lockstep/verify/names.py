@@ -39,11 +39,9 @@ def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update
         if fits and name not in expected:
             names[name] = next((n for n in fits if np.array_equal(free[n], array)), fits[0])
             del free[names[name]]
-
-    def own(name: str) -> str:
-        return names.get(name, name)
-
-    return [Update(renamed(rank, own) for rank in u) for u in other] if names else list(other)
+    if not names:
+        return list(other)
+    return [Update(renamed(rank, lambda n: names.get(n, n)) for rank in u) for u in other]
 
 
 def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:

@@ -35,13 +35,8 @@ from lockstep.optim.precision import in_double
 from lockstep.verify.models import storage_of, sums_of
 
 _DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+    *(F.alpha_dropout, F.feature_alpha_dropout),
 }
 _DRAWS = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),

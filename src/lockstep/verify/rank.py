@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from lockstep import step
 from lockstep.data.loader import Loader
 from lockstep.distributed.seeding import seed_everything
 from lockstep.distributed.torch_compat import in_backward_pass
-from lockstep.errors import UsageError, user_line
+from lockstep.errors import is_users, user_line
 from lockstep.launcher.worker import run_as_main
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.verify.batches import random_streams, streams_that_moved
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
-from lockstep.verify.record import OWN_PROCESSES, UpdateWriter, Way, read_way
+from lockstep.verify.record import UpdateWriter, Way, read_way, refuse_groups, refuse_own_ranks
 from lockstep.verify.recorder import Recorder
 from lockstep.watchdog.probe import on_start_processes
 
@@ -60,7 +61,8 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
         way: how the script is run.
         folder: what the script saves goes there.
     """
-    on_start_processes(_refuse_own_processes)
+    on_start_processes(refuse_own_ranks)
+    _watch_own_processes(recorder, way.nproc)
     recorder.branches.install()
     step.add_callback(recorder)
     register_optimizer_step_pre_hook(recorder.before_step)
@@ -80,12 +82,20 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     mode.__enter__()
 
 
-def _refuse_own_processes(*_: Any, **__: Any) -> None:
-    raise UsageError(
-        "ranks that the script starts itself, by torch.multiprocessing",
-        "lockstep verify records only the processes that it starts",
-        OWN_PROCESSES,
-    )
+def _watch_own_processes(recorder: Recorder, nproc: int) -> None:
+    """What the script starts may be a helper, or a rank, which it is when it opens a group."""
+    plain = BaseProcess.start
+
+    def start(process: BaseProcess) -> None:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            recorder.started = recorder.started or user_line() or ""
+            run = partial(refuse_groups, nproc, process.run)
+            process.run = run  # type: ignore[method-assign]
+        plain(process)
+        vars(process).pop("run", None)  # it holds the process, which would outlive its use
+
+    BaseProcess.start = start  # type: ignore
+    refuse_groups(nproc)
 
 
 def _watch_losses(recorder: Recorder) -> None:
@@ -309,7 +319,8 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         error = None if fine else caught
         raise
     finally:
-        known = {name: getattr(recorder, name) for name in ("of_lockstep", "until", "by_choice")}
+        names = ("of_lockstep", "until", "by_choice", "started")
+        known = {name: getattr(recorder, name) for name in names}
         known["ways"] = [*recorder.branches.since().items()]
         writer.end(error, patches.notes(), **known)
 

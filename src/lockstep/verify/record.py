@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+from lockstep.distributed.torch_compat import on_default_group
 from lockstep.errors import LockstepError, UsageError, grouped
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
@@ -41,6 +43,34 @@ _LOOK_S = 0.2
 """Seconds between two looks at how far a run is."""
 _TAIL = 15
 """Last lines of what a run printed."""
+
+
+def not_recorded(what: str) -> UsageError:
+    """Of something that a script does in processes that it has started itself."""
+    found = "lockstep verify records only the processes that it starts"
+    return UsageError(what, found, OWN_PROCESSES)
+
+
+def refuse_own_ranks(*_: Any, **__: Any) -> None:
+    """For what would start ranks in the place of the launcher.
+
+    Raises:
+        UsageError: always.
+    """
+    raise not_recorded("ranks that the script starts itself, by torch.multiprocessing")
+
+
+def refuse_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
+    """Runs something; from here on no group of this process has more ranks than `nproc`."""
+
+    def check(group: Any) -> None:
+        if group.size() > nproc:
+            for child in active_children():  # which would wait for this rank
+                child.kill()
+            refuse_own_ranks()
+
+    on_default_group(check)
+    run()
 
 
 class UpdateWriter:
@@ -68,11 +98,7 @@ class UpdateWriter:
             UsageError: it was made in a copy of the process that is recorded.
         """
         if os.getpid() != self._owner:
-            raise UsageError(
-                "an optimizer step in a process that the script has started itself",
-                "lockstep verify records only the processes that it starts",
-                OWN_PROCESSES,
-            )
+            raise not_recorded("an optimizer step in a process that the script has started itself")
         if replica is not None:
             update = renamed(update, lambda name: f"{name} (replica {replica})")
         unfinished = self.folder / "unfinished"
@@ -88,7 +114,7 @@ class UpdateWriter:
         Args:
             error: with which; None: as it should.
             notes: what was switched off.
-            **known: `of_lockstep`, `until`, `by_choice` and `ways`, as of `Recorded`.
+            **known: `of_lockstep`, `until`, `by_choice`, `started` and `ways`, as of `Recorded`.
         """
         told = {
             "error": "" if error is None else _in_words(error),
@@ -189,7 +215,8 @@ class Recorded:
     """Where the script was stopped; empty: it came to its end."""
     by_choice: str = ""
     """What the script has chosen that gives other numbers, and was left out; empty: nothing."""
-
+    started: str = ""
+    """The line that started the first process of the script's own; empty: none was started."""
     ways: Sequence[Mapping[Place, int]] = ()
     """Of each rank, the outcomes of tests since its last update."""
 
@@ -221,6 +248,10 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     if first.get("lost_peer") and (left := _left(failed[0], ends, updates, way.steps)):
         first |= {"error": f"{left}\nrank {failed[0]}: {first['error']}", "code": "LS405"}
     lost = "the loss of a process" if len(ends) < way.nproc else ""
+
+    def first_told(what: str) -> str:
+        return next((end[what] for end in ends.values() if end.get(what)), "")
+
     return Recorded(
         way,
         [Update(chain(*ranks)) for ranks in zip(*map(_in_steps, updates), strict=False)],
@@ -229,8 +260,9 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
         notes=tuple(dict.fromkeys(note for end in ends.values() for note in end["notes"])),
         of_lockstep=any(end.get("of_lockstep") for end in ends.values()),
-        until=next((end["until"] for end in ends.values() if end.get("until")), ""),
-        by_choice=next((end["by_choice"] for end in ends.values() if end.get("by_choice")), ""),
+        until=first_told("until"),
+        by_choice=first_told("by_choice"),
+        started=first_told("started"),
         ways=[{(*place,): way for place, way in ends[n].get("ways", ())} for n in sorted(ends)],
     )
 

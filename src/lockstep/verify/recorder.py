@@ -135,6 +135,9 @@ class Recorder(Callback):
         patches: what is switched off in the models.
     """
 
+    started = ""
+    """The line that started the first process of the script's own."""
+
     def __init__(self, writer: UpdateWriter, way: Way, patches: DeterminismPatches) -> None:
         self.models = Models()
         self.by_choice = ""

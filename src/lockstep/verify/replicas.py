@@ -17,6 +17,7 @@ from lockstep.verify.compare import (
     Update,
     constant_ratio,
     flat,
+    mean_of,
     near,
     norm,
 )
@@ -104,8 +105,7 @@ def _averaged_later(case: Divergence, names: Sequence[str]) -> list[str]:
         now = [{n: rank.rewritten[n] for n in names if n in rank.rewritten} for rank in after]
         was = [{n: r.parameters[n] for n in names if n in r.parameters} for r in before]
         if all(now) and before.ranks_that_differ("parameters", case.tolerance):
-            mean = {n: np.asarray(sum(own[n] for own in was)) / len(was) for n in was[0]}
-            ratios = [constant_ratio(mean, own, case.exact) for own in now]
+            ratios = [constant_ratio(mean_of(was), own, case.exact) for own in now]
             if all(ratio is not None and near(ratio, 1) for ratio in ratios):
                 step = after[0].step + 1
                 return [

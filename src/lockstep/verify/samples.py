@@ -148,16 +148,26 @@ def statistics_of(case: Divergence) -> list[str]:
     They are not those of one process on some rank; what the ranks have reduced does not count. That
     it is wrong is not known: the greatest length of a batch does no harm.
     """
-    one = case.one[0].batch_statistics
+    text = "each rank's own samples alone gave a statistic that the loss is made of"
+    return _other_numbers(case, "batch_statistics", text)
+
+
+def _numbers_of(case: Divergence) -> list[str]:
+    """Statistics over each rank's own samples that became numbers before the loss, in words."""
+    text = "each rank's own samples alone gave a number, before the loss was made"
+    return _other_numbers(case, "numbers", text)
+
+
+def _other_numbers(case: Divergence, what: str, text: str) -> list[str]:
+    """Of numbers by line, the first lines that have another one on some rank, in words."""
     lines = [
         line
-        for line, number in one.items()
+        for line, number in getattr(case.one[0], what).items()
         for rank in case.many
-        if line in rank.batch_statistics and case.size > 1
-        if not math.isclose(number, rank.batch_statistics[line], rel_tol=case.exact, abs_tol=1e-12)
+        if case.size > 1 and (own := getattr(rank, what).get(line)) is not None
+        if not math.isclose(number, own, rel_tol=case.exact, abs_tol=1e-12)
     ]
-    text = "each rank's own samples alone gave a statistic that the loss is made of: {}"
-    return [text.format(line) for line in dict.fromkeys(lines)][:2]
+    return [f"{text}: {line}" for line in dict.fromkeys(lines)][:2]
 
 
 def of_inputs(case: Divergence) -> Cause | None:
@@ -364,10 +374,8 @@ def _kept(case: Divergence) -> list[str]:
 
 def of_padding(case: Divergence) -> Cause | None:
     """LS111: inputs that are the same but for what ends each row, as of batches padded apart."""
-    tables_of = [tables(update) for update in (case.one, case.many)]
-    names = [name for name in tables_of[0] if name in tables_of[1]]
     rows = [[f.values for f in update] for update in (_first(case.one), _first(case.many))]
-    if not names or not all(rows) or any(a.size == 0 for each in rows for a in each):
+    if not all(rows) or any(a.size == 0 for each in rows for a in each):
         return None
     width = max(a.shape[1] for each in rows for a in each)
     widths = {a.shape[1] for each in rows for a in each}
@@ -419,26 +427,10 @@ def of_loss(case: Divergence) -> Cause | None:
         return Cause("LS212", (f"not that of one process is {options[0]}", *statistics_of(case)))
     weighs = next(filter(None, (_weights_of_samples(rows, case.size) for rows in every)), ())
     known = all(rows.both("outputs") is not None for rows in every)
-    if (took := statistics_of(case)) and known and not draws_of(case):
-        return Cause(
-            "LS208", (*took, *(weighs or ["for each sample the models returned the same"]))
-        )
-    if known and not draws_of(case) and (numbers := _numbers_of(case)):
-        return Cause("LS208", (*numbers, "for each sample the models returned the same"))
+    if known and not draws_of(case) and (took := statistics_of(case) or _numbers_of(case)):
+        same = weighs or ["for each sample the models returned the same"]
+        return Cause("LS208", (*took, *same))
     return Cause("LS212", weighs) if weighs else None
-
-
-def _numbers_of(case: Divergence) -> list[str]:
-    """Statistics over each rank's own samples that became numbers before the loss, in words."""
-    one = case.one[0].numbers
-    lines = [
-        line
-        for line, number in one.items()
-        for rank in case.many
-        if case.size > 1 and not math.isclose(rank.numbers.get(line, number), number)
-    ]
-    text = "each rank's own samples alone gave a number, before the loss was made: {}"
-    return [text.format(line) for line in dict.fromkeys(lines)][:2]
 
 
 def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:

@@ -63,16 +63,14 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """In plain values."""
-        number = None
-        if self.case is not None:
-            number = self.case.update + 1
-            if self.case.what != "length":
-                number = self.case.one[0].step + 1
+        number, case = None, self.case
+        if case is not None:
+            number = 1 + (case.update if case.what == "length" else case.one[0].step)
         entry = ENTRIES.get(self.cause.code)
         return {
             "code": self.cause.code,
             "title": "" if entry is None else entry.title,
-            "what": "" if self.case is None else self.case.what,
+            "what": "" if case is None else case.what,
             "step": number,
             "names": self.names,
             "seen": list(self.cause.seen),
@@ -353,10 +351,14 @@ def check_reference(
             do = f"the {thing} names dtypes itself; try precision fp32"
     elif not reference.updates:
         found = "it made no optimizer step on one process"
-        do = "give it arguments with which it trains; processes that it starts itself are not seen"
+        do = "give it arguments with which it trains"
     elif asked and not reference.of_lockstep:
         found = f"it does not train by Lockstep, so nothing would come of {', '.join(asked)}"
         do = f"leave it out, or let the {thing} use lockstep.init and world.prepare"
+    if reference.started and not reference.updates and do != OWN_PROCESSES:
+        own = f"it started processes of its own, which are not seen: {reference.started}"
+        found = f"{found.rstrip()}\n{own}"
+        do = f"{OWN_PROCESSES}; else {do}"
     if found:
         raise UsageError(was_set, found.rstrip().replace("\n", "\n         "), do)
 

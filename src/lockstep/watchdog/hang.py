@@ -375,8 +375,9 @@ _ADVICE: dict[VerdictKind, str] = {
     "loading": "look at its DataLoader: slow storage, a worker that is stuck",
     "gil": "wait if the call in its line may take that long; a library that holds the lock can "
     "often be told to use a process of its own",
-    "unknown": "look whether the run's folder is there and its disk has room: what a rank is asked "
-    "for it writes there",
+    "unknown": "look whether the run's folder is there and its disk has room for what a rank "
+    "writes; one that sleeps in C while a thread holds Python's lock is not asked, as its call "
+    "could be cut short: `py-spy dump` shows both",
     "transport": "look at the network between the machines (interface, firewall, cable) or at the "
     "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
 }

@@ -164,6 +164,7 @@ class Probe:
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
+        # Without a chain it is SA_RESTART: see `snapshot.harmless_signal`.
         stacks = self._open("stacks.txt")
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
         if sys.platform == "linux":  # elsewhere nobody can tell whether they sleep

@@ -279,7 +279,8 @@ class ProcessStatus(NamedTuple):
     main_switches: int | None
     """How often its main thread has given up its processor by itself."""
     shows_stacks: bool
-    """It handles the signals that ask for stacks; another would be ended by them."""
+    """It handles the signals that ask for stacks; another would be ended by them. Its main thread
+    does not block its own, which another thread would get."""
 
 
 def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
@@ -298,26 +299,27 @@ def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         state, main = _stat(task / "stat")
         switches = int(_field(task.joinpath("status").read_text(), "voluntary_ctxt_switches"))
-    caught = int(_field(status, "SigCgt") or "0", 16)
+    caught, blocked = (int(_field(status, name) or "0", 16) for name in ("SigCgt", "SigBlk"))
     shows = all(caught >> (number - 1) & 1 for number in (STACK_SIGNAL, SLEEPERS_SIGNAL))
+    shows = shows and not blocked >> (STACK_SIGNAL - 1) & 1
     return ProcessStatus(state, cpu_s, main, switches, shows)
 
 
 def harmless_signal(
-    pid: int, main_switches: int | None, *, sleepers: bool, root: Path = Path("/proc")
+    pid: int, main_switches: int | None, *, answers: bool, root: Path = Path("/proc")
 ) -> int | None:
     """The signal that brings the stack of a rank which does not answer; None: none for now.
 
-    A thread that handles a signal comes back from `poll`, `sleep` and others with EINTR, see
-    signal(7), which code in C seldom expects. So where all threads sleep, the one that answers is
-    asked; its main thread where that computes, or waits for a lock while another thread computes.
-    Most go on to wait for it, but not code in C that waits for a semaphore.
+    A thread that handles a signal comes back from `poll`, `sleep`, `sem_timedwait` and others with
+    EINTR, see signal(7), which code in C seldom expects. So where all threads sleep, the one that
+    answers is asked; else the main thread, where it computes or sleeps in a futex without a time
+    limit: that is what waits for locks and `sem_wait` are made of, and the kernel goes on with it.
+    Where it sleeps in anything else, its stack is not to be had.
 
     Args:
         pid: of the rank.
         main_switches: some tenths of a second ago; None: not known.
-        sleepers: it has a thread that answers, and may yet be seen with all its threads asleep:
-            those that wait for the interpreter's lock wake up every 5 ms.
+        answers: it has a thread that answers.
         root: where the kernel tells of processes.
     """
     tasks = root / str(pid) / "task"
@@ -327,11 +329,21 @@ def harmless_signal(
         status = read_process(pid, root)
     except (OSError, ValueError, IndexError):
         return None
-    if status is None or not (waits or status.main_switches == main_switches is not None):
-        return None  # it sleeps now and then
-    if sleepers and states <= {"S", "D"}:
+    if status is None:
+        return None
+    lasts = status.main_switches == main_switches is not None  # else it sleeps now and then
+    # Those that wait for the interpreter's lock wake up every 5 ms.
+    if answers and states <= {"S", "D"} and (waits or lasts):
         return SLEEPERS_SIGNAL
-    return STACK_SIGNAL if status.state == "R" or (waits and not sleepers) else None
+    goes_on = status.state == "R" or (waits and not _has_limit(tasks / str(pid)))
+    return STACK_SIGNAL if lasts and goes_on else None
+
+
+def _has_limit(task: Path) -> bool:
+    """Whether a thread that sleeps in a futex does so for some time at most, or it is not known."""
+    with contextlib.suppress(OSError, IndexError):  # reading it may be forbidden
+        return task.joinpath("syscall").read_text().split()[4] != "0x0"
+    return True
 
 
 def _field(text: str, name: str) -> str:

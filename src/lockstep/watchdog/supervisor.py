@@ -42,8 +42,6 @@ _POLL_S = 0.02
 _SIGNAL_AFTER_S = 0.3
 """A rank that has not answered for so long is asked by a signal, which needs no Python."""
 _WAIT_S, _WAIT_FOR_LINES_S = 1.0, 4.0
-_LOOKS = 20
-"""At a rank that has not answered; then one of its threads computes."""
 _requests = itertools.count(1)
 
 
@@ -94,7 +92,6 @@ class _Request:
         self._frozen = code is not None or (status is not None and status.state in f"{STOPPED}Z")
         self._shows_stacks = status is not None and status.shows_stacks and not self._frozen
         self._main_switches = None if status is None else status.main_switches
-        self._looks = 0
         self._stacks_from: int | None = None
         self._written = -1
         self.state = RankState(
@@ -136,9 +133,8 @@ class _Request:
         if self._shows_stacks and self._stacks_from is None:
             with contextlib.suppress(OSError):
                 size = (self._process.folder / "stacks.txt").stat().st_size
-                self._looks += 1
-                sleepers = self.state.answered is not None and self._looks < _LOOKS
-                number = harmless_signal(self.state.pid, self._main_switches, sleepers=sleepers)
+                answers = self.state.answered is not None
+                number = harmless_signal(self.state.pid, self._main_switches, answers=answers)
                 if number is not None:
                     os.kill(self.state.pid, number)
                     self._stacks_from = size
