@@ -696,6 +696,17 @@ def test_fewer_steps() -> None:
     assert cause.seen == ("one process took 2 steps, 2 took 1",)
 
 
+def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
+    """Rank 0 pretrains; its first step is not that of the others, and nothing else is said of it."""
+    ranks = [
+        update(WHOLE, taken(0, 1), kind="Adam", rates=(0.01,)),
+        update(THIRD, taken(2, 3), kind="SGD"),
+    ]
+    found = verdict([[replace(ALONE, kind="Adam")]], [ranks]).findings
+    assert [each.cause.code for each in found] == ["LS405"]
+    assert found[0].cause.seen[0].endswith("Adam on rank 0, SGD on rank 1")
+
+
 def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
     factors = [{"local": (), "factor": factor} for factor in (0.2, 0.4)]
     many = [replace(rank, **own) for rank, own in zip(two(THIRD), factors, strict=True)]

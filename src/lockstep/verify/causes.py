@@ -567,6 +567,15 @@ KINDS: dict[str, tuple[Callable[[Divergence], Cause], str]] = {
 
 
 def cause_of(case: Divergence) -> Cause:
-    """The cause of a divergence, and where the script went another way."""
-    cause = KINDS[case.what][0](case)
+    """The cause of a divergence, and where the script went another way.
+
+    LS405 goes by optimizers of several classes in what should be one step: some ranks step with
+    one that the others do not have, and nothing else can be compared from there.
+    """
+    kinds = [rank.kind for rank in case.many] if case.what != "length" else []
+    if len({*kinds}) > 1:
+        seen = f"the ranks step with different optimizers: {of_runs(kinds, alone=False)}"
+        cause = Cause("LS405", (seen,))
+    else:
+        cause = KINDS[case.what][0](case)
     return replace(cause, seen=(*cause.seen, *other_ways(case, cause)))

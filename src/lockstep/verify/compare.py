@@ -100,6 +100,8 @@ class RankUpdate:
 
     optimizer: int = 0
     """Which of the script's optimizers, in the order of their first steps."""
+    kind: str = ""
+    """The optimizer's class."""
     step: int = 0
     """Which of its steps, from 0."""
     dtype: str = "torch.float64"

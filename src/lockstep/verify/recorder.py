@@ -579,6 +579,7 @@ class Recorder(Callback):
             return
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
+        update.kind = type(optimizer).__name__
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
         named, pieces = list(self.models.parameters()), self._beside.left
         if pieces:

@@ -304,7 +304,11 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
     cases = divergences(reference.updates, other.updates, tolerance)
     if other.error:
         cases = [case for case in cases if case.what != "length"]
-    found = [Finding(cause_of(case), case) for case in cases]
+    found: list[Finding] = []
+    for case in cases:
+        cause = cause_of(case)
+        if cause not in (each.cause for each in found):
+            found.append(Finding(cause, case))
     if not other.error and {each.cause.code for each in found} == {"LS501"}:
         but, found = f"the loss is {found[0].cause.seen[0]} and parameters", []
     if other.error:
