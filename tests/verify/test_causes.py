@@ -697,7 +697,7 @@ def test_fewer_steps() -> None:
 
 
 def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
-    """Rank 0 pretrains; its first step is not that of the others, and nothing else is said of it."""
+    """Rank 0 pretrains: its first step is not that of the others, and is not compared with it."""
     ranks = [
         update(WHOLE, taken(0, 1), kind="Adam", rates=(0.01,)),
         update(THIRD, taken(2, 3), kind="SGD"),

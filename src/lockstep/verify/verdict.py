@@ -304,11 +304,9 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
     cases = divergences(reference.updates, other.updates, tolerance)
     if other.error:
         cases = [case for case in cases if case.what != "length"]
-    found: list[Finding] = []
-    for case in cases:
-        cause = cause_of(case)
-        if cause not in (each.cause for each in found):
-            found.append(Finding(cause, case))
+    caused = [(cause_of(case), case) for case in cases]
+    causes = [cause for cause, _ in caused]
+    found = [Finding(*each) for n, each in enumerate(caused) if each[0] not in causes[:n]]
     if not other.error and {each.cause.code for each in found} == {"LS501"}:
         but, found = f"the loss is {found[0].cause.seen[0]} and parameters", []
     if other.error:
