@@ -27,7 +27,7 @@ def endpoint(host: str) -> network.Endpoint:
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(network, "local_addresses", lambda: request.param)
     monkeypatch.setattr(network, "resolve", lambda host: NAMES.get(host, [host]))
-    monkeypatch.setattr(network, "address_reaching", lambda host: "10.2.0.5")
+    monkeypatch.setattr(network, "address_reaching", lambda *host: "10.2.0.5")
 
 
 @pytest.mark.usefixtures("machine")

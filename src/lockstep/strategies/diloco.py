@@ -577,7 +577,7 @@ class _Turns:
                 (self._weights, state["weights"]),
                 (self._buffers, state["buffers"]),
             ):
-                if values is None:  # before `start`: it will begin with the shared ones of then
+                if not values:  # it will begin with the shared ones: before `start`, or lost
                     continue
                 for own, value in zip(versions.of(replica), values, strict=True):
                     own.copy_(value)
