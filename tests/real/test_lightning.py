@@ -71,7 +71,9 @@ def test_a_defect_is_told(program: str, defect: str, tmp_path: Path) -> None:
 def test_verify_says_that_a_rank_skipped_a_step(tmp_path: Path) -> None:
     words = ("--steps", "12", "--batch-per-process", FABRIC, "--defect", "skip")
     verdict = verify(*words, cwd=tmp_path)
-    assert told(verdict) == ["LS405"]
+    # Where the step is skipped, the samples part first.
+    assert told(verdict) == ["LS109", "LS405"]
+    assert 'if options.defect == "skip"' in str(verdict["findings"][0]["seen"])
     assert "rank 1 ended without an error after optimizer step 10" in str(verdict["findings"])
 
 
