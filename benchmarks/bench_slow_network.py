@@ -137,7 +137,7 @@ def gpt(width: int, layers: int, rate: float, batch: int, warm_up: int) -> Probl
             return self.head(self.blocks(x, mask=self.mask, is_causal=True))
 
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
     return Problem(model, optimizer, trained, validated, batch, warm_up)
 
 
@@ -173,7 +173,7 @@ def resnet18() -> Problem:
 
     trained, validated = made(~held, 4), made(held, 1)
     model = ResNet18(classes=10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
     return Problem(model, optimizer, trained, validated, 16)
 
 

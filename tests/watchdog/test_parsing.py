@@ -110,6 +110,18 @@ def test_records_of_two_recorders_are_put_in_the_order_of_time() -> None:
     ]  # fmt: skip
 
 
+def test_calls_of_a_group_that_is_gone_are_left_out() -> None:
+    record = json.loads(JSON_RECORD)
+    old, other = record["entries"]
+    new = {**old, "pg_id": 10, "collective_seq_id": 1, "time_created_ns": 1795284343628700000}
+    record["entries"] = [old, other, new]
+    status = {"last_completed_collective": "0"}
+    record["pg_status"] = {"0": {"last_completed_collective": "2"}, "10": status, "9": status}
+    state = with_answer(ASKED, answer(record), 0)
+    assert [(c.group, c.seq) for c in state.calls or ()] == [("mesh_dp", 3), ("0", 1)]
+    assert state.completed == {"gloo:0": 0}
+
+
 def test_no_calls_so_far() -> None:
     state = with_answer(ASKED, answer({"pg_status": {}, "version": "2.10"}), 0)
     assert (state.calls, state.completed) == ((), {})

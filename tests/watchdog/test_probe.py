@@ -391,6 +391,26 @@ def _private_parts() -> None:
         del pair
 
 
+def _one_group_after_another() -> None:
+    for count in (3, 2):
+        with group_of_one():
+            for _ in range(count):
+                dist.all_reduce(torch.ones(2))
+            groups = json.dumps(torch_compat.process_groups())
+            records = torch_compat.flight_record(lines=False)
+    text = f'{{"request": 1, "stacks": {{}}, "groups": {groups}, "records": {records}}}'
+    state = told(text)
+    # The recorder still has those of the first, which had the same name and the same numbers.
+    assert text.count('"gloo:all_reduce"') == 5
+    assert [(call.key, call.seq) for call in state.calls or ()] == [("gloo:0", 1), ("gloo:0", 2)]
+    assert set(state.completed or ()) == {"gloo:0"}
+    assert (state.completed or {})["gloo:0"] <= 2
+
+
+def test_calls_of_the_group_before_are_not_taken_for_those_of_the_present_one() -> None:
+    run_ranks(_one_group_after_another, 1, env=probe.FLIGHT_RECORDER, fresh=True)
+
+
 def test_a_torch_without_a_recorder_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_compat, "RECORDERS", ("_dump_of_no_torch",))
     assert torch_compat.flight_record(lines=False) == "[]"

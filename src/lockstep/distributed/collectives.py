@@ -212,7 +212,7 @@ class Collectives:
     def _all_agree(self, call: CallDescription) -> bool:
         digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8)
-        return all(torch.equal(other, mine) for other in self._all_gather(mine))
+        return bool((self._all_gather(mine) == mine).all())
 
     def check_turn(self, doing: str) -> None:
         """Raises UsageError inside of `main_process_first`, where other ranks are not."""
@@ -228,20 +228,21 @@ class Collectives:
         if self.alone:
             return [json.loads(text)]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [int(n) for n in self._all_gather(torch.tensor([len(data)]))]
+        lengths = self._all_gather(torch.tensor(len(data))).tolist()
         parts = self._all_gather_padded(data, lengths)
         return [json.loads(bytes(part.tolist())) for part in parts]
 
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.topology.size)]
-        routing.all_gather(parts, tensor)
-        return parts
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        """One row a rank."""
+        rows = tensor.new_empty(self.topology.size, *tensor.shape)
+        routing.all_gather(list(rows), tensor)
+        return rows
 
     def _all_gather_padded(self, data: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         padded = data.new_zeros(max(lengths))
         padded[: len(data)] = data
         gathered = self._all_gather(padded)
-        return [part[:n] for part, n in zip(gathered, lengths, strict=True)]
+        return [row[:n] for row, n in zip(gathered, lengths, strict=True)]
 
     def _gather_tensor(self, tensor: Tensor, lengths: list[tuple[int, ...]]) -> Tensor:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)

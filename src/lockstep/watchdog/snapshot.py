@@ -219,13 +219,16 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
         calls: list[CollectiveCall] = []
         completed: dict[str, int] = {}
         for record in data["records"]:
-            keys: dict[str, str] = {}
-            for entry in record.get("entries") or ():
-                calls.append(_call(entry))
-                keys[str(entry["pg_id"])] = calls[-1].key
-            for number, status in (record.get("pg_status") or {}).items():
-                if str(number) in keys:
-                    completed[keys[str(number)]] = int(status["last_completed_collective"])
+            made = [(_call(entry), str(entry["pg_id"])) for entry in record.get("entries") or ()]
+            made.sort(key=lambda pair: pair[0].time_s)
+            # The recorder keeps calls of groups that are gone. Names and numbers begin again with
+            # the next group; torch's number of the group alone does not.
+            present = {call.key: number for call, number in made}
+            calls += [call for call, number in made if present[call.key] == number]
+            status = record.get("pg_status") or {}
+            for key, number in present.items():
+                if number in status:
+                    completed[key] = int(status[number]["last_completed_collective"])
         stacks: dict[int, Stack] = {
             int(ident): tuple(Frame(*frame) for frame in stack)
             for ident, stack in data["stacks"].items()
