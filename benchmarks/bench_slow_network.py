@@ -7,7 +7,8 @@ does not depend on the link. So the loss against the step is found once for each
 on an unshaped cable, and seconds a step are found apart, on each link, over whole rounds of DiLoCo.
 The time to the target is their product; two methods are trained to the target on the slowest link
 as well, to check it. The target is the median loss over seeds that DDP reaches in `--steps`. With
-`--out` a run that was broken off goes on with the next curve, also of methods that are new.
+`--out` a run that was broken off goes on with the next curve, also of methods that are new, and the
+next link.
 
     python benchmarks/bench_slow_network.py PROBLEM [--seeds 5] [--out FILE] [--picture FILE]
 """
@@ -536,6 +537,8 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
         find_curves(options, results, [each for each in METHODS if each != "ddp"], 2 * steps)
     if "pace" in options.parts:
         for name, mbits in LINKS.items():
+            if name in results.get("links", {}):
+                continue
             alone = [*METHODS, NO_NETWORK]
             paces = run(options, mbits, "pace", options.blocks, *alone)
             paces |= run(options, mbits, "pace", options.blocks, *TWO_RANKS, ranks=2)

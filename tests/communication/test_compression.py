@@ -24,6 +24,12 @@ SIZES = (1, 1), (2,), (3,), (2, 2)
 """Ranks on each machine."""
 
 
+def decoded(sent: Tensor, method: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    of_value = {"bf16": 2, "int8": 1 + 4 / BLOCK, "int4": 0.5 + 4 / BLOCK}[method]
+    empty = torch.empty(len(sent), round(sent.shape[1] / of_value), dtype=dtype)
+    return decode(sent, method, empty)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("method", "of_value", "error"),
@@ -38,13 +44,38 @@ def test_numbers_come_back_as_far_as_their_bytes_tell(
     given[0, :BLOCK] = 0.0
     sent = encode(given, method)
     assert sent.shape == (2, of_value * len(scales))
-    found = decode(sent, method, dtype)
-    assert found.dtype is dtype
+    found = decoded(sent, method, dtype)
+    lost = torch.full_like(given, torch.nan)
+    assert torch.equal(encode(given, method, lost), sent)
+    if method != "bf16":
+        assert torch.equal(lost, given - found)
     largest = given.abs() if method == "bf16" else given.view(2, -1, BLOCK).abs().amax(2, True)
     lost = (found - given).abs().view(2, -1, BLOCK) / largest.view(2, len(scales) // BLOCK, -1)
     assert float(lost.nan_to_num(0.0).max()) <= error * 1.001
     assert float(lost.nan_to_num(0.0).max()) > error * 0.7
-    assert torch.equal(decode(encode(-given, method), method, dtype), -found)
+    assert torch.equal(decoded(encode(-given, method), method, dtype), -found)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_long_vectors_are_encoded_as_their_parts_are(method: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(2, 3 * compression._IN_CACHE + BLOCK, generator=generator)
+    lost, short = torch.empty_like(given), 2 * compression._IN_CACHE
+    found = decoded(encode(given, method, lost), method)
+    for part in (slice(0, short), slice(short, None)):
+        own = given[:, part].contiguous()
+        assert torch.equal(decoded(encode(own, method), method), found[:, part])
+    assert torch.equal(lost, given - found)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_short_floating_point_is_encoded_by_longer_one(method: Any) -> None:
+    given = torch.randn(1, 4 * BLOCK, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lost = torch.empty_like(given)
+    sent = encode(given, method, lost)
+    assert torch.equal(sent, encode(given.float(), method))
+    assert torch.equal(decoded(sent, method, torch.bfloat16), decoded(sent, method).bfloat16())
+    assert torch.equal(lost, (given.float() - decoded(sent, method)).bfloat16())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -52,7 +83,7 @@ def test_numbers_come_back_as_far_as_their_bytes_tell(
 def test_what_is_not_finite_stays_so(method: Any, value: float) -> None:
     given = torch.ones(1, 3 * BLOCK)
     given[0, BLOCK + 5] = value
-    found = decode(encode(given, method), method, torch.float32)[0]
+    found = decoded(encode(given, method), method)[0]
     assert not found[BLOCK : 2 * BLOCK].isfinite().all()
     assert torch.equal(found[:BLOCK], torch.ones(BLOCK))
     assert torch.equal(found[2 * BLOCK :], torch.ones(BLOCK))
@@ -73,7 +104,7 @@ def naive(method: Any, machines: list[list[int]], rounds: int) -> list[Tensor]:
     lost = [torch.zeros(padded) for _ in machines]
 
     def arrives(values: Tensor) -> Tensor:
-        return decode(encode(values.view(1, -1), method), method, torch.float32)[0]
+        return decoded(encode(values.view(1, -1), method), method)[0]
 
     found = []
     for turn in range(rounds):

@@ -3,11 +3,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from problems import mean_loss, mlp, tensors
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 
 import lockstep
 from lockstep.communication.link import (
@@ -18,6 +20,7 @@ from lockstep.communication.link import (
     all_reduce_bytes,
     alternatives,
     measure,
+    queued_s,
     step_seconds,
 )
 
@@ -93,6 +96,29 @@ def test_what_is_hidden_or_slower_than_measured_stays_so() -> None:
     fast = times(seen(0.352 - 0.03, hierarchical=True), half)
     assert fast["bf16"] == pytest.approx((0.08 + 0.322) / (0.08 + 0.181 - 0.04), rel=0.002)
     assert times(seen(0.3, compressed=True)) == {}
+
+
+def test_what_sends_needs_a_core_as_well() -> None:
+    """A rank that waits for a core of its own while much is sent does not when little is."""
+    sending = 0.352 + 0.0002
+    found = times(seen(sending, hierarchical=True, queued_s=0.02))
+    total = 0.08 + sending
+    assert found["bf16"] == pytest.approx(total / (0.07 + 0.176), rel=0.002)
+    assert found["diloco every=50"] == pytest.approx(total / (0.06 + 0.372 / 50), rel=0.002)
+
+
+@in_gloo_group
+def on_one_core() -> float:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    dist.barrier()
+    before, computed = queued_s(), time.thread_time()
+    while time.thread_time() < computed + 0.3:
+        pass
+    return queued_s() - before
+
+
+def test_a_thread_that_has_no_core_is_seen() -> None:
+    assert max(run_ranks(on_one_core, 2)) > 0.01
 
 
 def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:

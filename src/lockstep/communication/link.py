@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 _FIRST_BYTES, _MOST_BYTES = 2**16, 2**24
@@ -49,6 +50,14 @@ class Traffic:
 
 
 traffic = Traffic()
+
+
+def queued_s() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 where Linux does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def all_reduce_bytes(nbytes: int, size: int) -> int:
@@ -124,6 +133,9 @@ class Network(NamedTuple):
     """The ranks of a machine sum up before one of them sends."""
     compressed: bool = False
     """Gradients are sent compressed."""
+    queued_s: float = 0.0
+    """Of `compute_s`, in which the training had no core. Where machines have no more cores than
+    ranks, those that send for the backend had it, and less of that where less is sent."""
 
     @property
     def fraction(self) -> float:
@@ -174,12 +186,13 @@ def alternatives(
         step_s = step_seconds(seen.compute_s, summed, real, hidden_s=hidden)
         found.append(("hierarchical", total / step_s, True))
     for name, (fraction, encode_s) in compressions.items():
-        compute_s = seen.compute_s + encode_s
+        compute_s = seen.compute_s - seen.queued_s * (1.0 - fraction) + encode_s
         step_s = step_seconds(compute_s, summed * fraction, real, hidden_s=hidden)
         found.append((name, total / step_s, False))
     # Its exchange is hidden by nothing, once in so many steps.
-    once = step_seconds(0.0, summed, real) / _DILOCO_EVERY
-    return [*found, (f"diloco every={_DILOCO_EVERY}", total / (seen.compute_s + once), False)]
+    exchange_s = seen.queued_s + step_seconds(0.0, summed, real)
+    step_s = seen.compute_s - seen.queued_s + exchange_s / _DILOCO_EVERY
+    return [*found, (f"diloco every={_DILOCO_EVERY}", total / step_s, False)]
 
 
 def advice(seen: Network, link: Link, compressions: Mapping[str, Compressed]) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from lockstep.communication import routing
 from lockstep.communication.compression import costs
-from lockstep.communication.link import Link, Network, Traffic, advice, traffic
+from lockstep.communication.link import Link, Network, Traffic, advice, queued_s, traffic
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
@@ -366,20 +366,22 @@ class NetworkAdvice(Callback):
 
     def __init__(self, run: Run, link: Link) -> None:
         self._run, self._link = run, link
-        self._seen: list[tuple[float, float]] = []
-        """After each step the time, and the seconds of waiting until then."""
+        self._seen: list[tuple[float, float, float]] = []
+        """After each step the time, and until then the seconds of waiting, and without a core."""
 
     def stepped(self, number: int) -> None:
         """Counts; the first steps make buckets and fill caches."""
-        self._seen.append((time.perf_counter(), traffic.waited_s))
+        if len(self._seen) == _ADVICE_FROM + _ADVICE_STEPS:
+            return
+        self._seen.append((time.perf_counter(), traffic.waited_s, queued_s()))
         if len(self._seen) == _ADVICE_FROM + _ADVICE_STEPS:
             pairs = itertools.pairwise(self._seen[_ADVICE_FROM - 1 :])
-            steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairs]
+            steps = [(b[0] - a[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
             # Medians: the network may have been away for a while.
-            seconds, waited = map(statistics.median, zip(*steps, strict=True))
-            self._tell(seconds, self._run.collectives.min(waited))
+            seconds, waited, queued = map(statistics.median, zip(*steps, strict=True))
+            self._tell(seconds, self._run.collectives.min(waited), queued)
 
-    def _tell(self, seconds: float, waited: float) -> None:
+    def _tell(self, seconds: float, waited: float, queued: float) -> None:
         run = self._run
         if not run.topology.is_main:
             return
@@ -393,6 +395,7 @@ class NetworkAdvice(Callback):
             local_size=run.topology.size // machines,
             hierarchical=routing.shared_memory() is not None,
             compressed=any(getattr(m, "compressed", None) is not None for m in models),
+            queued_s=min(queued, seconds - waited),
         )
         compressions = costs(seen.gradient_bytes // 4 // seen.local_size, machines)
         print_line(f"  network     {advice(seen, self._link, compressions)}")

@@ -70,21 +70,20 @@ class Exchange:
         values = F.pad(torch.stack([*own]), (0, padding))
         for row, more in zip(values, lost, strict=True):
             row += 0.0 if more is None else more
-        encoded = encode(values, method)
-        if method != "bf16":
-            lost = [*(values - decode(encoded, method, values.dtype))]
+        left = None if method == "bf16" else torch.empty_like(values)
+        encoded = encode(values, method, left)
         gather = self._start_gather(encoded)
 
         def wait() -> None:
-            total = torch.zeros_like(values[:1])
+            total, came = torch.zeros_like(values[:1]), torch.empty_like(values[:1])
             for row in torch.split(gather().to(total.device), 1):
-                total += decode(row, method, total.dtype)
+                total += decode(row, method, came)
             total = total[0, :length].div_(self._replicas)
             parts = torch.split(total, [mean.numel() for mean in means])
             for mean, part in zip(means, parts, strict=True):
                 mean.copy_(part.view_as(mean))
 
-        return lost, wait
+        return lost if left is None else [*left], wait
 
     def _start_gather(self, own: Tensor) -> Callable[[], Tensor]:
         """Begins to bring the rows of all replicas together; what this returns gives them.
