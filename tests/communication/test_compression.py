@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from problems import FEATURES, difference, mean_loss, mlp, tensors, weights
-from ranks import run_ranks
+from ranks import in_gloo_group, run_ranks
 from torch import Tensor, nn
 
 import lockstep
@@ -124,6 +125,27 @@ def naive(method: Any, machines: list[list[int]], rounds: int) -> list[Tensor]:
                 lost[number].zero_()
         found.append(sums[:LENGTH])
     return found
+
+
+@in_gloo_group
+def beside_own_messages() -> float:
+    """What arrives by a receive that was begun before gradients are sent."""
+    came, rank = torch.zeros(1), dist.get_rank()
+    work = dist.irecv(came, 1 - rank)
+    gradients = QuantizedSum(LENGTH, came, "int8")
+    gradients.values.fill_(1.0)
+    gradients.start()
+    gradients.advance()
+    gradients.end()
+    assert torch.allclose(gradients.values, torch.tensor(2.0), atol=0.01)
+    dist.send(torch.tensor([5.0 + rank]), 1 - rank)
+    assert work is not None
+    work.wait()
+    return float(came)
+
+
+def test_a_users_own_messages_are_not_taken_for_gradients() -> None:
+    assert run_ranks(beside_own_messages, 2) == [6.0, 5.0]
 
 
 def as_on_machines(sizes: tuple[int, ...]) -> None:

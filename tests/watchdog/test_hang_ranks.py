@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.communication.compression import QuantizedSum
 from lockstep.watchdog.hang import find, find_straggler
 from lockstep.watchdog.messages import Verdict, render
 
@@ -108,9 +109,20 @@ def contradicted_without_a_frame(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def one_compressed_step_more(rank: int, size: int) -> None:
+    join()
+    gradients = QuantizedSum(300, torch.zeros(1), "int8")
+    for _ in range(2 + (rank == 0)):
+        gradients.start()
+        gradients.advance()
+        gradients.end()
+    dist.barrier()
+
+
 @pytest.mark.parametrize(
     ("fn", "size", "ranks", "told"),
     [
+        (one_compressed_step_more, 2, (0, 1), "waits in exchange"),
         (all_reduce_against_barrier, 2, (0, 1), "all_reduce of 5 float"),
         (uneven_steps, 2, (0, 1), "in backward"),
         (uneven_steps_with_buffers, 2, (0,), "same number of batches"),

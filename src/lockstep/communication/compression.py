@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication import routing
-from lockstep.communication.link import Compressed, traffic
+from lockstep.communication.link import Compressed
 from lockstep.communication.shared_memory import SharedMemory
 
 Method = Literal["bf16", "int8", "int4"]
@@ -184,7 +184,7 @@ class QuantizedSum:
             self.state["residual"] = _zeros(len(whole) // self._peers.local_size, like)
         self._whole = whole
         self._finish: Callable[[], None] = _nothing
-        self._work: dist.Work
+        self._exchange: Callable[[], None]
         self._received: Tensor
 
     def start(self) -> None:
@@ -202,15 +202,14 @@ class QuantizedSum:
     def advance(self) -> None:
         """Waits for what the other peers have sent, and sends them the sum of it."""
         size, index, chunks = self._peers.size, self._peers.number, self._chunks
-        traffic.wait(self._work.wait)
+        self._exchange()
         total, came = torch.zeros_like(chunks[:1]), torch.empty_like(chunks[:1])
         for peer, row in enumerate(torch.split(self._received, 1)):
             total += chunks[peer] if peer == index else decode(row, self._method, came)
         sent = encode(total, self._method, self._lost(slice(index, index + 1)))
         self._received = sent.new_empty(size, sent.numel())
-        work = dist.all_gather([*self._received], sent[0], self._peers.group, async_op=True)
-        self._work = cast(dist.Work, work)
-        traffic.sent += (size - 1) * sent.nbytes
+        everywhere = sent.expand(size, -1)
+        self._exchange = routing.start_exchange(self._received, everywhere, self._peers.group)
 
     def end(self) -> None:
         """Returns when `values` is the sum."""
@@ -235,13 +234,11 @@ class QuantizedSum:
         # What of its own chunk is lost, `advance` knows.
         sent = encode(self._chunks, self._method, self._lost(slice(None)))
         self._received = torch.empty_like(sent)
-        work = dist.all_to_all_single(self._received, sent, group=peers.group, async_op=True)
-        self._work = cast(dist.Work, work)
-        traffic.sent += (peers.size - 1) * sent[0].nbytes
+        self._exchange = routing.start_exchange(self._received, sent, peers.group)
         return self._take
 
     def _take(self) -> None:
-        traffic.wait(self._work.wait)
+        self._exchange()
         decode(self._received, self._method, self._chunks)
 
     def _lost(self, rows: slice) -> Tensor | None:

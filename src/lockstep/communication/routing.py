@@ -12,6 +12,9 @@ from torch import Tensor
 from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
 
+_TAG = 1_047_113
+"""Of what `start_exchange` sends, so that it is not taken for what a user's program sends."""
+
 _shared: SharedMemory | None = None
 
 
@@ -56,6 +59,33 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
+
+
+def start_exchange(
+    received: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """Row r of `sent` goes to rank r of the group, and its row for this rank comes into `received`.
+
+    What this returns waits until `received` is there.
+    """
+    own, size = dist.get_rank(group), len(sent)
+    traffic.sent += (size - 1) * sent[0].nbytes
+    works: list[dist.Work | None]
+    if sent.is_cuda:
+        works = [dist.all_to_all_single(received, sent.contiguous(), group=group, async_op=True)]
+    else:
+        received[own].copy_(sent[own])
+        others = [(own + distance) % size for distance in range(1, size)]
+        # Gloo's own has each rank send before it receives. That it is ready to receive then goes
+        # behind all that it sends, and only one side sends at a time: half of what a link carries.
+        works = [dist.irecv(received[r], group=group, group_src=r, tag=_TAG) for r in others]
+        works += [dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others]
+
+    def exchange() -> None:
+        for work in works:
+            traffic.wait(cast(dist.Work, work).wait)
+
+    return exchange
 
 
 def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:

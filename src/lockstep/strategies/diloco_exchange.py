@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.communication.compression import BLOCK, Method, decode, encode
-from lockstep.communication.link import traffic
 from lockstep.distributed.process_group import Run, carrier_device
 from lockstep.errors import SettingError, counted
 from lockstep.strategies.replication import start_sum
@@ -101,11 +99,11 @@ class Exchange:
             parts = torch.split(F.pad(sent, (0, each * places - own.shape[1])), each, 1)
             sent = parts[dist.get_rank(group)].contiguous()
         received = sent.new_empty(size * most, sent.shape[1])
-        work = dist.all_gather([*torch.split(received, most)], sent, across, async_op=True)
-        traffic.sent += sent.nbytes * (size - 1)
+        everywhere = sent.view(1, -1).expand(size, -1)
+        exchange = routing.start_exchange(received.view(size, -1), everywhere, across)
 
         def end() -> Tensor:
-            traffic.wait(cast(dist.Work, work).wait)
+            exchange()
             if places == 1:
                 return received
             came = [torch.empty_like(received) for _ in range(places)]

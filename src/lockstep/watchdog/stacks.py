@@ -90,6 +90,8 @@ def own_line(stack: Stack | None) -> Frame | None:
 _WIRE = "lockstep/strategies/pipeline/wire.py"
 _ON_WIRE = {"take": "recv", "wait": "send"}
 _SHARED_MEMORY = "lockstep/communication/shared_memory.py"
+_ROUTING = "lockstep/communication/routing.py"
+_LINK = "lockstep/communication/link.py"
 _C10D = "torch/distributed/distributed_c10d.py"
 _DDP = "torch/nn/parallel/distributed.py"
 # Files whose public functions do nothing that takes time but wait, and those of their inner
@@ -109,6 +111,8 @@ _INNER = re.compile(
 # Elsewhere, functions in which nothing but waiting takes time.
 _WAITING = {
     _WIRE: set(_ON_WIRE),
+    _ROUTING: {"exchange"},
+    _LINK: {"wait"},
     "torch/distributed/utils.py": {
         "_verify_param_shape_across_processes",
         "_sync_params_and_buffers",
@@ -148,14 +152,14 @@ def waits_in(stack: Stack | None) -> Wait | None:
         return None
     where = _where(stack)
     if _is_waiting(stack[0]):
-        op = stack[0].function
+        op = "" if _in(stack[0], _LINK) else stack[0].function
         if _in(stack[0], _WIRE):
             return Wait(_ON_WIRE[op], where)
         for frame in stack[1:]:
             between = _in(frame, "torch/distributed/c10d_logger.py")
             if not (between or _is_waiting(frame) or frame.file.startswith(_OWN_FOLDERS[0])):
                 break
-            if _in(frame, _C10D, _SHARED_MEMORY):
+            if _in(frame, _C10D, _SHARED_MEMORY, _ROUTING) and _is_waiting(frame):
                 op = frame.function
         return Wait("" if op.startswith("_") else op, where)
     if _in(stack[0], *_PERHAPS):

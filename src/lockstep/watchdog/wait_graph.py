@@ -27,9 +27,10 @@ _POINT_TO_POINT = {
 }  # fmt: skip
 _NOT_RECORDED = _POINT_TO_POINT | {
     "monitored_barrier", "init_process_group", "new_group", "split_group", "new_subgroups",
-    "new_subgroups_by_enumeration", "destroy_process_group",
+    "new_subgroups_by_enumeration", "destroy_process_group", "exchange",
 }  # fmt: skip
-"""Functions that wait for other ranks and that Gloo's Flight Recorder does not record."""
+"""Functions that wait for other ranks and that Gloo's Flight Recorder does not record; `exchange`
+is ours."""
 
 
 class Kind(Enum):
