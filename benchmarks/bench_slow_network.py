@@ -203,6 +203,7 @@ def training(
     measure the link."""
     import torch
     import torch.nn.functional as F
+    from torch.optim.swa_utils import update_bn
     from torch.utils.data import DataLoader
 
     import lockstep
@@ -246,6 +247,8 @@ def training(
 
         @torch.no_grad()
         def validate() -> float:
+            # Running statistics do not fit the shared weights of DiLoCo with momentum.
+            update_bn(trained.tensors[0][:160].split(16), model)
             model.eval()
             total = sum(float(loss_of(x, y, "sum")) for x, y in rest)
             model.train()

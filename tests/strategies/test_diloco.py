@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from problems import difference, mean_loss, mlp, tensors, weights
 from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import IterableDataset
 
 import lockstep
@@ -33,7 +34,10 @@ from lockstep.errors import (
 from lockstep.strategies import DiLoCo
 from lockstep.testing import assert_same
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:DiLoCo\(every=:lockstep.errors.LockstepWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore:DiLoCo\({option}=:lockstep.errors.LockstepWarning")
+    for option in ("every", "outer_lr")
+]
 
 BATCH, STEPS = 13, 10
 """No number of replicas divides it; 50 samples are four batches, the last of them of 11."""
@@ -370,6 +374,38 @@ def test_says_which_steps_are_in_no_exchange() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(later, steps=7)
+
+
+def test_says_where_running_statistics_do_not_fit_the_shared_weights() -> None:
+    for options in (DiLoCo(every=2), DiLoCo(every=2, outer_momentum=0.0)):
+        with pytest.warns(LockstepWarning, match=r"BatchNorm.*\n.*mean over the replicas"):
+            train(options, batch_norm=True, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(DiLoCo(every=2), steps=2)
+        train(DiLoCo(every=2, outer_lr=1.0, outer_momentum=0.0), batch_norm=True, steps=2)
+
+
+def computed_anew() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `update_bn` makes of the model that was trained, and of a plain one with its weights."""
+    with lockstep.init(DiLoCo(every=2), seed=5, device="cpu") as world:
+        net = mlp(True)
+        net, optimizer = world.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        for batch in world.loader(tensors(26), BATCH, shuffle=True):
+            world.backward(mean_loss(net, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        plain = mlp(True)
+        plain.load_state_dict(net.state_dict())
+        for each in (net, plain):
+            update_bn(tensors().tensors[0].split(10), each)
+        return weights(net), weights(plain)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_running_statistics_can_be_computed_anew(size: int) -> None:
+    for found, plain in run_ranks(computed_anew, size):
+        assert difference(found, plain) < 1e-12
 
 
 def test_what_is_seen_of_the_replicas() -> None:

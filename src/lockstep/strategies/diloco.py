@@ -148,6 +148,7 @@ class DiLoCo(Strategy):
             take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             return Wrapped(module=module, choices=choices)
+        self._warn_of_statistics(module)
         compress = None if run.settings.uncompressed else self.compress
         turns = _Turns(module, run, replace(self, compress=compress))
         module.register_forward_pre_hook(_Hook(turns.before_forward))
@@ -189,6 +190,21 @@ class DiLoCo(Strategy):
             apart=turns,
             release=turns.release,
         )
+
+    def _warn_of_statistics(self, module: nn.Module) -> None:
+        """The outer optimizer moves weights further than the replicas went, and no statistics."""
+        layers = [layer for layer in module.modules() if layer.training]
+        kept = any(getattr(layer, "running_mean", None) is not None for layer in layers)
+        if kept and (self.outer_momentum or self.outer_lr != 1.0):
+            warn(
+                f"DiLoCo(outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}) of a "
+                "model with BatchNorm",
+                "running statistics are the mean over the replicas, but the outer optimizer takes "
+                "the weights further: in evaluation, and when saved, they do not fit each other",
+                "compute them anew before you evaluate or save: update_bn(batches, model) of "
+                "torch.optim.swa_utils, the same batches on every rank; or use GroupNorm, or "
+                "outer_lr=1, outer_momentum=0",
+            )
 
 
 def _share_statistics(module: nn.Module, run: Run) -> None:
