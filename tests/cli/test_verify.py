@@ -282,7 +282,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_ranks_that_the_script_starts_one_by_one_are_told(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_RANKS)
     ended = verify(tmp_path, "train.py", how)

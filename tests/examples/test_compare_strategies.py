@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from ranks import HANG_S
 
+pytestmark = pytest.mark.thorough
+
 FOLDER = Path(__file__).parents[2] / "examples" / "compare_strategies"
 TINY = ["--batch-size", "8", "--length", "32", "--words", "2000", "--width", "64", "--blocks", "6"]
 SVG = "{http://www.w3.org/2000/svg}"

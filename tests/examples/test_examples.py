@@ -85,6 +85,7 @@ def test_statements_leaves_out_what_is_no_statement(tmp_path: Path) -> None:
     assert statements(script) == ["x = 1"]
 
 
+@pytest.mark.thorough
 def test_digits_on_one_and_on_two_processes() -> None:
     plain = accuracies(run(DIGITS / "plain_torch.py"))
     one = accuracies(run(DIGITS / "with_lockstep.py"))
