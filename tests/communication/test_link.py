@@ -20,7 +20,7 @@ from lockstep.communication.link import (
     all_reduce_bytes,
     alternatives,
     measure,
-    queued_s,
+    run_delay_s,
     step_seconds,
 )
 
@@ -101,7 +101,7 @@ def test_what_is_hidden_or_slower_than_measured_stays_so() -> None:
 def test_what_sends_needs_a_core_as_well() -> None:
     """A rank that waits for a core of its own while much is sent does not when little is."""
     sending = 0.352 + 0.0002
-    found = times(seen(sending, hierarchical=True, queued_s=0.02))
+    found = times(seen(sending, hierarchical=True, run_delay_s=0.02))
     total = 0.08 + sending
     assert found["bf16"] == pytest.approx(total / (0.07 + 0.176), rel=0.002)
     assert found["diloco every=50"] == pytest.approx(total / (0.06 + 0.372 / 50), rel=0.002)
@@ -111,10 +111,10 @@ def test_what_sends_needs_a_core_as_well() -> None:
 def on_one_core() -> float:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     dist.barrier()
-    before, computed = queued_s(), time.thread_time()
+    before, computed = run_delay_s(), time.thread_time()
     while time.thread_time() < computed + 0.3:
         pass
-    return queued_s() - before
+    return run_delay_s() - before
 
 
 def test_a_thread_that_has_no_core_is_seen() -> None:

@@ -209,7 +209,7 @@ class QuantizedSum:
         sent = encode(total, self._method, self._lost(slice(index, index + 1)))
         self._received = sent.new_empty(size, sent.numel())
         everywhere = sent.expand(size, -1)
-        self._exchange = routing.start_exchange(self._received, everywhere, self._peers.group)
+        self._exchange = routing.start_all_to_all(self._received, everywhere, self._peers.group)
 
     def end(self) -> None:
         """Returns when `values` is the sum."""
@@ -234,7 +234,7 @@ class QuantizedSum:
         # What of its own chunk is lost, `advance` knows.
         sent = encode(self._chunks, self._method, self._lost(slice(None)))
         self._received = torch.empty_like(sent)
-        self._exchange = routing.start_exchange(self._received, sent, peers.group)
+        self._exchange = routing.start_all_to_all(self._received, sent, peers.group)
         return self._take
 
     def _take(self) -> None:

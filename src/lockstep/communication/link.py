@@ -52,8 +52,11 @@ class Traffic:
 traffic = Traffic()
 
 
-def queued_s() -> float:
-    """Seconds that this thread was ready to run and had no core; 0 where Linux does not say."""
+def run_delay_s() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 where it is not known.
+
+    Linux: the second field of `schedstat`, see the kernel's sched-stats.rst.
+    """
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -133,9 +136,9 @@ class Network(NamedTuple):
     """The ranks of a machine sum up before one of them sends."""
     compressed: bool = False
     """Gradients are sent compressed."""
-    queued_s: float = 0.0
-    """Of `compute_s`, in which the training had no core. Where machines have no more cores than
-    ranks, those that send for the backend had it, and less of that where less is sent."""
+    run_delay_s: float = 0.0
+    """Of `compute_s`, in which the training had no core. On machines with no more cores than ranks
+    the backend's threads had it, in proportion to what they send."""
 
     @property
     def fraction(self) -> float:
@@ -186,12 +189,12 @@ def alternatives(
         step_s = step_seconds(seen.compute_s, summed, real, hidden_s=hidden)
         found.append(("hierarchical", total / step_s, True))
     for name, (fraction, encode_s) in compressions.items():
-        compute_s = seen.compute_s - seen.queued_s * (1.0 - fraction) + encode_s
+        compute_s = seen.compute_s - seen.run_delay_s * (1.0 - fraction) + encode_s
         step_s = step_seconds(compute_s, summed * fraction, real, hidden_s=hidden)
         found.append((name, total / step_s, False))
     # Its exchange is hidden by nothing, once in so many steps.
-    exchange_s = seen.queued_s + step_seconds(0.0, summed, real)
-    step_s = seen.compute_s - seen.queued_s + exchange_s / _DILOCO_EVERY
+    exchange_s = seen.run_delay_s + step_seconds(0.0, summed, real)
+    step_s = seen.compute_s - seen.run_delay_s + exchange_s / _DILOCO_EVERY
     return [*found, (f"diloco every={_DILOCO_EVERY}", total / step_s, False)]
 
 

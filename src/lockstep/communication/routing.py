@@ -13,7 +13,7 @@ from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
 
 _TAG = 1_047_113
-"""Of what `start_exchange` sends, so that it is not taken for what a user's program sends."""
+"""Of what `start_all_to_all` sends, so that it is not taken for what a user's program sends."""
 
 _shared: SharedMemory | None = None
 
@@ -61,7 +61,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     return partial(traffic.wait, work.wait)
 
 
-def start_exchange(
+def start_all_to_all(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
     """Row r of `sent` goes to rank r of the group, and its row for this rank comes into `received`.
@@ -76,8 +76,9 @@ def start_exchange(
     else:
         received[own].copy_(sent[own])
         others = [(own + distance) % size for distance in range(1, size)]
-        # Gloo's own has each rank send before it receives. That it is ready to receive then goes
-        # behind all that it sends, and only one side sends at a time: half of what a link carries.
+        # In Gloo's all_to_all each rank sends before it receives. Its word that it is ready to
+        # receive then waits behind what it sends, so only one side sends at a time, and a slow link
+        # is half idle.
         works = [dist.irecv(received[r], group=group, group_src=r, tag=_TAG) for r in others]
         works += [dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others]
 

@@ -218,7 +218,7 @@ def _measure_link(collectives: Collectives) -> Link | None:
         given, taken = torch.zeros(2, size, dtype=torch.uint8)
         begin = time.perf_counter()
         after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
-        # The other order halves it, see `routing.start_exchange`.
+        # The other order may halve it, see `routing.start_all_to_all`.
         for work in (dist.irecv(taken, before), dist.isend(given, after)):
             if work is not None:
                 work.wait()

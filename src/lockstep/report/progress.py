@@ -24,7 +24,7 @@ import torch
 
 from lockstep.communication import routing
 from lockstep.communication.compression import costs
-from lockstep.communication.link import Link, Network, Traffic, advice, queued_s, traffic
+from lockstep.communication.link import Link, Network, Traffic, advice, run_delay_s, traffic
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
@@ -373,7 +373,7 @@ class NetworkAdvice(Callback):
         """Counts; the first steps make buckets and fill caches."""
         if len(self._seen) == _ADVICE_FROM + _ADVICE_STEPS:
             return
-        self._seen.append((time.perf_counter(), traffic.waited_s, queued_s()))
+        self._seen.append((time.perf_counter(), traffic.waited_s, run_delay_s()))
         if len(self._seen) == _ADVICE_FROM + _ADVICE_STEPS:
             pairs = itertools.pairwise(self._seen[_ADVICE_FROM - 1 :])
             steps = [(b[0] - a[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
@@ -395,7 +395,7 @@ class NetworkAdvice(Callback):
             local_size=run.topology.size // machines,
             hierarchical=routing.shared_memory() is not None,
             compressed=any(getattr(m, "compressed", None) is not None for m in models),
-            queued_s=min(queued, seconds - waited),
+            run_delay_s=min(queued, seconds - waited),
         )
         compressions = costs(seen.gradient_bytes // 4 // seen.local_size, machines)
         print_line(f"  network     {advice(seen, self._link, compressions)}")

@@ -192,7 +192,7 @@ class DiLoCo(Strategy):
         )
 
     def _warn_of_statistics(self, module: nn.Module) -> None:
-        """The outer optimizer moves weights further than the replicas went, and no statistics."""
+        """The outer optimizer moves weights further than the replicas went, but not statistics."""
         layers = [layer for layer in module.modules() if layer.training]
         kept = any(getattr(layer, "running_mean", None) is not None for layer in layers)
         if kept and (self.outer_momentum or self.outer_lr != 1.0):
@@ -200,8 +200,8 @@ class DiLoCo(Strategy):
                 f"DiLoCo(outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}) of a "
                 "model with BatchNorm",
                 "running statistics are the mean over the replicas, but the outer optimizer takes "
-                "the weights further: in evaluation, and when saved, they do not fit each other",
-                "compute them anew before you evaluate or save: update_bn(batches, model) of "
+                "the weights further, so the two do not match when the model is evaluated or saved",
+                "recompute them before you evaluate or save: update_bn(batches, model) of "
                 "torch.optim.swa_utils, the same batches on every rank; or use GroupNorm, or "
                 "outer_lr=1, outer_momentum=0",
             )

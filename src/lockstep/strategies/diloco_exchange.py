@@ -100,7 +100,7 @@ class Exchange:
             sent = parts[dist.get_rank(group)].contiguous()
         received = sent.new_empty(size * most, sent.shape[1])
         everywhere = sent.view(1, -1).expand(size, -1)
-        exchange = routing.start_exchange(received.view(size, -1), everywhere, across)
+        exchange = routing.start_all_to_all(received.view(size, -1), everywhere, across)
 
         def end() -> Tensor:
             exchange()
