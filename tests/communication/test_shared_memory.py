@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def naive(values: list[Tensor], op: Any, scale: float) -> Tensor:
     mean=st.booleans(),
     chunk=st.sampled_from((256, 1024, 2**20)),
     by_all=st.sampled_from((0, 512, 2**21)),
+    few=st.sampled_from((1, 8)),
 )
 def test_it_is_the_naive_reduction(
     size: int,
@@ -88,6 +90,7 @@ def test_it_is_the_naive_reduction(
     mean: bool,
     chunk: int,
     by_all: int,
+    few: int,
 ) -> None:
     generator = torch.Generator().manual_seed(sum(lengths) + size)
     given = [
@@ -98,6 +101,7 @@ def test_it_is_the_naive_reduction(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "CHUNK_BYTES", chunk)
         patch.setattr(shared_memory, "ALL_TO_ALL_BYTES", by_all)
+        patch.setattr(shared_memory, "_FEW", few)
         with in_threads(size) as each:
 
             def reduced(shared: SharedMemory) -> list[Tensor]:
@@ -257,19 +261,22 @@ def test_calls_that_differ_are_an_error_on_all_ranks() -> None:
     assert run_ranks(differing, 3) == [expected] * 3
 
 
-def killed() -> None:
+def killed(victim: int, few: int) -> None:
+    shared_memory._FEW = few
     with lockstep.init(device="cpu") as world:
         world.barrier()
-        if world.rank == 1:
+        if world.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()
 
 
-def test_the_end_of_a_rank_is_noticed() -> None:
+@pytest.mark.parametrize(("victim", "few"), [(1, 8), (1, 1), (0, 1)])
+def test_the_end_of_a_rank_is_noticed(victim: int, few: int) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_ranks(killed, 3)
-    for rank in (0, 2):
-        assert "rank 1 ended while this rank waited in all_gather" in failed.value.errors[rank]
+        run_ranks(partial(killed, victim, few), 3)
+    for rank in {0, 1, 2} - {victim}:
+        expected = f"rank {victim} ended while this rank waited in all_gather"
+        assert expected in failed.value.errors[rank]
 
 
 def late() -> str:

@@ -15,6 +15,11 @@ from lockstep.communication.shared_memory import SharedMemory
 _TAG = 1_047_113
 """Of what `start_all_to_all` sends, so that it is not taken for what a user's program sends."""
 
+_RING, _SMALL_BYTES = 8, 2**12
+"""Backends all-gather in a ring, where each rank waits for one after the other. What is small and
+on the CPU goes by the group's first rank where there are more ranks: to it, and from there in a
+tree."""
+
 _shared: SharedMemory | None = None
 
 
@@ -94,8 +99,21 @@ def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | N
     here = _shared is not None and _on_this_machine(group, _shared)
     if _shared is not None and here and all(map(_shared.takes, (tensor, *parts))):
         _shared.all_gather(parts, tensor)
+    elif len(parts) > _RING and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES:
+        traffic.block(partial(_all_gather_by_first, parts, tensor, group))
     else:
         traffic.block(partial(dist.all_gather, parts, tensor, group))
+
+
+def _all_gather_by_first(
+    parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    rows = tensor.new_empty(len(parts), tensor.numel())
+    taken = list(rows) if dist.get_rank(group) == 0 else None
+    dist.gather(tensor.view(-1), taken, group=group, group_dst=0)
+    dist.broadcast(rows, group=group, group_src=0)
+    for part, row in zip(parts, rows, strict=True):
+        part.copy_(row.view(part.shape))
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:

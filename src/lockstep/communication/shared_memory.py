@@ -12,7 +12,8 @@ so have read what was in it.
 The barrier is made of POSIX semaphores in the mapping. `sem_post` and `sem_wait` synchronise memory
 (IEEE Std 1003.1-2017, 4.12), on x86-64 as on 64-bit Arm; a waiter sleeps in the kernel, and where
 nobody sleeps a call takes a third of a microsecond. A rank has one for even barriers and one for
-odd ones: a rank that is one barrier ahead is not taken for another that is not there yet.
+odd ones: a rank that is one barrier ahead is not taken for another that is not there yet. Few ranks
+post to each other; of many all post to the first, which waits for all and then posts to each.
 
 The mapping is a memfd: it has no name that could stay behind, does not count against the size of
 /dev/shm, and is gone with the last process that maps it.
@@ -51,6 +52,8 @@ costs more than to read more memory."""
 _TRIES, _TRIES_IN_TURN = 300, 40
 """To find a semaphore posted before a rank sleeps: some 100 microseconds, about what it costs to
 sleep and be woken (Karlin et al., SODA 1990); 15 where ranks take turns on cores."""
+_FEW = 8
+"""Ranks that all wake each other in a barrier: with more the machine has too much to wake."""
 _CALLS_KEPT = 64
 _LOOK_S = 1.0
 """How often a rank that sleeps looks whether the others are still there."""
@@ -134,13 +137,31 @@ class _Semaphores:
         return False
 
 
+class _Barrier(NamedTuple):
+    """What a rank does in a barrier: semaphores that it posts before and after it waits."""
+
+    own: int
+    awaited: int
+    """How many times `own` is to be posted."""
+    posted_before: list[int]
+    posted_after: list[int]
+
+    @classmethod
+    def of(cls, semaphores: Sequence[int], rank: int) -> _Barrier:
+        """Of one rank, by the semaphores of all."""
+        own, others = semaphores[rank], [*semaphores[:rank], *semaphores[rank + 1 :]]
+        if len(semaphores) <= _FEW:
+            return cls(own, len(others), others, [])
+        return cls(own, 1, others[:1], []) if rank else cls(own, len(others), [], others)
+
+
 class SharedMemory:
     """The collectives of one rank; made by `open_shared_memory`.
 
     Args:
         memory: what all ranks of this machine have mapped, prepared by one of them.
         rank: of this process.
-        processes: those of this machine, by their ranks.
+        pids: of the ranks of this machine, by rank.
         timeout_s: how long a rank may wait for the others.
         across: the ranks that have the same place on the other machines; None: there are none.
     """
@@ -149,16 +170,16 @@ class SharedMemory:
         self,
         memory: mmap.mmap,
         rank: int,
-        processes: Mapping[int, psutil.Process],
+        pids: Mapping[int, int],
         timeout_s: float,
         across: dist.ProcessGroup | None = None,
     ) -> None:
         self.across = across
-        self._processes = dict(processes)
-        self.ranks = list(processes)
+        self._pids = dict(pids)
+        self.ranks = list(pids)
         """Those of this machine."""
-        self._local_rank, self._local_size = self.ranks.index(rank), len(processes)
-        cores = set[int]().union(*(os.sched_getaffinity(p.pid) for p in processes.values()))
+        self._local_rank, self._local_size = self.ranks.index(rank), len(pids)
+        cores = set[int]().union(*map(os.sched_getaffinity, pids.values()))
         self._tries = _TRIES if self._local_size <= len(cores) else _TRIES_IN_TURN
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         """The latest ones, the oldest first; the watchdog's thread reads them."""
@@ -173,7 +194,9 @@ class SharedMemory:
         self.address = first = everything.data_ptr()
         """Of the mapping, whose tensors share one storage."""
         ranks, turns = range(self._local_size), (0, 1)
-        self._semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
+        semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
+        self._barrier_of = [_Barrier.of(each, self._local_rank) for each in semaphores]
+        """By turn."""
         self._calls_at = [[layout.call(r, t) for r in ranks] for t in turns]
         self._barriers_at = [layout.barriers(r) for r in ranks]
         slots = torch.split(everything[layout.slots :], layout.slot)
@@ -377,14 +400,15 @@ class SharedMemory:
         places = self._calls_at[turn]
         if words is not None:
             memory[places[self._local_rank] : places[self._local_rank] + _WORDS] = words
-        own = self._semaphores[turn][self._local_rank]
-        for semaphore in self._semaphores[turn]:
-            if semaphore != own:
-                self._functions.post(semaphore)
+        barrier = self._barrier_of[turn]
+        for semaphore in barrier.posted_before:
+            self._functions.post(semaphore)
         begin = time.perf_counter()
-        for _ in range(self._local_size - 1):
-            self._wait(own)
+        for _ in range(barrier.awaited):
+            self._wait(barrier.own)
         traffic.blocked_s += time.perf_counter() - begin
+        for semaphore in barrier.posted_after:
+            self._functions.post(semaphore)
         if words is not None:
             self._unchecked = None
             heard = [memory[at : at + _WORDS] for at in places]
@@ -397,9 +421,9 @@ class SharedMemory:
                 return
         deadline = time.monotonic() + self._timeout_s
         while not self._functions.posted_within(_LOOK_S, semaphore):
-            absent = self._absent()
+            absent = self._absent() or self.ranks[:1]  # all have come: the first is to say so
             doing = f"{self.calls[-1].op} number {self._number}"
-            if gone := [rank for rank in absent if not _is_there(self._processes[rank])]:
+            if gone := [rank for rank in absent if not _is_there(self._pids[rank])]:
                 raise dist.DistNetworkError(
                     f"shared memory: {name_ranks(gone)} ended while this rank waited in {doing}"
                 )
@@ -461,14 +485,14 @@ def open_shared_memory(
     problem = next((told for _, told in answers if told), "")
     if problem or memory is None:
         return None, problem
-    processes = {other: psutil.Process(answers[other][0]) for other in ranks}
+    pids = {other: answers[other][0] for other in ranks}
     across, told = None, "all ranks are on one machine"
     if len(machines) > 1:
         for place in zip(*machines.values(), strict=True):
             group = dist.new_group(list(place))
             across = group if rank in place else across
         told = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
-    return SharedMemory(memory, rank, processes, timeout_s, across), told
+    return SharedMemory(memory, rank, pids, timeout_s, across), told
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
@@ -511,8 +535,8 @@ def _scale(source: Tensor, scale: float, out: Tensor) -> None:
         out.copy_(source)
 
 
-def _is_there(process: psutil.Process) -> bool:
+def _is_there(pid: int) -> bool:
     try:
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False

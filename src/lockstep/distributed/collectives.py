@@ -7,10 +7,11 @@ called, and either the difference is harmless (a rank whose loop had no batch br
 instead of a tensor) or all of them raise the same error. The alternative is what c10d does: wrong
 numbers, a hang, an aborted process, or a message without a name.
 
-Communication pattern, after the digest: `barrier` nothing; `exchange` two all-gathers (lengths,
-padded bytes); `sum`, `mean`, `max` and `min` one all-reduce for each tensor, all numbers of a
-nest travelling in one exchange; `gather` one all-gather for each tensor, padded to the longest
-first dimension; `broadcast` one exchange and one broadcast for each tensor.
+Communication pattern, after the digest: `barrier` nothing; `exchange` one all-gather of lengths and
+first bytes, and where a text is longer one of the rest, padded; `sum`, `mean`, `max` and `min` one
+all-reduce for each tensor, all numbers of a nest travelling in one exchange; `gather` one
+all-gather for each tensor, padded to the longest first dimension; `broadcast` one exchange and one
+broadcast for each tensor.
 
 Gloo and NCCL each take some of torch's dtypes only. What is merely moved travels as bytes, exact
 for every dtype; what is reduced travels in the nearest dtype that both can reduce.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +48,10 @@ _CARRIERS = {
     torch.float8_e8m0fnu: torch.float32,
 }
 """In what is reduced that torch or a backend cannot compute with."""
+
+_LENGTH, _FIRST_BYTES = struct.Struct("=q"), 120
+"""What goes ahead in an exchange: the length of a rank's text, and so much of it; numbers, and what
+ranks mostly tell each other, are no longer."""
 
 Problem = tuple[str, str, str]
 """The parts of a `UsageError`."""
@@ -211,7 +217,7 @@ class Collectives:
 
     def _all_agree(self, call: CallDescription) -> bool:
         digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8)
+        mine = _as_tensor(digest)
         return bool((self._all_gather(mine) == mine).all())
 
     def check_turn(self, doing: str) -> None:
@@ -227,10 +233,16 @@ class Collectives:
         text = json.dumps(value)
         if self.alone:
             return [json.loads(text)]
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor(len(data))).tolist()
-        parts = self._all_gather_padded(data, lengths)
-        return [json.loads(bytes(part.tolist())) for part in parts]
+        data = text.encode()
+        first = _LENGTH.pack(len(data)) + data[:_FIRST_BYTES].ljust(_FIRST_BYTES)
+        heads = list(map(bytes, self._all_gather(_as_tensor(first)).tolist()))
+        lengths = [_LENGTH.unpack_from(head)[0] for head in heads]
+        texts = [head[_LENGTH.size :] for head in heads]
+        if max(lengths) > _FIRST_BYTES:
+            rest = [max(0, length - _FIRST_BYTES) for length in lengths]
+            parts = self._all_gather_padded(_as_tensor(data[_FIRST_BYTES:]), rest)
+            texts = [text + bytes(part.tolist()) for text, part in zip(texts, parts, strict=True)]
+        return list(map(json.loads, texts))
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
         """One row a rank."""
@@ -543,6 +555,10 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     carrier = own.view(torch.int64) ^ highest
     routing.all_reduce(carrier, operation)
     return (carrier ^ highest).view(torch.uint64)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
