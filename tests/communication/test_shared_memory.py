@@ -110,12 +110,12 @@ def test_it_is_the_naive_reduction(
                     shared.all_reduce(tensor, op, scale=scale)
                 return own
 
-            def gathered(shared: SharedMemory) -> list[list[Tensor]]:
+            def gathered(shared: SharedMemory) -> list[Tensor]:
                 own = given[number(shared)]
-                parts = [[torch.empty_like(t) for _ in range(size)] for t in own]
-                for tensor, places in zip(own, parts, strict=True):
+                rows = [t.new_empty(size, *t.shape) for t in own]
+                for tensor, places in zip(own, rows, strict=True):
                     shared.all_gather(places, tensor)
-                return parts
+                return rows
 
             def broadcast(shared: SharedMemory) -> list[list[Tensor]]:
                 came = [[t.clone() for t in given[number(shared)]] for _ in range(size)]
@@ -124,13 +124,13 @@ def test_it_is_the_naive_reduction(
                         shared.broadcast(tensor, source)
                 return came
 
-            sums, parts, came = each(reduced), each(gathered), each(broadcast)
+            sums, rows, came = each(reduced), each(gathered), each(broadcast)
     for place in range(len(lengths)):
         values = [given[rank][place] for rank in range(size)]
         expected = naive(values, op, scale)
         for rank in range(size):
             assert torch.equal(sums[rank][place], expected)
-            assert all(map(torch.equal, parts[rank][place], values))
+            assert torch.equal(rows[rank][place], torch.stack(values))
             assert all(torch.equal(came[rank][r][place], values[r]) for r in range(size))
 
 

@@ -94,26 +94,21 @@ def start_all_to_all(
     return exchange
 
 
-def all_gather(parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.distributed.all_gather`; None is the group of all ranks."""
+def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fills `rows`, one for each rank of the group, with their tensors; None: of all ranks."""
     here = _shared is not None and _on_this_machine(group, _shared)
-    if _shared is not None and here and all(map(_shared.takes, (tensor, *parts))):
-        _shared.all_gather(parts, tensor)
-    elif len(parts) > _RING and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES:
-        traffic.block(partial(_all_gather_by_first, parts, tensor, group))
+    if _shared is not None and here and _shared.takes(tensor) and _shared.takes(rows):
+        _shared.all_gather(rows, tensor)
+    elif len(rows) > _RING and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES:
+        traffic.block(partial(_all_gather_by_first, rows, tensor, group))
     else:
-        traffic.block(partial(dist.all_gather, parts, tensor, group))
+        traffic.block(partial(dist.all_gather, list(rows), tensor, group))
 
 
-def _all_gather_by_first(
-    parts: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None
-) -> None:
-    rows = tensor.new_empty(len(parts), tensor.numel())
+def _all_gather_by_first(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     taken = list(rows) if dist.get_rank(group) == 0 else None
-    dist.gather(tensor.view(-1), taken, group=group, group_dst=0)
+    dist.gather(tensor, taken, group=group, group_dst=0)
     dist.broadcast(rows, group=group, group_src=0)
-    for part, row in zip(parts, rows, strict=True):
-        part.copy_(row.view(part.shape))
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:

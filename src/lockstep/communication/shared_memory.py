@@ -272,15 +272,22 @@ class SharedMemory:
 
         return end
 
-    def all_gather(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fills `parts`, one a rank, with the tensors of all ranks of this machine.
+    def all_gather(self, rows: Tensor, tensor: Tensor) -> None:
+        """Fills `rows`, one a rank, with the tensors of all ranks of this machine.
 
         Errors are as of `all_reduce`.
         """
+        own = tensor.detach().view(-1)
+        flat = rows.detach().view(self._local_size, len(own))
+        room = self._slot_bytes // own.itemsize
         with self._calling("all_gather", tensor):
-            places = [part.detach().view(-1) for part in parts]
-            places[self._local_rank].copy_(tensor.detach().view(-1))
-            self._gather(places)
+            for start in range(0, max(1, len(own)), room):
+                piece = own[start : start + room]
+                slots = self._next_slots(own.dtype)
+                slots[self._local_rank][: len(piece)].copy_(piece)
+                self._barrier()
+                whole = torch.as_strided(slots[0], (len(slots), len(piece)), (slots[0].numel(), 1))
+                flat[:, start : start + room].copy_(whole)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Gives all ranks of this machine the values of one of them.

@@ -247,7 +247,7 @@ class Collectives:
     def _all_gather(self, tensor: Tensor) -> Tensor:
         """One row a rank."""
         rows = tensor.new_empty(self.topology.size, *tensor.shape)
-        routing.all_gather(list(rows), tensor)
+        routing.all_gather(rows, tensor)
         return rows
 
     def _all_gather_padded(self, data: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -106,9 +106,9 @@ class Exchange:
             exchange()
             if places == 1:
                 return received
-            came = [torch.empty_like(received) for _ in range(places)]
+            came = received.new_empty(places, *received.shape)
             routing.all_gather(came, received, group)
-            return torch.cat(came, 1)[:, : own.shape[1]].contiguous()
+            return torch.cat(list(came), 1)[:, : own.shape[1]].contiguous()
 
         return end
 

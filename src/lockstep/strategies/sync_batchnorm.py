@@ -206,7 +206,7 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
         own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     own = own.to(carrier_device(x.device, group))
     everyone = own.new_empty(dist.get_world_size(group), own.numel())
-    routing.all_gather(list(everyone.unbind()), own, group)
+    routing.all_gather(everyone, own, group)
     everyone = everyone.to(x.device)
     counts, means = everyone[:, :1], everyone[:, 1 : 1 + channels]
     total = counts.sum()
