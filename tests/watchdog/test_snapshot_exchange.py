@@ -12,10 +12,7 @@ from namespaces import until
 from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import supervisor
 from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
-from lockstep.watchdog.stacks import Frame
 from lockstep.watchdog.supervisor import SnapshotExchange
-
-LINE = Frame("a.py", 1, "f")
 
 
 class Table:
@@ -72,17 +69,19 @@ def answering(other: SnapshotExchange) -> Iterator[None]:
 
 
 def pair(
-    takes: Callable[[bool], Snapshot] = lambda lines: look(1), longest: int = 1 << 20
+    takes: Callable[[bool], Snapshot] = lambda lines: look(1),
+    longest: int = 1 << 20,
+    own: Snapshot | None = None,
 ) -> tuple[Table, SnapshotExchange, SnapshotExchange]:
     table = Table()
-    mine = SnapshotExchange(table.seat(0, longest), 0, 2, lambda lines: look(0))
+    mine = SnapshotExchange(table.seat(0, longest), 0, 2, lambda lines: own or look(0))
     return table, mine, SnapshotExchange(table.seat(1), 1, 2, takes)
 
 
 def test_one_machine_needs_nobody() -> None:
     alone = SnapshotExchange(Table().seat(0), 0, 1, lambda lines: look(0))
     alone.answer()
-    assert alone.of_all_ranks(look(0)) == look(0)
+    assert alone.of_all_ranks() == look(0)
 
 
 def test_another_that_is_not_looking_looks_when_asked() -> None:
@@ -90,7 +89,7 @@ def test_another_that_is_not_looking_looks_when_asked() -> None:
     _, mine, other = pair(lambda lines: look(1, time=float(next(times))))
     with answering(other):
         for _ in range(2):
-            found = mine.of_all_ranks(look(0))
+            found = mine.of_all_ranks()
             assert found is not None
             assert [state.rank for state in found.ranks] == [0, 1]
     assert next(times) == 2, "one answer for each question"
@@ -102,7 +101,7 @@ def test_both_may_ask_at_once() -> None:
     over = threading.Event()
 
     def run(node: int) -> None:
-        merged = both[node].of_all_ranks(look(node))
+        merged = both[node].of_all_ranks()
         found[node] = 0 if merged is None else len(merged.ranks)
         while not over.wait(0.005):
             both[node].answer()
@@ -123,18 +122,40 @@ def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "_ANSWER_S", 0.1)
     _, mine, other = pair()
     with answering(other):
-        assert mine.of_all_ranks(look(0)) is not None
-    assert mine.of_all_ranks(look(0)) is None
+        assert mine.of_all_ranks() is not None
+    assert mine.of_all_ranks() is None
 
 
 def test_who_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_ANSWER_S", 1000.0)
     table, mine, _ = pair()
     table.lost.append("node 1")
-    assert mine.of_all_ranks(look(0)) is None
+    assert mine.of_all_ranks() is None
 
 
-def test_lines_are_asked_for_where_the_asker_has_them() -> None:
+def test_one_launcher_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    taken: list[bool] = []
+
+    def take(lines: bool) -> Snapshot:
+        taken.append(lines)
+        return look(1)
+
+    _, mine, other = pair(take)
+    assert mine.turn_s < other.turn_s
+    with answering(other):
+        for _ in range(2):
+            assert mine.of_all_ranks() is not None, "the first is not led by the answers"
+    assert other.of_all_ranks() is None
+    assert taken == [False, False], "who does not ask does not disturb its ranks either"
+    with answering(mine):
+        assert other.of_all_ranks(lines=True) is not None, "a verdict that is found is completed"
+        now[0] += supervisor._LED_S + 0.1
+        assert other.of_all_ranks() is not None
+
+
+def test_the_others_take_lines_where_the_asker_does() -> None:
     asked: list[bool] = []
 
     def take(lines: bool) -> Snapshot:
@@ -142,12 +163,9 @@ def test_lines_are_asked_for_where_the_asker_has_them() -> None:
         return look(1)
 
     _, mine, other = pair(take)
-    call = CollectiveCall(
-        group="0", backend="gloo", seq=1, op="barrier", time_s=1.0, frames=(LINE,)
-    )
     with answering(other):
-        mine.of_all_ranks(look(0))
-        mine.of_all_ranks(look(0, calls=(call,)))
+        mine.of_all_ranks()
+        mine.of_all_ranks(lines=True)
     assert asked == [False, True]
 
 
@@ -156,8 +174,8 @@ def test_many_collectives_are_told_in_short() -> None:
         CollectiveCall(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0)
         for i in range(100)
     )
-    table, mine, other = pair(longest=10_000)
+    table, mine, other = pair(longest=10_000, own=look(0, calls=calls))
     with answering(other):
-        assert mine.of_all_ranks(look(0, calls=calls)) is not None
+        assert mine.of_all_ranks() is not None
     (state,) = json.loads(table.told[0]["snapshot"])["ranks"]
     assert [call["seq"] for call in state["calls"]] == list(range(90, 100))

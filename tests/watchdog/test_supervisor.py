@@ -185,3 +185,44 @@ def test_a_straggler_is_told_when_it_is_seen_twice(world: World) -> None:
     world.late = Verdict("straggler", False, (1,), "rank 1 comes late")
     world.pass_time(supervisor, 1000.0, world.step)
     assert world.said == ["rank 1 comes late"]
+
+
+class Led:
+    """An exchange in which a launcher of lower rank leads until it is ended."""
+
+    turn_s = 1.0
+
+    def __init__(self) -> None:
+        self.led = True
+        self.asked: list[bool] = []
+
+    def of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
+        self.asked.append(lines)
+        return None if self.led else Snapshot(1.0)
+
+
+def test_the_launchers_after_the_first_look_later(world: World) -> None:
+    world.found = DEADLOCK
+    first, exchange = world.supervisor(), Led()
+    exchange.led = False
+    processes = [Process(2, 0, world.folder, pid=1)]
+    rules = HangRules()
+    second = Supervisor(processes, rules, world.folder, world.said.append, exchange)  # type: ignore[arg-type]
+    began = world.now
+    assert world.pass_time(first, 60.0, lambda: exchange.asked or second.check()) is not None
+    stopped = world.now - began
+    assert exchange.asked == [False], "it has begun, and the first has judged meanwhile"
+    assert world.pass_time(second, 60.0) is not None
+    assert world.now - began <= stopped + 2.0
+    assert exchange.asked == [False, False, True]
+
+
+def test_who_is_led_finds_nothing_and_asks_again(world: World) -> None:
+    world.found = DEADLOCK
+    exchange = Led()
+    processes = [Process(2, 0, world.folder, pid=1)]
+    led = Supervisor(processes, HangRules(), world.folder, world.said.append, exchange)  # type: ignore[arg-type]
+    assert world.pass_time(led, 20.0) is None
+    assert world.judged == 0
+    exchange.led = False
+    assert world.pass_time(led, 5.0) is not None

@@ -289,7 +289,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self._own = []
         self._supervisor = Supervisor(
-            processes, self._plan.hang, attempt.folder, self._find, self._exchange.of_all_ranks
+            processes, self._plan.hang, attempt.folder, self._find, self._exchange
         )
 
     def _watch_own(self, attempt: Attempt) -> None:

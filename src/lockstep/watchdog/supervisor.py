@@ -182,8 +182,7 @@ class Supervisor:
         rules: when a run counts as hanging.
         folder: where `hang.txt` and `hang.json` are written.
         report: called with each text for the user.
-        of_all_ranks: makes of a snapshot of this machine's ranks one of all ranks of the run; None
-            while some are not known.
+        exchange: with the other machines of the run; without it the ranks here are all.
     """
 
     def __init__(
@@ -192,10 +191,12 @@ class Supervisor:
         rules: HangRules,
         folder: Path,
         report: Callable[[str], None],
-        of_all_ranks: Callable[[Snapshot], Snapshot | None] = lambda own: own,
+        exchange: SnapshotExchange | None = None,
     ) -> None:
         self._processes, self._rules, self._folder = processes, rules, folder
-        self._report, self._of_all_ranks = report, of_all_ranks
+        self._report, self._exchange = report, exchange
+        turn = exchange.turn_s if exchange else 0.0
+        self._quiet_for = rules.after - _BETWEEN_SNAPSHOTS_S + turn
         now = time.monotonic()
         self._began = self._moved_at = now
         """When a step, or two snapshots, last showed that something moves."""
@@ -206,7 +207,7 @@ class Supervisor:
         self._slow: tuple[int, ...] = ()
         """The straggler of the last snapshot."""
         self._straggler_pause = _FIRST_STRAGGLER_S
-        self._next_straggler = now + _FIRST_STRAGGLER_S
+        self._next_straggler = now + _FIRST_STRAGGLER_S + turn
         self.verdict: Verdict | None = None
         """Why the run cannot go on."""
 
@@ -220,7 +221,7 @@ class Supervisor:
                 if now - self._earlier[0] >= _BETWEEN_SNAPSHOTS_S:
                     self._judge(now, self._earlier[1])
                     self._earlier = None
-            elif quiet >= self._rules.after - _BETWEEN_SNAPSHOTS_S and now >= self._next_snapshot:
+            elif quiet >= self._quiet_for and now >= self._next_snapshot:
                 before = self._snapshot()
                 self._earlier = None if before is None else (now, before)
             elif now >= self._next_straggler:
@@ -239,7 +240,9 @@ class Supervisor:
         return longest
 
     def _snapshot(self, *, lines: bool = False) -> Snapshot | None:
-        return self._of_all_ranks(take_snapshot(self._processes, lines=lines))
+        if self._exchange is None:
+            return take_snapshot(self._processes, lines=lines)
+        return self._exchange.of_all_ranks(lines=lines)
 
     def _judge(self, now: float, before: Snapshot) -> None:
         self._next_snapshot = now + self._pause
@@ -318,6 +321,10 @@ _CALLS, _FEW_CALLS = 100, 10
 _ANSWER_S, _LINES_S = 2.0, 5.0
 """The other launchers are waited for so long; those that fetch the lines of earlier collectives
 for longer."""
+_TURN_S, _LED_S = 1.0, 6.0
+"""All launchers see a hang at the same time. What each asks goes to all, and so does what each
+answers, so one is to ask: the others give the first one time to begin, and do not ask for so long
+after one of lower rank has. The second is longer than `_LONGEST_PAUSE_S`."""
 
 
 class SnapshotExchange:
@@ -341,32 +348,42 @@ class SnapshotExchange:
         self._sent = 0
         self._heard: dict[int, int] = {}
         """The number of each other launcher's message that ours has last answered."""
+        self._led_until = 0.0
+        self.turn_s = _TURN_S if node > 0 else 0.0
+        """How much later than the first launcher this one is to ask."""
 
-    def of_all_ranks(self, own: Snapshot) -> Snapshot | None:
-        """Makes of a snapshot of this machine's ranks one of all; waits some seconds at most.
+    def of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
+        """Takes a snapshot of all ranks of the run; waits some seconds at most.
+
+        Args:
+            lines: with the lines of earlier collectives, for a verdict that has been found.
 
         Returns:
-            None where a machine has not answered in time, or none can.
+            None where a machine has not answered in time, or none can, or a launcher of lower rank
+            takes snapshots.
         """
         if self._nodes == 1:
-            return own
-        if not self._rendezvous.can_publish:
+            return self._take(lines)
+        led = not lines and time.monotonic() < self._led_until
+        if led or not self._rendezvous.can_publish:
             return None
-        lines = any(c.frames is not None for state in own.ranks for c in state.calls or ())
+        own = self._take(lines)
         self._send(own, asks=True, lines=lines)
         others = self._nodes - 1
         wait_until(
             lambda: bool(self._rendezvous.lost_nodes()) or len(self._unanswered()) == others,
             time.monotonic() + (_LINES_S if lines else _ANSWER_S),
         )
-        answers = [from_json(message["snapshot"]) for message in self._unanswered()]
+        answers = [from_json(message["snapshot"]) for message in self._unanswered().values()]
         return merge([own, *answers]) if len(answers) == others else None
 
     def answer(self) -> None:
         """Takes a snapshot of this machine's ranks if another launcher asks; call it often."""
-        asking = [message for message in self._unanswered() if message["asks"]]
+        asking = {n: message for n, message in self._unanswered().items() if message["asks"]}
         if asking:
-            self._send(self._take(any(message["lines"] for message in asking)))
+            if min(asking) < self._node:
+                self._led_until = time.monotonic() + _LED_S
+            self._send(self._take(any(message["lines"] for message in asking.values())))
 
     def _others(self) -> dict[int, dict[str, Any]]:
         if self._nodes == 1:
@@ -374,9 +391,10 @@ class SnapshotExchange:
         heard = self._rendezvous.published(_KEY)
         return {node: message for node, message in heard.items() if node != self._node}
 
-    def _unanswered(self) -> list[dict[str, Any]]:
-        """What the others have told since our last message."""
-        return [m for node, m in self._others().items() if m["number"] > self._heard.get(node, 0)]
+    def _unanswered(self) -> dict[int, dict[str, Any]]:
+        """What the others have told since our last message, by node."""
+        heard = self._heard
+        return {n: m for n, m in self._others().items() if m["number"] > heard.get(n, 0)}
 
     def _send(self, own: Snapshot, *, asks: bool = False, lines: bool = False) -> None:
         self._heard = {node: message["number"] for node, message in self._others().items()}
