@@ -26,7 +26,7 @@ real: .venv-real/.installed
 	.venv-real/bin/python -m pytest -n 2 tests/real
 
 clusters: $(VENV)/.installed-clusters
-	$(BIN)/python -m pytest -rs tests/clusters  # needs root, openssh-server, rsync, slurm-wlm, munge
+	$(BIN)/python -m pytest -rs tests/clusters  # needs root, openssh-server, rsync, nftables, slurm-wlm, munge
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
