@@ -21,6 +21,7 @@ from lockstep.communication.link import (
     alternatives,
     measure,
     run_delay_s,
+    slow_machine,
     step_seconds,
 )
 
@@ -132,7 +133,16 @@ def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:
     )
 
 
-def trained(measured: bool) -> str:
+def test_the_machine_that_the_others_wait_for_is_named() -> None:
+    assert slow_machine(0.3, {"a": 0.22, "b": 0.06, "c": 0.2}) == (
+        "b is slower than the others: a step computes there for 240 ms, elsewhere for 100 ms at "
+        "most; look at what else runs there, or give it less to do by shares"
+    )
+    assert slow_machine(0.3, {"a": 0.25, "b": 0.2}) == "", "all wait for the network"
+    assert slow_machine(0.3, {"a": 0.2, "b": 0.01, "c": 0.02}) == "", "two are slow, and one fast"
+
+
+def trained(measured: bool, slow: int | None = None) -> str:
     rank = int(os.environ["RANK"])
     os.environ.update({"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     out = io.StringIO()
@@ -145,6 +155,9 @@ def trained(measured: bool) -> str:
         loader = world.loader(tensors(), 10)
         for _ in world.epochs(3):
             for batch in loader:
+                begin = time.thread_time()
+                while rank == slow and time.thread_time() < begin + 0.1:
+                    pass
                 world.backward(mean_loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -160,6 +173,9 @@ def test_a_run_on_several_machines_tells_what_the_network_takes() -> None:
         line for line in first.splitlines() if line.startswith("  network  ") and "step" in line
     ]
     assert "a step computes for" in told
+    slow, _ = run_ranks(trained, 2, True, 1)
+    assert "machine 1 (" in slow
+    assert "is slower than the others" in slow
     without, _ = run_ranks(trained, 2, False)
     assert "Mb/s" not in without
     assert "a step computes for" not in without

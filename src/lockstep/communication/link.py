@@ -214,7 +214,27 @@ def advice(seen: Network, link: Link, compressions: Mapping[str, Compressed]) ->
     return "; ".join([text, *words])
 
 
+def slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
+    """Names the machine that all others wait for; empty where none stands out.
+
+    What the network takes is waited for on all machines; what one machine takes longer than the
+    others is waited for on all but that one.
+
+    Args:
+        step_s: seconds of a step.
+        waited_s: how many of them each machine waits for others, by its name.
+    """
+    slowest, other, *_ = sorted(waited_s, key=waited_s.__getitem__)
+    if waited_s[other] - waited_s[slowest] <= _MUCH * step_s:
+        return ""
+    return (
+        f"{slowest} is slower than the others: a step computes there for "
+        f"{_time(step_s - waited_s[slowest])}, elsewhere for {_time(step_s - waited_s[other])} "
+        "at most; look at what else runs there, or give it less to do by shares"
+    )
+
+
 def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"

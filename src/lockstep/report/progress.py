@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import socket
 import statistics
 import sys
 import time
@@ -24,7 +25,15 @@ import torch
 
 from lockstep.communication import routing
 from lockstep.communication.compression import costs
-from lockstep.communication.link import Link, Network, Traffic, advice, run_delay_s, traffic
+from lockstep.communication.link import (
+    Link,
+    Network,
+    Traffic,
+    advice,
+    run_delay_s,
+    slow_machine,
+    traffic,
+)
 from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
@@ -359,7 +368,8 @@ def summary_line(at: PassState, *, complete: bool) -> str:
 
 
 class NetworkAdvice(Callback):
-    """Says once, after the first steps, what the network takes of a step and what would help.
+    """Says once, after the first steps, what the network takes of a step and what would help, and
+    whether one machine is slower than the others.
 
     Communication: one small exchange.
     """
@@ -379,12 +389,17 @@ class NetworkAdvice(Callback):
             steps = [(b[0] - a[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
             # Medians: the network may have been away for a while.
             seconds, waited, queued = map(statistics.median, zip(*steps, strict=True))
-            self._tell(seconds, self._run.collectives.min(waited), queued)
+            topology = self._run.topology
+            name = f"machine {topology.node_rank} ({socket.gethostname()})"
+            of_all = self._run.collectives.exchange([name, waited])
+            if topology.is_main:
+                waits = {name: min(w for n, w in of_all if n == name) for name, _ in of_all}
+                self._tell(seconds, min(waits.values()), queued)
+                if slow := slow_machine(seconds, waits):
+                    print_line(f"  network     {slow}")
 
     def _tell(self, seconds: float, waited: float, queued: float) -> None:
         run = self._run
-        if not run.topology.is_main:
-            return
         models = [made for prepared in run.prepared if (made := prepared()) is not None]
         trained = [p for m in models for p in m.parameters() if p.requires_grad]
         machines = self._link.machines
