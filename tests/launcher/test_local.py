@@ -130,6 +130,12 @@ def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_more_ranks_than_the_sockets_to_the_zygote_hold(tmp_path: Path) -> None:
+    """Of either way they hold 277 messages, where the kernel's default is 208 KiB."""
+    done = launch(["run", "--no-python", "--nproc", "700", "true"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
     first = partial(ignoring, signal.SIGHUP)
     with started(tmp_path, WAITS, "--nproc=2", first=[first]) as (launcher, processes):

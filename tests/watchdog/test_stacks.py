@@ -4,6 +4,7 @@ import inspect
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from fake_snapshots import (
@@ -21,6 +22,7 @@ from fake_snapshots import (
 )
 
 from lockstep import errors
+from lockstep.communication import shared_memory
 from lockstep.launcher import worker
 from lockstep.strategies.pipeline.wire import Wire
 from lockstep.watchdog.stacks import (
@@ -35,6 +37,7 @@ from lockstep.watchdog.stacks import (
 )
 
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+SHARED_MEMORY = shared_memory.__file__
 SITE = "/opt/venv/lib/python3.12/site-packages"
 
 
@@ -113,6 +116,13 @@ def test_no_stack_has_no_line() -> None:
              Frame(C10D, 2874, "_new_process_group_helper"),
              Frame(C10D, 2553, "init_process_group"), LOGGER, own(3)),
             Wait("init_process_group"),
+        ),
+        # A rank that sleeps looks now and then whether the others are still there.
+        (
+            (Frame(psutil.__file__, 1, "status"), Frame(SHARED_MEMORY, 5, "_is_there"),
+             Frame(SHARED_MEMORY, 4, "_ended"), Frame(SHARED_MEMORY, 3, "_wait"),
+             Frame(SHARED_MEMORY, 2, "_barrier"), Frame(SHARED_MEMORY, 1, "all_gather"), own(3)),
+            Wait("all_gather"),
         ),
         # Its own frames between do not hide what a backward pass waits for.
         (

@@ -46,6 +46,9 @@ from lockstep.errors import RanksDifferError, name_ranks
 CHUNK_BYTES = 2**19
 """Of a slot, for each of up to 8 ranks. What is larger goes piece by piece, which the processors'
 caches hold; where ranks take turns on cores, pieces of half the size take twice as long."""
+_SLOTS_BYTES = 2**29
+"""Of all slots together at most: every rank maps them all, with tables of a 512th of what it has
+touched."""
 ALL_TO_ALL_BYTES = 2**21
 """Up to so many of all ranks together every rank sums all, where a slot holds it: a second barrier
 costs more than to read more memory."""
@@ -90,7 +93,8 @@ class _Layout:
     def __init__(self, size: int) -> None:
         self.size = size
         self.slots = -(-self.call(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.slot = CHUNK_BYTES * min(size, 8)
+        most = max(_SLOTS_BYTES // (2 * size), _LINE * size) // mmap.PAGESIZE * mmap.PAGESIZE
+        self.slot = min(CHUNK_BYTES * min(size, 8), most)
         """Bytes of a slot."""
         self.end = self.slots + 2 * size * self.slot
 
@@ -428,22 +432,29 @@ class SharedMemory:
                 return
         deadline = time.monotonic() + self._timeout_s
         while not self._functions.posted_within(_LOOK_S, semaphore):
-            absent = self._absent() or self.ranks[:1]  # all have come: the first is to say so
             doing = f"{self.calls[-1].op} number {self._number}"
-            if gone := [rank for rank in absent if not _is_there(self._pids[rank])]:
+            if gone := self._ended():
                 raise dist.DistNetworkError(
                     f"shared memory: {name_ranks(gone)} ended while this rank waited in {doing}"
                 )
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(
-                    f"shared memory: {name_ranks(absent)} did not come within "
+                    f"shared memory: {name_ranks(self._absent())} did not come within "
                     f"{self._timeout_s:g} s to {doing}"
                 )
 
+    def _ended(self) -> list[int]:
+        """The ranks that will not come to this barrier, as they have ended."""
+        waits_for_all = self._barrier_of[0].awaited == self._local_size - 1
+        if not waits_for_all and _is_there(self._pids[self.ranks[0]]):
+            return []  # of many ranks the first looks at the others
+        return [rank for rank in self._absent() if not _is_there(self._pids[rank])]
+
     def _absent(self) -> list[int]:
-        """The ranks that have not come to this barrier."""
+        """The ranks that have not come to this barrier; the first is to say so where all have."""
         come = (_NUMBER.unpack_from(self._memory, place) for place in self._barriers_at)
-        return [r for r, (n,) in zip(self.ranks, come, strict=True) if n < self._barriers]
+        absent = [r for r, (n,) in zip(self.ranks, come, strict=True) if n < self._barriers]
+        return absent or self.ranks[:1]
 
     def _differ(self, heard: Sequence[bytes]) -> RanksDifferError:
         pairs = zip(self.ranks, heard, strict=True)

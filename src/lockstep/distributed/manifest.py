@@ -237,14 +237,15 @@ class Join:
     def _await_decision(self, own: JoinRequest) -> list[str]:
         store = self.store
         remove = f"; remove {self.file} before the next try" if self.file else ""
-        if not wait_until(lambda: store.check(["rank 0"]), time.monotonic() + self.timeout):
+        limit, size = time.monotonic() + self.timeout, self.topology.size
+        if not wait_until(lambda: store.check(["rank 0"]), limit, ranks=size):
             raise errors.MissingRankError(
                 self._asked,
                 f"rank 0 did not come within {self.timeout:g} s; {name_ranks([own.rank])} did",
                 f"look at the output of rank 0's process, or start it{remove}",
             )
         limit = time.monotonic() + self.timeout + GRACE_S
-        if not wait_until(lambda: store.check(["decision"]), limit):
+        if not wait_until(lambda: store.check(["decision"]), limit, ranks=size):
             raise errors.MissingRankError(
                 self._asked,
                 f"rank 0 ({read_request(store, 'rank 0').process}) came, but stopped answering",

@@ -35,6 +35,8 @@ _ANY_OUTSIDE_ADDRESS = "203.0.113.1"
 _LOOPBACK_S = 3.0
 """What takes no time where it works."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_ATTEMPTS_A_SECOND = 4000
+"""Of all ranks that wait for the same in a store: more would keep it from its work."""
 
 
 # The addresses of this machine
@@ -307,22 +309,27 @@ def unreachable(
     )
 
 
-def wait_until(attempt: Callable[[], T], deadline: float) -> T:
+def wait_until(attempt: Callable[[], T], deadline: float, *, ranks: int = 1) -> T:
     """Calls `attempt` until it returns something true, or `time.monotonic()` passes the deadline.
 
     `Store.wait` would do for keys, but it cannot be interrupted, logs its timeouts, and on files
     looks once a second.
 
+    Args:
+        attempt: what is called.
+        deadline: seconds.
+        ranks: how many wait for the same; the more, the longer each pauses in the end.
+
     Returns:
         The last result.
     """
-    pause = _FIRST_PAUSE_S
+    pause, longest = _FIRST_PAUSE_S, max(_LONGEST_PAUSE_S, ranks / _ATTEMPTS_A_SECOND)
     while not (result := attempt()):
         left = deadline - time.monotonic()
         if left <= 0:
             break
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(2 * pause, longest)
     return result
 
 

@@ -490,7 +490,8 @@ def open_group(
     # yet to accept, and they would tell of that instead.
     store.add("connected", 1)
     limit = time.monotonic() + (timeout or default_pg_timeout).total_seconds()
-    network.wait_until(lambda: store.add("connected", 0) == topology.size, limit)
+    size = topology.size
+    network.wait_until(lambda: store.add("connected", 0) == size, limit, ranks=size)
     return interface or "by host name", reason
 
 

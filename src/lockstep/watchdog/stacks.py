@@ -150,6 +150,10 @@ def waits_in(stack: Stack | None) -> Wait | None:
     """
     if not stack:
         return None
+    for place, frame in enumerate(stack):
+        if frame.function == "_wait" and _in(frame, _SHARED_MEMORY):
+            stack = stack[place:]  # above it, it looks now and then whether the others still run
+            break
     where = _where(stack)
     if _is_waiting(stack[0]):
         op = "" if _in(stack[0], _LINK) else stack[0].function
