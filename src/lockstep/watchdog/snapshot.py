@@ -191,6 +191,8 @@ def from_values(
     elif is_dataclass(kind):
         types = _types_of_fields(kind)
         read = kind(**{name: from_values(types[name], v, written) for name, v in values.items()})
+    elif values is not None and inner in _PLAIN_ITEMS:
+        read = tuple(values)  # at once: each rank tells its groups, with the numbers of all ranks
     elif values is not None and get_origin(kind) is tuple:
         types_of_items = itertools.repeat(inner[0]) if inner[-1] is Ellipsis else inner
         read = tuple(map(from_values, types_of_items, values, itertools.repeat(written)))
@@ -199,6 +201,7 @@ def from_values(
     return cast(_T, read)
 
 
+_PLAIN_ITEMS = ((int, Ellipsis), (str, Ellipsis))
 _types_of_fields = functools.cache(get_type_hints)
 
 

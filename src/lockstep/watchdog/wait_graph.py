@@ -263,6 +263,7 @@ class CallTable:
         """By group and number: rank to call."""
         self._numbers: dict[tuple[str, int], list[int]] = {}
         """By group and rank the numbers of its known calls, the oldest first."""
+        self._absent: dict[tuple[str, int], set[int]] = {}
         self._groups = {group.name: group for s in snapshot.ranks for group in s.groups or ()}
         self._timeouts: dict[str, float] = {}
         """By backend the longest timeout of its groups, in s."""
@@ -291,9 +292,12 @@ class CallTable:
         return "the default group" if name in ("default_pg", "0") else f"group {name!r}"
 
     def absent(self, call: CollectiveCall) -> set[int]:
-        """The members that have not come to a call."""
-        members = self.members(call.key)
-        return {r for r in members if self._numbers.get((call.key, r), [0])[-1] < call.seq}
+        """The members that have not come to a call; found once, as each that has come asks."""
+        key, seq = call.key, call.seq
+        if (key, seq) not in self._absent:
+            last = {r: self._numbers.get((key, r), [0])[-1] for r in self.members(key)}
+            self._absent[key, seq] = {r for r, number in last.items() if number < seq}
+        return self._absent[key, seq]
 
     def contradicts(self, call: CollectiveCall) -> bool:
         """Whether another rank called something else in its place."""
