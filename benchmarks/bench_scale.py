@@ -24,7 +24,7 @@ from typing import Any
 SCENARIOS = ("end", "fail", "hang")
 BARRIERS = 5
 SHARING_TO_THE_END = 512
-"""Of more ranks torch's operators are not taken down at exit: that writes to 26 MiB a rank which
+"""With more ranks, torch's operators are not taken down at exit: that writes to 26 MiB a rank which
 all have shared until then, and 24 GiB would not hold it."""
 FIRST_WORDS = re.compile("deadlock|hang|waits? for|RuntimeError: planted")
 

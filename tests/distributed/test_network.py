@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
 
 import pytest
 
@@ -91,8 +90,8 @@ def test_the_variables_of_the_user_are_left_alone() -> None:
 def test_many_ranks_ask_a_store_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(network.time, "sleep", pauses.append)
-    tries: dict[str, Any] = {"deadline": time.monotonic() + 600}
-    network.wait_until(lambda: len(pauses) == 20, **tries)
-    network.wait_until(lambda: len(pauses) == 40, **tries, ranks=8000)
+    deadline = time.monotonic() + 600
+    network.wait_until(lambda: len(pauses) == 20, deadline)
+    network.wait_until(lambda: len(pauses) == 40, deadline, ranks=8000)
     assert max(pauses[:20]) == 0.05
     assert pauses[-1] == 2.0

@@ -131,7 +131,7 @@ def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
 
 
 def test_more_ranks_than_the_sockets_to_the_zygote_hold(tmp_path: Path) -> None:
-    """Of either way they hold 277 messages, where the kernel's default is 208 KiB."""
+    """They hold 277 messages in each direction, with the kernel's default of 208 KiB."""
     done = launch(["run", "--no-python", "--nproc", "700", "true"], tmp_path)
     assert done.returncode == 0, done.stderr
 

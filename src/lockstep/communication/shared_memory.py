@@ -47,8 +47,8 @@ CHUNK_BYTES = 2**19
 """Of a slot, for each of up to 8 ranks. What is larger goes piece by piece, which the processors'
 caches hold; where ranks take turns on cores, pieces of half the size take twice as long."""
 _SLOTS_BYTES = 2**29
-"""Of all slots together at most: every rank maps them all, with tables of a 512th of what it has
-touched."""
+"""At most, of all slots together: every rank maps all of them, and its page tables grow with what
+it touches."""
 ALL_TO_ALL_BYTES = 2**21
 """Up to so many of all ranks together every rank sums all, where a slot holds it: a second barrier
 costs more than to read more memory."""
@@ -445,9 +445,9 @@ class SharedMemory:
 
     def _ended(self) -> list[int]:
         """The ranks that will not come to this barrier, as they have ended."""
-        waits_for_all = self._barrier_of[0].awaited == self._local_size - 1
-        if not waits_for_all and _is_there(self._pids[self.ranks[0]]):
-            return []  # of many ranks the first looks at the others
+        waits_for_first = self._barrier_of[0].awaited < self._local_size - 1
+        if waits_for_first and _is_there(self._pids[self.ranks[0]]):
+            return []  # the first looks at the others
         return [rank for rank in self._absent() if not _is_there(self._pids[rank])]
 
     def _absent(self) -> list[int]:

@@ -36,7 +36,7 @@ _LOOPBACK_S = 3.0
 """What takes no time where it works."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _ATTEMPTS_A_SECOND = 4000
-"""Of all ranks that wait for the same in a store: more would keep it from its work."""
+"""Of all ranks that wait for the same key: more would keep the store from its work."""
 
 
 # The addresses of this machine
@@ -317,8 +317,8 @@ def wait_until(attempt: Callable[[], T], deadline: float, *, ranks: int = 1) -> 
 
     Args:
         attempt: what is called.
-        deadline: seconds.
-        ranks: how many wait for the same; the more, the longer each pauses in the end.
+        deadline: in the seconds of `time.monotonic()`.
+        ranks: how many wait for the same thing; the more, the longer each comes to pause.
 
     Returns:
         The last result.

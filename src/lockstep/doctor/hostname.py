@@ -1,4 +1,4 @@
-"""The host name: does it resolve, and to an address that other machines reach; and the way back."""
+"""The host name: does it resolve, to an address that others reach; and how long the way back is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gather(folder: Path) -> Facts:
     """The name, what it resolves to here, and how long it takes to find the name of an address."""
     name = socket.gethostname()
     address = address_reaching() or LOOPBACK
-    if ":" not in address:  # torch's sockets take both kinds, and so give the newer form
+    if ":" not in address:  # as torch's sockets show it, which are of IPv6
         address = f"::ffff:{address}"
     begun = time.monotonic()
     with suppress(OSError):
@@ -27,22 +27,20 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """A name that others may not use; on one machine that harms nothing. Names that come late."""
+    """A name that others may not use; on one machine that harms nothing. Or a slow lookup."""
     name, addresses, problems = facts["name"], facts["addresses"], []
     do = f"write the address of this machine before {name} in /etc/hosts, as root"
     if not addresses:
         problems.append(Finding(WARNING, f"{name} does not resolve", do))
     elif all(map(is_loopback_address, addresses)):
-        found = "loopback, which other machines cannot reach; Lockstep goes around it, other"
-        problems.append(Finding(WARNING, f"{found} programs may not", do))
-    if facts["waited_s"] > _SLOW_S:
-        address, waited = facts["address"], facts["waited_s"]
-        found = (
-            f"to look for the name of {address} takes {waited:.0f} s, at every connection of torch"
-        )
-        do = (
-            "repair the name server in /etc/resolv.conf; or write in /etc/hosts, as root, the lines"
-        )
-        lines = f" '::ffff:{LOOPBACK} localhost' and '{address} {name}'"
-        problems.append(Finding(WARNING, found, do + lines))
+        found = "that is loopback, which other machines cannot reach"
+        found += "; Lockstep goes around it, other programs may not"
+        problems.append(Finding(WARNING, found, do))
+    address, waited = facts["address"], facts["waited_s"]
+    if waited > _SLOW_S:
+        found = f"looking up the name of {address} takes {waited:.0f} s"
+        found += ", and torch does so for every connection"
+        lines = f"'::ffff:{LOOPBACK} localhost' and '{address} {name}'"
+        do = f"repair the name server in /etc/resolv.conf, or add {lines} to /etc/hosts, as root"
+        problems.append(Finding(WARNING, found, do))
     return verdict(f"{name} is {', '.join(addresses)}" if addresses else "", problems)

@@ -47,8 +47,8 @@ from lockstep.watchdog.snapshot import STOPPED, from_values, read_process
 from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snapshot
 
 _ERROR_FILE_NAME = "elastic_error.json"
-_STARTING = 8
-"""Ranks that the zygote has been asked for at a time."""
+_STARTS_IN_FLIGHT = 8
+"""How many ranks the zygote is asked for ahead of its answers."""
 _GRACE_S = 10.0
 """Between asking a rank to end and killing it, where --shutdown-timeout does not say."""
 _SETTLE_S = 0.5
@@ -233,7 +233,7 @@ class Agent(api.SimpleElasticAgent):
         self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start(worker_group, worker, attempt)
-            self._await_starts(attempt, at_most=_STARTING)
+            self._await_starts(attempt, at_most=_STARTS_IN_FLIGHT)
         self._await_starts(attempt, at_most=0)
         if self._refused is not None:
             raise BlockingIOError(errno.EAGAIN, self._refused)
@@ -241,9 +241,10 @@ class Agent(api.SimpleElasticAgent):
         return {process.local_rank: process.pid for process in attempt.processes}
 
     def _await_starts(self, attempt: Attempt, *, at_most: int) -> None:
-        """Until so many ranks are yet to start: fewer than the socket to the zygote holds.
+        """Waits until no more than so many ranks have yet to start.
 
-        If it were full in both directions, each would wait for the other to read.
+        Else the socket to the zygote could be full in both directions, and each side wait for the
+        other to read.
         """
         while sum(process.pid is None for process in attempt.processes) > at_most:
             self._read_events(timeout=1.0)

@@ -192,7 +192,7 @@ def from_values(
         types = _types_of_fields(kind)
         read = kind(**{name: from_values(types[name], v, written) for name, v in values.items()})
     elif values is not None and inner in _PLAIN_ITEMS:
-        read = tuple(values)  # at once: each rank tells its groups, with the numbers of all ranks
+        read = tuple(values)  # quickly: every rank lists all ranks of its groups
     elif values is not None and get_origin(kind) is tuple:
         types_of_items = itertools.repeat(inner[0]) if inner[-1] is Ellipsis else inner
         read = tuple(map(from_values, types_of_items, values, itertools.repeat(written)))

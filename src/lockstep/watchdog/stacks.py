@@ -152,7 +152,7 @@ def waits_in(stack: Stack | None) -> Wait | None:
         return None
     for place, frame in enumerate(stack):
         if frame.function == "_wait" and _in(frame, _SHARED_MEMORY):
-            stack = stack[place:]  # above it, it looks now and then whether the others still run
+            stack = stack[place:]  # what it calls looks whether the other ranks still run
             break
     where = _where(stack)
     if _is_waiting(stack[0]):

@@ -292,7 +292,7 @@ class CallTable:
         return "the default group" if name in ("default_pg", "0") else f"group {name!r}"
 
     def absent(self, call: CollectiveCall) -> set[int]:
-        """The members that have not come to a call; found once, as each that has come asks."""
+        """The members that have not come to a call; found once, as it is asked for every rank."""
         key, seq = call.key, call.seq
         if (key, seq) not in self._absent:
             last = {r: self._numbers.get((key, r), [0])[-1] for r in self.members(key)}
