@@ -284,13 +284,21 @@ class Talk:
         self.said: list[str] = []
         self.server = peers.Server(self.peers, self.said.append)
         self.door = Proxy(thread, self.server.attend)
-        streams = thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
-        self.connection = peers.Connection(*streams)
-        self.theirs, self.losses = thread.wait(peers.introduce(self.connection, node(1))), 0
-        self.peers.send = lambda changes: thread.soon(lambda: self.server.send(changes))
-        self.theirs.send = lambda changes: thread.soon(
-            lambda: self.connection.send({"changes": changes})
+        self.peers.send = lambda changes, to: thread.soon(lambda: self.server.send(changes, to=to))
+        self.connections: list[peers.Connection] = []
+        self.theirs, self.losses = self.join(1), 0
+        self.connection = self.connections[0]
+
+    def join(self, rank: int) -> Peers:
+        """One more client."""
+        streams = self.thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
+        connection = peers.Connection(*streams)
+        self.connections.append(connection)
+        theirs = self.thread.wait(peers.introduce(connection, node(rank)))
+        theirs.send = lambda changes, to: self.thread.soon(
+            lambda: connection.send({"changes": changes, "to": to})
         )
+        return theirs
 
     def _lose(self) -> None:
         self.losses += 1
@@ -299,7 +307,8 @@ class Talk:
         self.thread.start(peers.listen(self.connection, self.theirs, self._lose))
 
     def close(self) -> None:
-        self.thread.wait(self.connection.close())
+        for connection in self.connections:
+            self.thread.wait(connection.close())
         self.door.close()
 
 
@@ -317,6 +326,18 @@ def test_all_peers_hold_the_same(talk: Talk) -> None:
         side.update(round=3, published={"a": list(range(side.own_number + 1))})
     until(lambda: talk.peers.all() == talk.theirs.all())
     assert [n.published for n in talk.peers.all()] == [{"a": [0]}, {"a": [0, 1]}]
+
+
+def test_what_is_meant_for_one_reaches_no_other(talk: Talk) -> None:
+    talk.listen()
+    second = talk.join(2)
+    second.send({"published": {"a": 2}}, 1)  # a client to a client
+    second.send({"published": {"b": 2}}, 0)
+    talk.peers.send({"published": {"c": 0}}, 1)
+    second.update(round=1)  # comes last, as the connections keep the order
+    until(lambda: talk.theirs.all()[-1].round == 1)
+    assert [n.published for n in talk.theirs.all()] == [{"c": 0}, {}, {"a": 2}]
+    assert [n.published for n in talk.peers.all()] == [{}, {}, {"b": 2}]
 
 
 def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:

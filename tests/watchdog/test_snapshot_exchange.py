@@ -19,7 +19,8 @@ class Table:
     """What all launchers have told, as a rendezvous would carry it."""
 
     def __init__(self) -> None:
-        self.told: dict[int, Any] = {}
+        self.told: dict[tuple[int | None, str, int], Any] = {}
+        """By whom it is for (None: all), the key, and who told it."""
         self.lost: list[str] = []
 
     def seat(self, node: int, longest: int = 1 << 20) -> Rendezvous:
@@ -32,14 +33,15 @@ class _Seat:
     def __init__(self, table: Table, node: int, longest: int) -> None:
         self._table, self._node, self._longest = table, node, longest
 
-    def publish(self, key: str, value: Any) -> bool:
+    def publish(self, key: str, value: Any, to: int | None = None) -> bool:
         text = json.dumps(value)
         if len(text) <= self._longest:
-            self._table.told[self._node] = json.loads(text)
+            self._table.told[to, key, self._node] = json.loads(text)
         return len(text) <= self._longest
 
     def published(self, key: str) -> dict[int, Any]:
-        return dict(self._table.told)
+        told = dict(self._table.told)
+        return {n: v for (to, k, n), v in told.items() if k == key and to in (None, self._node)}
 
     def lost_nodes(self) -> list[str]:
         return self._table.lost
@@ -71,11 +73,10 @@ def answering(other: SnapshotExchange) -> Iterator[None]:
 def pair(
     takes: Callable[[bool], Snapshot] = lambda lines: look(1),
     longest: int = 1 << 20,
-    own: Snapshot | None = None,
 ) -> tuple[Table, SnapshotExchange, SnapshotExchange]:
     table = Table()
-    mine = SnapshotExchange(table.seat(0, longest), 0, 2, lambda lines: own or look(0))
-    return table, mine, SnapshotExchange(table.seat(1), 1, 2, takes)
+    mine = SnapshotExchange(table.seat(0), 0, 2, lambda lines: look(0))
+    return table, mine, SnapshotExchange(table.seat(1, longest), 1, 2, takes)
 
 
 def test_one_machine_needs_nobody() -> None:
@@ -174,8 +175,21 @@ def test_many_collectives_are_told_in_short() -> None:
         CollectiveCall(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0)
         for i in range(100)
     )
-    table, mine, other = pair(longest=10_000, own=look(0, calls=calls))
+    _, mine, other = pair(lambda lines: look(1, calls=calls), longest=10_000)
     with answering(other):
-        assert mine.of_all_ranks() is not None
-    (state,) = json.loads(table.told[0]["snapshot"])["ranks"]
-    assert [call["seq"] for call in state["calls"]] == list(range(90, 100))
+        found = mine.of_all_ranks()
+    assert found is not None
+    assert [call.seq for call in found.ranks[1].calls or ()] == list(range(90, 100))
+
+
+def test_an_answer_goes_to_the_launcher_that_has_asked_alone() -> None:
+    table = Table()
+    mine, second, third = (
+        SnapshotExchange(table.seat(node), node, 3, lambda lines, node=node: look(node))
+        for node in range(3)
+    )
+    with answering(second), answering(third):
+        found = mine.of_all_ranks()
+    assert found is not None
+    assert [state.rank for state in found.ranks] == [0, 1, 2]
+    assert {(to, teller) for to, _, teller in table.told} == {(None, 0), (0, 1), (0, 2)}

@@ -6,7 +6,8 @@ alone; what it changes is sent to the others, over one connection from each to t
 Messages are JSON objects, each behind its length in four bytes. A client sends itself (a `Node`);
 the server answers with the client's number and all nodes, or with the error for which it does not
 take it in. From then on both send changes of nodes (a client: of itself; the server: of itself and
-of all others), and a heartbeat every second; who is not heard for ten of them is lost.
+of all others), and a heartbeat every second; who is not heard for ten of them is lost. A change may
+be meant for one node alone.
 
 The connections belong to the event loop of `auth.NetworkThread`.
 """
@@ -95,8 +96,8 @@ class Peers:
         self._lock = threading.Lock()
         self._nodes = {own.number: own}
         self.own_number = own.number
-        self.send: Callable[[Mapping[str, Any]], object] = lambda changes: None
-        """Sends changes of the own node to the others."""
+        self.send: Callable[[Mapping[str, Any], int | None], object] = lambda changes, to: None
+        """Sends changes of the own node to the node of a number, with None to all others."""
 
     @property
     def own(self) -> Node:
@@ -126,7 +127,7 @@ class Peers:
     def update(self, **changes: Any) -> None:
         """Changes fields of the own node, here and at all other launchers."""
         self.write(self.own_number, changes)
-        self.send(changes)
+        self.send(changes, None)
 
     def admit(self, comer: Node) -> Node:
         """Takes a launcher in, and gives it its number.
@@ -339,7 +340,13 @@ class Server:
         own = {name: value for name, value in message["changes"].items() if name in _CLIENTS_OWN}
         if own.get("state") != LEFT:
             own.pop("state", None)
-        self._change(number, own)
+        to = message.get("to")
+        if to is None:
+            self._change(number, own)
+        elif to == self._peers.own_number:
+            self._peers.write(number, own)
+        else:
+            self.send(own, number, to)
 
     def _change(self, number: int, changes: Mapping[str, Any]) -> None:
         before = self._peers.node(number)
@@ -350,11 +357,11 @@ class Server:
         if node.gone and before.state == HERE and (node.state == LOST or not node.started):
             self._say(departure(node))
 
-    def send(self, changes: Mapping[str, Any], number: int = 0) -> None:
-        """Sends changes of a node, else of the own one, to all others; see `Peers.send`."""
+    def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:
+        """Sends changes of a node, else of the own one, to the others or one; see `Peers.send`."""
         message = packed({"number": number, "changes": changes})
         for other, connection in self._clients.items():
-            if other != number:
+            if other != number and to in (None, other):
                 connection.send_packed(message)
 
     async def close(self) -> None:

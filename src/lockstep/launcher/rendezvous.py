@@ -122,15 +122,25 @@ class Rendezvous(RendezvousHandler):
         own = self._peers.own
         return [n for n in peers.latest(self._peers.all()) if n.gone and n.round >= own.round > 0]
 
-    def publish(self, key: str, value: Any) -> bool:
-        """Lets all nodes know a value (JSON) under a key, for the current attempt; never waits.
+    def publish(self, key: str, value: Any, to: int | None = None) -> bool:
+        """Lets other nodes know a value (JSON) under a key, for the current attempt; never waits.
+
+        Args:
+            key: a later value takes the place of an earlier one.
+            value: what they find there.
+            to: the rank of the one node that is to know it; None: all, this one included.
 
         Returns:
             False when it was not published, because it is longer than 1 MiB.
         """
         if len(dumps(value)) > _MAX_PUBLISHED:
             return False
-        self._peers.update(published={key: {"attempt": self.attempt, "value": value}})
+        published = {key: {"attempt": self.attempt, "value": value}}
+        if to is None:
+            self._peers.update(published=published)
+        for node in peers.latest(self._peers.all()):
+            if node.rank == to is not None:
+                self._peers.send({"published": published}, node.number)
         return True
 
     def published(self, key: str) -> dict[int, Any]:
@@ -317,7 +327,7 @@ class _OneOfSeveral:
         with ExitStack() as stack:
             thread = stack.enter_context(closing(auth.NetworkThread()))
             server = peers.Server(nodes, self._say)
-            nodes.send = lambda changes: thread.soon(lambda: server.send(changes))
+            nodes.send = lambda changes, to: thread.soon(lambda: server.send(changes, to=to))
             proxy = auth.AuthProxy(self._token, store.port, server.attend, self._say)
             thread.wait(proxy.listen(listener))
             stack.callback(lambda: thread.wait(proxy.close()))
@@ -342,7 +352,9 @@ class _OneOfSeveral:
             listener = network.listening_socket(LOOPBACK, 0)
             thread.wait(forwarder.listen(listener))
             stack.callback(lambda: thread.wait(forwarder.close()))
-            nodes.send = lambda changes: thread.soon(lambda: connection.send({"changes": changes}))
+            nodes.send = lambda changes, to: thread.soon(
+                lambda: connection.send({"changes": changes, "to": to})
+            )
             thread.start(peers.listen(connection, nodes, forwarder.cut))
             store = self._client_store(listener.getsockname()[1])
             return self._made(nodes, store, str(streams[1].get_extra_info("sockname")[0]), stack)

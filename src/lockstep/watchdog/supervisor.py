@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.distributed.network import wait_until
 from lockstep.launcher.plan import HangRules
@@ -315,23 +314,24 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
     write_whole(folder / "hang.txt", "\n\n".join(parts) + "\n")
 
 
-_KEY = "snapshot"
+_ASK, _ANSWER = "snapshot asked for", "snapshot"
 _CALLS, _FEW_CALLS = 100, 10
 """Collectives of each rank that are sent; the fewer where many ranks make that too long."""
 _ANSWER_S, _LINES_S = 2.0, 5.0
 """The other launchers are waited for so long; those that fetch the lines of earlier collectives
 for longer."""
-_TURN_S, _LED_S = 1.0, 6.0
-"""All launchers see a hang at the same time. What each asks goes to all, and so does what each
-answers, so one is to ask: the others give the first one time to begin, and do not ask for so long
-after one of lower rank has. The second is longer than `_LONGEST_PAUSE_S`."""
+_TURN_S, _LED_S = 1.0, 10.0
+"""All launchers see a hang at the same time, and one is to ask: the others give the first one time
+to begin, and do not ask for so long after one of lower rank has. The second is more than twice
+`_LONGEST_PAUSE_S`: with many ranks a snapshot takes seconds."""
 
 
 class SnapshotExchange:
     """Snapshots of the ranks of all machines, taken at about the same time.
 
     Each launcher can ask its own ranks alone. One that takes a snapshot lets the others know; they
-    take one as well, whatever they are doing, and the one that asked puts the parts together.
+    take one as well, whatever they are doing, and send it to the one that asked, which puts the
+    parts together.
 
     Args:
         rendezvous: carries the messages.
@@ -345,9 +345,9 @@ class SnapshotExchange:
         self, rendezvous: Rendezvous, node: int, nodes: int, take: Callable[[bool], Snapshot]
     ) -> None:
         self._rendezvous, self._node, self._nodes, self._take = rendezvous, node, nodes, take
-        self._sent = 0
-        self._heard: dict[int, int] = {}
-        """The number of each other launcher's message that ours has last answered."""
+        self._asked = 0
+        self._answered: dict[int, int] = {}
+        """The number of each other launcher's question that ours has last answered."""
         self._led_until = 0.0
         self.turn_s = _TURN_S if node > 0 else 0.0
         """How much later than the first launcher this one is to ask."""
@@ -367,40 +367,45 @@ class SnapshotExchange:
         led = not lines and time.monotonic() < self._led_until
         if led or not self._rendezvous.can_publish:
             return None
+        self._asked += 1
+        self._rendezvous.publish(_ASK, {"number": self._asked, "lines": lines})
         own = self._take(lines)
-        self._send(own, asks=True, lines=lines)
         others = self._nodes - 1
-        wait_until(
-            lambda: bool(self._rendezvous.lost_nodes()) or len(self._unanswered()) == others,
-            time.monotonic() + (_LINES_S if lines else _ANSWER_S),
-        )
-        answers = [from_json(message["snapshot"]) for message in self._unanswered().values()]
+
+        def settled() -> bool:
+            self.answer()  # another may ask at the same time
+            return bool(self._rendezvous.lost_nodes()) or len(self._answers()) == others
+
+        wait_until(settled, time.monotonic() + (_LINES_S if lines else _ANSWER_S))
+        answers = [from_json(text) for text in self._answers()]
         return merge([own, *answers]) if len(answers) == others else None
 
     def answer(self) -> None:
         """Takes a snapshot of this machine's ranks if another launcher asks; call it often."""
-        asking = {n: message for n, message in self._unanswered().items() if message["asks"]}
-        if asking:
-            if min(asking) < self._node:
-                self._led_until = time.monotonic() + _LED_S
-            self._send(self._take(any(message["lines"] for message in asking.values())))
-
-    def _others(self) -> dict[int, dict[str, Any]]:
         if self._nodes == 1:
-            return {}
-        heard = self._rendezvous.published(_KEY)
-        return {node: message for node, message in heard.items() if node != self._node}
-
-    def _unanswered(self) -> dict[int, dict[str, Any]]:
-        """What the others have told since our last message, by node."""
-        heard = self._heard
-        return {n: m for n, m in self._others().items() if m["number"] > heard.get(n, 0)}
-
-    def _send(self, own: Snapshot, *, asks: bool = False, lines: bool = False) -> None:
-        self._heard = {node: message["number"] for node, message in self._others().items()}
-        self._sent += 1
-        message: dict[str, Any] = {"number": self._sent, "asks": asks, "lines": lines}
+            return
+        asked = {
+            node: ask
+            for node, ask in self._rendezvous.published(_ASK).items()
+            if node != self._node and ask["number"] > self._answered.get(node, 0)
+        }
+        if not asked:
+            return
+        if min(asked) < self._node:
+            self._led_until = time.monotonic() + _LED_S
+        self._answered |= {node: ask["number"] for node, ask in asked.items()}
+        own = self._take(any(ask["lines"] for ask in asked.values()))
         for calls in (_CALLS, _FEW_CALLS):
-            message["snapshot"] = to_json(shorten(own, calls))
-            if self._rendezvous.publish(_KEY, message):
+            snapshot = to_json(shorten(own, calls))
+            if all(
+                self._rendezvous.publish(
+                    _ANSWER, {"to": ask["number"], "snapshot": snapshot}, to=node
+                )
+                for node, ask in asked.items()
+            ):
                 break
+
+    def _answers(self) -> list[str]:
+        """What the others have answered to our last question."""
+        told = self._rendezvous.published(_ANSWER).values()
+        return [answer["snapshot"] for answer in told if answer["to"] == self._asked]
