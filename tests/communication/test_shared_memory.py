@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from namespaces import until
 from ranks import RankFailed, in_gloo_group, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -243,22 +244,43 @@ def test_between_machines_each_rank_sends_its_part(sizes: tuple[int, ...], line:
         assert highest.tolist() == [size - 1, 0]
 
 
-def differing() -> str:
+def differing(calls: Sequence[Callable[[SharedMemory, Tensor], object]]) -> str:
     with lockstep.init(device="cpu") as world:
         shared = routing.shared_memory()
         assert shared is not None
         with pytest.raises(RanksDifferError) as raised:
-            shared.all_reduce(torch.zeros(3 + world.rank))
+            calls[world.rank](shared, torch.zeros(3))
         with pytest.raises(dist.DistNetworkError, match="number 1 did not come to its end"):
             shared.all_reduce(torch.zeros(3))
         return raised.value.found
 
 
+def with_one_more(shared: SharedMemory, tensor: Tensor) -> None:
+    shared.all_reduce(torch.zeros(len(tensor) + 1))
+
+
 def test_calls_that_differ_are_an_error_on_all_ranks() -> None:
-    expected = "; ".join(
-        f"rank {rank}: all_reduce of {3 + rank} numbers in float32" for rank in range(3)
-    )
-    assert run_ranks(differing, 3) == [expected] * 3
+    maximum = partial(SharedMemory.all_reduce, op=dist.ReduceOp.MAX)
+    for calls, *texts in (
+        (
+            (SharedMemory.all_reduce, with_one_more, maximum),
+            "all_reduce of 3 numbers",
+            "all_reduce of 4 numbers",
+            "all_reduce (maximum) of 3 numbers",
+        ),
+        (
+            (
+                SharedMemory.start_all_reduce,
+                partial(SharedMemory.broadcast, source=1),
+                partial(SharedMemory.broadcast, source=2),
+            ),
+            "all_reduce in slices of 3 numbers",
+            "broadcast from rank 1 of 3 numbers",
+            "broadcast from rank 2 of 3 numbers",
+        ),
+    ):
+        expected = "; ".join(f"rank {rank}: {text} in float32" for rank, text in enumerate(texts))
+        assert run_ranks(partial(differing, calls), 3) == [expected] * 3
 
 
 def killed(victim: int, few: int) -> None:
@@ -277,6 +299,35 @@ def test_the_end_of_a_rank_is_noticed(victim: int, few: int) -> None:
     for rank in {0, 1, 2} - {victim}:
         expected = f"rank {victim} ended while this rank waited in all_gather"
         assert expected in failed.value.errors[rank]
+
+
+def waiting_for_the_first(victim: int) -> None:
+    """Barriers go by rank 0, which is killed as it waits; or it hears of rank 2, and lives on."""
+    shared_memory._FEW = 1
+    with lockstep.init(device="cpu") as world:
+        world.barrier()
+        shared = routing.shared_memory()
+        assert shared is not None
+        if world.rank == 2 and victim == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 2:
+            at = shared._memory, shared._barriers_at[0]
+            until(lambda: shared_memory._NUMBER.unpack_from(*at)[0] > shared._barriers)
+            os.kill(shared._pids[victim], signal.SIGKILL)
+        try:
+            if world.rank != 2:
+                world.barrier()
+        finally:
+            if world.rank in (0, 2):
+                until(lambda: not shared_memory._is_there(shared._pids[1]))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_waits_for_the_first_hears_of_an_end(victim: int) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(partial(waiting_for_the_first, victim), 3)
+    expected = f"rank {victim} ended while this rank waited in all_gather"
+    assert expected in failed.value.errors[1]
 
 
 def late() -> str:

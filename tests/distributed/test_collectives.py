@@ -64,6 +64,7 @@ def everything(backend: str | None = None) -> dict[str, Any]:
             "bool": [world.max(r == 1), world.min(r == 1), world.min(r >= 0)],
             "gather": world.gather(torch.arange(r + 1)),
             "gather empty": world.gather(torch.zeros(0 if r == 0 else 2, 3)).shape,
+            "gather complex": world.gather(torch.tensor([1j * r])),
             "gather numbers": world.gather({"n": r, "s": f"rank {r}", "z": torch.tensor(r)}),
             "broadcast": world.broadcast({"w": torch.full((2,), 5.0), "n": 3} if r == 0 else None),
             "broadcast text": world.broadcast("über" if r == 1 else None, source=1),
@@ -102,6 +103,7 @@ def test_collectives(size, everything):
         assert found["min"][2].tolist() == [1, 1 - size]
         assert found["bool"] == [1, 0, 1]
         assert found["gather"].tolist() == [i for r in ranks for i in range(r + 1)]
+        assert found["gather complex"].tolist() == [1j * r for r in ranks]
         assert found["gather empty"] == (2 * (size - 1), 3)
         numbers = found["gather numbers"]
         assert numbers["n"] == list(ranks)

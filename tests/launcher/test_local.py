@@ -136,6 +136,15 @@ def test_more_ranks_than_the_sockets_to_the_zygote_hold(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_restart_without_the_process_that_starts_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; os.kill(os.getppid(), 9)\n")
+    done = launch(["run", "--nproc", "2", "--max-restarts", "1", "script.py"], tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "FIRST FAILURE: ranks 0-1" in done.stderr
+    assert "found: the process that starts the ranks is gone" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_inherited_ignore_of_sighup_is_respected(tmp_path: Path) -> None:
     first = partial(ignoring, signal.SIGHUP)
     with started(tmp_path, WAITS, "--nproc=2", first=[first]) as (launcher, processes):

@@ -108,6 +108,21 @@ dist.all_reduce(total)
 print("SUM", total.item())
 """
 
+HANGS_ONCE = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    dist.broadcast(total, 1)
+    dist.barrier()
+# The launchers look at each other in between.
+for _ in range(300):
+    time.sleep(0.01)
+    dist.all_reduce(total.fill_(1))
+print("SUM", total.item())
+"""
+
 # The second start cannot make its folder.
 IN_THE_WAY = """
 import os
@@ -265,6 +280,17 @@ def test_all_ranks_start_again_and_go_on_from_the_checkpoint(
     assert epochs == ["0", "1", "2"]
 
 
+def test_a_start_after_a_hang_is_one_of_its_own(
+    machines: tuple[Machine, Machine], make: Make, tmp_path: Path
+) -> None:
+    both = start(make, machines, tmp_path, HANGS_ONCE, "--hang-after=3", "--max-restarts=1")
+    assert [command.wait() for command in both] == [0, 0], both[0].said
+    for command in both:
+        assert command.said.count("FIRST FAILURE") == 1
+        assert "deadlock" in command.said
+        assert "SUM 2.0" in command.said
+
+
 def test_ranks_that_have_ended_well_start_again_with_one_that_fails_later(
     machines: tuple[Machine, Machine], make: Make, tmp_path: Path
 ) -> None:
@@ -372,7 +398,8 @@ def test_both_launchers_name_the_same_first_failure(
     code: int,
     says: str,
 ) -> None:
-    both = start(make, machines, tmp_path, text, "--hang-after=2")
+    flags = "--hang-after=2", "--monitor-interval=600"  # which the launchers do not wait for
+    both = start(make, machines, tmp_path, text, *flags)
     for command in both:
         command.until("FAULT")
     assert [command.wait() for command in both] == [code, code], both[0].said

@@ -231,6 +231,8 @@ def test_the_end_of_the_zygote_is_told_and_ends_the_ranks() -> None:
         assert gone(pid)
         with pytest.raises(ChildProcessError, match="is gone"):
             zygote.events(timeout=10)
+        with pytest.raises(ChildProcessError, match="is gone"):
+            zygote.start(1, {}, (0, 1, 2), own_session=True)
 
 
 def test_closing_ends_ranks_that_ignore_sigterm() -> None:

@@ -99,10 +99,16 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
     here = _shared is not None and _on_this_machine(group, _shared)
     if _shared is not None and here and _shared.takes(tensor) and _shared.takes(rows):
         _shared.all_gather(rows, tensor)
-    elif len(rows) > _RING and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES:
+    elif _is_small(tensor) and len(rows) > _RING:
         traffic.block(partial(_all_gather_by_first, rows, tensor, group))
     else:
         traffic.block(partial(dist.all_gather, list(rows), tensor, group))
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether it may go by the first rank; Gloo's gather takes no complex numbers."""
+    on_cpu = tensor.device.type == "cpu"
+    return on_cpu and tensor.nbytes <= _SMALL_BYTES and not tensor.is_complex()
 
 
 def _all_gather_by_first(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -103,7 +103,7 @@ class _Layout:
         return _LINE * (1 + 2 * rank + turn)
 
     def barriers(self, rank: int) -> int:
-        """The number of barriers that a rank has come to."""
+        """The number of barriers that a rank has come to; negative: it has left the last one."""
         return _LINE * (1 + 2 * self.size + rank)
 
     def call(self, rank: int, turn: int) -> int:
@@ -207,7 +207,7 @@ class SharedMemory:
         self._slots: tuple[Sequence[Tensor], Sequence[Tensor]]
         self._slots = slots[: self._local_size], slots[self._local_size :]
         self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._half = self._barriers = self._number = 0
+        self._half = self._barriers = self._number = self._looks = 0
         self._words: dict[tuple[str, torch.dtype, int], bytes] = {}
         self._unchecked: bytes | None = None
         """The words of the present call, until its first barrier."""
@@ -238,7 +238,7 @@ class SharedMemory:
         if self.across is not None or own.nbytes > most:
             self.start_all_reduce(tensor, op, scale=scale)()
             return
-        with self._calling("all_reduce", tensor):
+        with self._calling("all_reduce", tensor, _how(op)):
             self._reduce_by_all(own, _COMBINE[op], scale)
         traffic.shared += own.nbytes
 
@@ -257,7 +257,7 @@ class SharedMemory:
         machine gives, in another way; what it returns ends it.
         """
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
-        with self._calling("all_reduce", tensor):
+        with self._calling("all_reduce", tensor, f"{_how(op)} in slices"):
             self._reduce_scatter(slices, _COMBINE[op], scale)
         mine, wait = slices[self._local_rank], cast("Callable[[], object] | None", None)
         traffic.shared += tensor.nbytes
@@ -304,7 +304,7 @@ class SharedMemory:
         """
         own = tensor.detach().view(-1)
         parts = [own if place == source else own[:0] for place in range(self._local_size)]
-        with self._calling("broadcast", tensor):
+        with self._calling("broadcast", tensor, f" from rank {self.ranks[source]}"):
             self._gather(parts)
 
     def close(self) -> None:
@@ -387,7 +387,7 @@ class SharedMemory:
         return self._typed[key]
 
     @contextlib.contextmanager
-    def _calling(self, op: str, tensor: Tensor) -> Iterator[None]:
+    def _calling(self, op: str, tensor: Tensor, how: str = "") -> Iterator[None]:
         with self._lock, torch.no_grad():
             if self.completed < self._number:  # or this is a signal's handler, inside of a call
                 raise dist.DistNetworkError(self._broken)
@@ -395,12 +395,17 @@ class SharedMemory:
             self._broken = f"shared memory: {op} number {self._number} did not come to its end"
             shape, dtype, thread = tuple(tensor.shape), tensor.dtype, threading.get_ident()
             self.calls.append(Call(self._number, op, shape, dtype, time.time(), thread))
-            key = op, dtype, tensor.numel()
+            key = op + how, dtype, tensor.numel()
             if key not in self._words:
-                words = f"{op} of {key[2]} numbers in {str(dtype).removeprefix('torch.')}"
+                words = f"{op}{how} of {key[2]} numbers in {str(dtype).removeprefix('torch.')}"
                 self._words[key] = words.encode().ljust(_WORDS)
             self._unchecked = self._words[key]
-            yield
+            try:
+                yield
+            except BaseException:
+                place = self._barriers_at[self._local_rank]
+                _NUMBER.pack_into(self._memory, place, -self._barriers)
+                raise
             self.completed = self._number
 
     def _barrier(self) -> None:
@@ -444,16 +449,25 @@ class SharedMemory:
                 )
 
     def _ended(self) -> list[int]:
-        """The ranks that will not come to this barrier, as they have ended."""
-        waits_for_first = self._barrier_of[0].awaited < self._local_size - 1
-        if waits_for_first and _is_there(self._pids[self.ranks[0]]):
-            return []  # the first looks at the others
-        return [rank for rank in self._absent() if not _is_there(self._pids[rank])]
+        """Ranks that have ended, without which this barrier does not."""
+        absent, first = self._absent(), self.ranks[:1]
+        if self._barrier_of[0].awaited == self._local_size - 1:  # does not go by the first
+            return self._gone(absent)
+        (number,) = _NUMBER.unpack_from(self._memory, self._barriers_at[0])
+        if number >= self._barriers:  # it waits, too, and looks at the others
+            return self._gone(first)
+        begin = _FEW * self._looks % len(absent)
+        self._looks += 1
+        # All look, so at a few at a time. The first may have ended for what it has heard.
+        return self._gone(sorted({*(2 * absent)[begin : begin + _FEW]})) or self._gone(first)
+
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not _is_there(self._pids[rank])]
 
     def _absent(self) -> list[int]:
         """The ranks that have not come to this barrier; the first is to say so where all have."""
         come = (_NUMBER.unpack_from(self._memory, place) for place in self._barriers_at)
-        absent = [r for r, (n,) in zip(self.ranks, come, strict=True) if n < self._barriers]
+        absent = [r for r, (n,) in zip(self.ranks, come, strict=True) if abs(n) < self._barriers]
         return absent or self.ranks[:1]
 
     def _differ(self, heard: Sequence[bytes]) -> RanksDifferError:
@@ -544,6 +558,10 @@ def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
     if memory[:_TOKEN_BYTES] != token.encode():
         raise ValueError("it is another file")
     return memory
+
+
+def _how(op: Any) -> str:
+    return "" if op == dist.ReduceOp.SUM else f" ({_COMBINE[op].__name__})"
 
 
 def _scale(source: Tensor, scale: float, out: Tensor) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
 from lockstep.distributed.network import socket_variables, wait_until
-from lockstep.errors import JoinError, SettingError, counted
+from lockstep.errors import LockstepError, SettingError, counted
 from lockstep.launcher import process as job
 from lockstep.launcher.machine import RoundMemory, peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
@@ -62,6 +62,8 @@ _OTHERS_S = 5.0
 _CHANGE_S = 2.0
 """A lost connection to another rank is noticed so much earlier than that its machine is lost."""
 _PEAKS_EVERY_S = 2.0
+_LONGEST_INTERVAL_S = 0.5
+"""The other launchers wait a few seconds for an answer."""
 _REPORT = "exit report"
 """What the launchers of a run tell each other."""
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -117,7 +119,7 @@ def launch_agent(
                 agent.run()
         except SignalException:  # `agent.interrupted` has it
             events.record(agent.get_event_failed(), flags.event_log_handler)
-        except JoinError as error:
+        except LockstepError as error:
             # For another start, that is; what made it necessary is the first failure.
             if agent.failure is None:
                 raise
@@ -164,7 +166,7 @@ class Agent(api.SimpleElasticAgent):
                 rdzv_handler=rendezvous,
                 entrypoint=folder.name,  # of events alone: the zygote has the ranks' work
                 max_restarts=flags.max_restarts,
-                monitor_interval=flags.monitor_interval,
+                monitor_interval=min(flags.monitor_interval, _LONGEST_INTERVAL_S),
                 local_addr=flags.local_addr,
                 event_log_handler=flags.event_log_handler,
                 virtual_local_rank=flags.virtual_local_rank,
@@ -230,6 +232,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         self._alone, self._marks = None, []
+        self._supervisor = None  # that of the last attempt has its verdict
         self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start(worker_group, worker, attempt)
@@ -281,6 +284,12 @@ class Agent(api.SimpleElasticAgent):
                     own_session=process is not self._alone,
                     command=command.line,
                 )
+            except ChildProcessError as error:
+                raise LockstepError(
+                    f"--nproc {self._plan.nproc}",
+                    str(error),
+                    "look who or what has killed it; for want of memory, the kernel's log says so",
+                ) from None
             finally:
                 for stream in streams:
                     os.close(stream)

@@ -94,6 +94,9 @@ class Zygote:
             streams: descriptors that become its standard input, output and error.
             own_session: False: it stays in the terminal's session, and its keys reach it alone.
             command: executed in place of `work`.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
         """
         request = {
             "rank": rank,
@@ -104,7 +107,10 @@ class Zygote:
         with tempfile.TemporaryFile() as file:  # a command may be too long for a message
             file.write(json.dumps(request).encode())
             file.flush()
-            socket.send_fds(self._socket, [b"start"], [*streams, file.fileno()])
+            try:
+                socket.send_fds(self._socket, [b"start"], [*streams, file.fileno()])
+            except (BrokenPipeError, ConnectionResetError):
+                raise ChildProcessError(_GONE) from None
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Sends a signal to the process groups of those ranks that still run."""
@@ -125,7 +131,7 @@ class Zygote:
             elif found:
                 break
             else:
-                raise ChildProcessError("the process that starts the ranks is gone")
+                raise ChildProcessError(_GONE)
         return found
 
     def close(self) -> None:
@@ -170,6 +176,7 @@ class FreshZygote(Zygote):
         self._process.wait()
 
 
+_GONE = "the process that starts the ranks is gone"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S, _KILLED_WITHIN_S = 2.0, 2.0
 """Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""

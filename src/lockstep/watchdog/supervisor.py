@@ -315,8 +315,8 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
 
 
 _ASK, _ANSWER = "snapshot asked for", "snapshot"
-_CALLS, _FEW_CALLS = 100, 10
-"""Collectives of each rank that are sent; the fewer where many ranks make that too long."""
+_CALLS = 100, 10, 1
+"""Collectives of each rank that are sent; the fewer, where many ranks make more too long."""
 _ANSWER_S, _LINES_S = 2.0, 5.0
 """The other launchers are waited for so long; those that fetch the lines of earlier collectives
 for longer."""
@@ -395,7 +395,7 @@ class SnapshotExchange:
             self._led_until = time.monotonic() + _LED_S
         self._answered |= {node: ask["number"] for node, ask in asked.items()}
         own = self._take(any(ask["lines"] for ask in asked.values()))
-        for calls in (_CALLS, _FEW_CALLS):
+        for calls in _CALLS:
             snapshot = to_json(shorten(own, calls))
             if all(
                 self._rendezvous.publish(
