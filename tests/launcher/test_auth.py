@@ -340,6 +340,12 @@ def test_what_is_meant_for_one_reaches_no_other(talk: Talk) -> None:
     assert [n.published for n in talk.peers.all()] == [{}, {}, {"b": 2}]
 
 
+def test_changes_that_come_together_are_sent_together(talk: Talk) -> None:
+    talk.thread.soon(lambda: [talk.server.send({"round": number}) for number in range(5)])
+    _coming, message = (talk.thread.wait(talk.connection.receive()) for _ in range(2))
+    assert [node["changes"]["round"] for node in message["nodes"]] == list(range(5))
+
+
 def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
     talk.thread.soon(
         lambda: talk.connection.send({"changes": {"state": "lost", "host": "x", "round": 1}})

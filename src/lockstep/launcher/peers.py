@@ -308,6 +308,7 @@ class Server:
     def __init__(self, peers: Peers, say: Callable[[str], None]) -> None:
         self._peers, self._say = peers, say
         self._clients: dict[int, Connection] = {}
+        self._unsent: list[dict[str, Any]] = []
         self._closing = False
 
     async def attend(self, reader: StreamReader, writer: StreamWriter, address: str) -> None:
@@ -327,7 +328,7 @@ class Server:
             connection.send({"error": texts})
             await connection.close()
             return
-        nodes = [asdict(node) for node in self._peers.all()]
+        nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
         self.send(asdict(self._peers.node(number)), number)
         self._clients[number] = connection
@@ -359,14 +360,28 @@ class Server:
 
     def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:
         """Sends changes of a node, else of the own one, to the others or one; see `Peers.send`."""
-        message = packed({"number": number, "changes": changes})
-        for other, connection in self._clients.items():
-            if other != number and to in (None, other):
+        change = {"number": number, "changes": changes}
+        if to is not None:
+            self._send_all()
+            if to in self._clients:
+                self._clients[to].send({"nodes": [change]})
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.append(change)
+
+    def _send_all(self) -> None:
+        """What has been said since, in one message: many launchers come or change at once."""
+        if self._unsent:
+            message = packed({"nodes": self._unsent})
+            self._unsent = []
+            for connection in self._clients.values():
                 connection.send_packed(message)
 
     async def close(self) -> None:
         """Ends all connections after all that was handed over has been sent."""
         self._closing = True
+        self._send_all()
         await asyncio.gather(*(connection.close() for connection in [*self._clients.values()]))
 
 
@@ -393,7 +408,9 @@ async def listen(connection: Connection, peers: Peers, on_loss: Callable[[], Non
     """Takes over what the server says, until it is gone."""
 
     def handle(message: Mapping[str, Any]) -> None:
-        peers.write(int(message["number"]), message["changes"])
+        for node in message["nodes"]:
+            if node["number"] != peers.own_number:
+                peers.write(int(node["number"]), node["changes"])
 
     try:
         ended = await connection.handle_all(handle)

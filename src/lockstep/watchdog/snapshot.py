@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -71,9 +71,6 @@ class Group:
     ranks: tuple[int, ...]
 
 
-_GROUP = [field.name for field in fields(Group)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """One rank."""
@@ -119,7 +116,7 @@ class Snapshot:
     time: float
     ranks: tuple[RankState, ...] = ()
 
-    @property
+    @functools.cached_property  # asked for once for each rank
     def one_host(self) -> bool:
         """Whether all ranks are on one host: of several the clocks differ."""
         return len({state.host for state in self.ranks}) == 1
@@ -140,7 +137,8 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 def to_json(snapshot: Snapshot) -> str:
     """As text; frames and groups that occur many times are written once.
 
-    Every rank knows of all members of its groups, so the text would grow with the square of ranks.
+    Every rank knows of all members of its groups, so the text would grow with the square of ranks;
+    so would that of all machines, if they listed them one by one.
     """
     frames: dict[Frame, int] = {}
     groups: dict[Group, int] = {}
@@ -154,8 +152,8 @@ def to_json(snapshot: Snapshot) -> str:
 
     ranks = json.dumps(snapshot.ranks, default=encode)
     listed = {
-        name: [list(vars(value).values()) for value in values]
-        for name, values in (("frames", frames), ("groups", groups))
+        "frames": [list(vars(frame).values()) for frame in frames],
+        "groups": [[group.name, group.description, _ranges(group.ranks)] for group in groups],
     }
     return f'{{"time": {snapshot.time!r}, {json.dumps(listed)[1:-1]}, "ranks": {ranks}}}'
 
@@ -165,9 +163,28 @@ def from_json(text: str) -> Snapshot:
     data = json.loads(text)
     written: dict[type, Sequence[Any]] = {
         Frame: [Frame(*frame) for frame in data.pop("frames")],
-        Group: [from_values(Group, dict(zip(_GROUP, g, strict=True))) for g in data.pop("groups")],
+        Group: [Group(n, d, _ranks(*map(tuple, ranks))) for n, d, ranks in data.pop("groups")],
     }
     return from_values(Snapshot, data, written)
+
+
+def _ranges(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Start, stop and step of the ranges that ranks are made of: in a group they are few."""
+    found: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        start, stop, step = found[-1] if found else (rank, rank, 1)
+        if rank == stop and found:
+            found[-1] = start, rank + step, step
+        elif stop - start == step and rank > start:  # one so far: the second sets the step
+            found[-1] = start, 2 * rank - start, rank - start
+        else:
+            found.append((rank, rank + 1, 1))
+    return found
+
+
+@functools.lru_cache(64)  # all machines tell of the same groups
+def _ranks(*ranges: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(itertools.chain.from_iterable(itertools.starmap(range, ranges)))
 
 
 def from_values(

@@ -339,33 +339,44 @@ class WaitGraph:
     def __init__(
         self, activities: Mapping[int, Activity], table: CallTable, without: Collection[int] = ()
     ) -> None:
-        self.waits_for: dict[int, set[int]] = {}
-        """For each waiting rank those that have not come to what it waits in."""
+        self.waits_for: dict[int, frozenset[int]] = {}
+        """For each waiting rank those that have not come to what it waits in. Ranks that wait for
+        the same have one set: no rank waits for itself, also where it is in its own."""
         self.contradicting: set[int] = set()
         """Waiting ranks whose call some other rank answered with another one."""
         self.guessed: set[int] = set()
         """Waiting ranks whose partners are not known: all others are assumed."""
+        sets: dict[object, frozenset[int]] = {}
         for rank, activity in activities.items():
             if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
                 continue
             calls = _open_calls(activity)
-            if calls:
-                absent = set().union(*map(table.absent, calls))
-            else:
-                absent = {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
+            if not calls:
                 self.guessed.add(rank)
-            absent.discard(rank)
+            what = tuple((c.key, c.seq) for c in calls) or activity.p2p or activity.op
+            if what not in sets:
+                found = set().union(*map(table.absent, calls))
+                if not calls:
+                    found = {r for r, a in activities.items() if what is True or a.op != what}
+                sets[what] = sets.setdefault(frozenset(found), frozenset(found))
+            absent = sets[what]
             contradicted = any(map(table.contradicts, calls))
             if contradicted:
                 self.contradicting.add(rank)
-            if activity.kind is Kind.WAITING or absent or contradicted:
+            if activity.kind is Kind.WAITING or _others(absent, rank) or contradicted:
                 self.waits_for[rank] = absent
-        self.awaited = set[int]().union(*self.waits_for.values())
+        self.awaited = set[int]().union(*{*self.waits_for.values()})
         """The ranks that some rank waits for."""
         self.deadlocked = left = set(self.waits_for)
         """Waiting ranks that wait, in the end, for each other alone, or in vain."""
-        while free := {r for r in left - self.contradicting if not self.waits_for[r] & left}:
+        while free := self._free(left):
             left -= free
+
+    def _free(self, left: set[int]) -> set[int]:
+        """Those of some ranks that wait for none of these."""
+        among = {absent: absent & left for absent in {*self.waits_for.values()}}
+        waiting = left - self.contradicting
+        return {rank for rank in waiting if not _others(among[self.waits_for[rank]], rank)}
 
 
 def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> dict[int, Activity]:
@@ -376,27 +387,43 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
     And the program may expect that a call fails, in a group that it has given a shorter timeout.
     """
     graph = WaitGraph(activities, table)
-    found = dict(activities)
+    found, hoped = dict(activities), _may_be_awaited(activities, graph, table)
     for rank in graph.deadlocked:
         state = activities[rank].state
         if (call := activities[rank].call) is not None and table.is_limited(call):
             found[rank] = replace(activities[rank], kind=Kind.LIMITED)
             continue
         stack = next(filter(stacks.may_go_on, state.threads or ()), None)
-        others = (activities[other] for other in graph.deadlocked - {rank})
-        if stack is not None and any(_may_await(a, rank, graph, table) for a in others):
+        if stack is not None and rank in hoped:
             found[rank] = Activity(replace(state, stack=stack), Kind.MAY_COME)
     return found
 
 
-def _may_await(activity: Activity, rank: int, graph: WaitGraph, table: CallTable) -> bool:
-    """Whether a rank may wait for what another has not called so far, and can still call."""
-    own = activity.state.rank
-    if own in graph.guessed:
-        return rank in graph.waits_for[own]
-    calls = _open_calls(activity)
-    spoiled = {call.key: call.seq for call in reversed(calls) if table.contradicts(call)}
-    return any(rank in table.absent(c) and c.seq < spoiled.get(c.key, c.seq + 1) for c in calls)
+def _may_be_awaited(
+    activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
+) -> set[int]:
+    """The ranks of which another may wait for what they have not called, and can still call."""
+    found: set[int] = set()
+    guesses: dict[frozenset[int], list[int]] = {}
+    seen: set[tuple[str, int]] = set()
+    for rank in graph.deadlocked:
+        if rank in graph.guessed:
+            guesses.setdefault(graph.waits_for[rank], []).append(rank)
+            continue
+        calls = _open_calls(activities[rank])
+        spoiled = {call.key: call.seq for call in reversed(calls) if table.contradicts(call)}
+        for call in calls:
+            if call.seq < spoiled.get(call.key, call.seq + 1) and (call.key, call.seq) not in seen:
+                seen.add((call.key, call.seq))
+                found |= table.absent(call)
+    for awaited, ranks in guesses.items():
+        found |= awaited if len(ranks) > 1 else awaited - {*ranks}
+    return found
+
+
+def _others(ranks: Collection[int], rank: int) -> int:
+    """How many there are besides one."""
+    return len(ranks) - (rank in ranks)
 
 
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
