@@ -95,6 +95,14 @@ def test_what_a_resume_without_its_loader_does_is_found(tmp_path):
     assert codes == ["LS101"]
 
 
+def test_a_run_that_ended_before_its_first_step(tmp_path):
+    with lockstep.init(device="cpu", ledger=tmp_path / "ledger") as world:
+        world.loader(tensors(SAMPLES), BATCH)
+    report = judge(tmp_path / "ledger")
+    assert "no optimizer step is written down" in report.notes
+    assert not report.findings
+
+
 def refused(folder: str) -> str:
     with pytest.raises(SettingError) as caught:
         lockstep.init(ledger=folder)

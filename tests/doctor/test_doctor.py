@@ -233,6 +233,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Any) -> No
     assert not (tmp_path / "no").exists()
 
 
+def test_what_cannot_be_mended_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    facts = disk.gather(tmp_path) | {"exists": False, "folder": str(tmp_path / "file" / "runs")}
+    [said] = doctor.fix({"disk": facts})
+    assert said.startswith("disk: cannot be mended: ")
+    assert "Not a directory" in said
+
+
 def test_what_a_control_group_leaves(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
@@ -243,6 +251,8 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
     (group / "memory.max").write_text("1000\n")
     (group / "memory.current").write_text("400\n")
     assert memory.group_left(tmp_path) == 600
+    (group / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
+    assert memory.group_left(tmp_path) == 850
     assert memory.group_left(tmp_path / "none") is None
 
 

@@ -16,6 +16,7 @@ and what is judged is the row of steps that led to the last state.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import mmap
 import secrets
@@ -318,7 +319,7 @@ def judge(folder: str | Path) -> Report:
     epochs = _batches(attempts, trained_by, report)
     _check_steps(trained_by, report)
     keys = sorted(epochs)
-    for key, later in zip(keys, [*keys[1:], None], strict=True):
+    for key, later in itertools.zip_longest(keys, keys[1:]):
         batches = sorted(epochs[key], key=lambda batch: batch.step)
         following = None
         if later is not None and later[0] == key[0]:

@@ -91,7 +91,10 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
     for name, of_check in facts.items():
         mend = _fixes(name)
         if mend is not None and UNKNOWN not in of_check:
-            done += mend(of_check)
+            try:
+                done += mend(of_check)
+            except OSError as error:
+                done.append(f"{name}: cannot be mended: {error}")
     return done
 
 

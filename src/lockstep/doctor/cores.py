@@ -29,7 +29,8 @@ def judge(facts: Facts) -> Finding:
         found = f"the control group allows {quota:g}, and libraries that count see {machine}"
         do = "lockstep run sets OMP_NUM_THREADS by it; give num_workers by hand"
         problems.append(Finding(WARNING, found, do))
-    if facts["load"] > (1 + _BUSY) * allowed:
+    # The load is that of the whole machine.
+    if facts["load"] > (1 + _BUSY) * machine:
         found = f"{facts['load']:.1f} processes want them"
         problems.append(Finding(WARNING, found, "see top for what else runs"))
     return verdict(f"{allowed} of {machine}", problems)

@@ -8,9 +8,10 @@ from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
 from lockstep.launcher.machine import own_cgroups
 
 _LIMITS = {
-    2: ("memory.max", "memory.current"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+"""The limit; what is used; and what of that are files, in `memory.stat`, which give way."""
 _FEW, _NONE = 2 * 2**30, 2**28
 
 
@@ -26,10 +27,13 @@ def group_left(root: Path) -> int | None:
     """What the tightest control group of this process leaves; None: none sets a limit."""
     left = []
     for version, folder in own_cgroups("memory", root):
-        limit, used = (folder / name for name in _LIMITS[version])
+        limit, used, cached = _LIMITS[version]
         try:
-            left.append(int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
+            taken = int((folder / used).read_text())
+            left.append(int((folder / limit).read_text()) - taken)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left[-1] += min(taken, int(stat.get(cached, 0)))
+        except (OSError, ValueError):  # no such group, or "max"; or it does not tell of files
             continue
     return min(left, default=None)
 

@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class Recorder(Callback):
                 self._end_row(self._step.number - 1)
             self._write_copied(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
-            self._file.close()
+            with suppress(OSError):  # a network's file system may say only now that it is full
+                self._file.close()
         self._step.enter_phase = lambda phase: "other"
 
     def stepped(self, number: int) -> None:
@@ -240,7 +242,8 @@ class Recorder(Callback):
             problem = "the disk is full"
         except OSError as error:
             problem = str(error)
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         warn(
             f"report={self._folder!r}",
             f"it cannot be written any more: {problem}",
