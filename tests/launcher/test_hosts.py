@@ -42,6 +42,11 @@ def test_a_list_of_hosts(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == hosts
 
 
+def test_more_hosts_than_fit_a_files_name() -> None:
+    names = [f"node-{number:03}.cluster.example.com" for number in range(40)]
+    assert [host.name for host in parse_hosts(",".join(names))] == names
+
+
 def test_a_hostfile(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(
