@@ -259,28 +259,26 @@ def with_one_more(shared: SharedMemory, tensor: Tensor) -> None:
     shared.all_reduce(torch.zeros(len(tensor) + 1))
 
 
-def test_calls_that_differ_are_an_error_on_all_ranks() -> None:
-    maximum = partial(SharedMemory.all_reduce, op=dist.ReduceOp.MAX)
-    for calls, *texts in (
-        (
-            (SharedMemory.all_reduce, with_one_more, maximum),
-            "all_reduce of 3 numbers",
-            "all_reduce of 4 numbers",
-            "all_reduce (maximum) of 3 numbers",
-        ),
-        (
-            (
-                SharedMemory.start_all_reduce,
-                partial(SharedMemory.broadcast, source=1),
-                partial(SharedMemory.broadcast, source=2),
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {
+            "all_reduce of 3 numbers": SharedMemory.all_reduce,
+            "all_reduce of 4 numbers": with_one_more,
+            "all_reduce (maximum) of 3 numbers": partial(
+                SharedMemory.all_reduce, op=dist.ReduceOp.MAX
             ),
-            "all_reduce in slices of 3 numbers",
-            "broadcast from rank 1 of 3 numbers",
-            "broadcast from rank 2 of 3 numbers",
-        ),
-    ):
-        expected = "; ".join(f"rank {rank}: {text} in float32" for rank, text in enumerate(texts))
-        assert run_ranks(partial(differing, calls), 3) == [expected] * 3
+        },
+        {
+            "all_reduce in slices of 3 numbers": SharedMemory.start_all_reduce,
+            "broadcast from rank 1 of 3 numbers": partial(SharedMemory.broadcast, source=1),
+            "broadcast from rank 2 of 3 numbers": partial(SharedMemory.broadcast, source=2),
+        },
+    ],
+)
+def test_calls_that_differ_are_an_error_on_all_ranks(calls: dict[str, Any]) -> None:
+    expected = "; ".join(f"rank {rank}: {text} in float32" for rank, text in enumerate(calls))
+    assert run_ranks(partial(differing, [*calls.values()]), 3) == [expected] * 3
 
 
 def killed(victim: int, few: int) -> None:

@@ -37,6 +37,7 @@ def test_the_members_of_a_group_are_not_written_for_each_of_them() -> None:
     def length(size: int) -> int:
         groups = (Group("0", "default_pg", tuple(range(100_000, 100_000 + size))),)
         snapshot = Snapshot(TIME, tuple(state(rank, groups=groups) for rank in range(size)))
+        assert from_json(to_json(snapshot)) == snapshot
         return len(to_json(snapshot))
 
     assert length(256) < 4.1 * length(64)

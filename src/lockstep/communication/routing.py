@@ -99,14 +99,14 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
     here = _shared is not None and _on_this_machine(group, _shared)
     if _shared is not None and here and _shared.takes(tensor) and _shared.takes(rows):
         _shared.all_gather(rows, tensor)
-    elif _is_small(tensor) and len(rows) > _RING:
+    elif len(rows) > _RING and _may_go_by_first(tensor):
         traffic.block(partial(_all_gather_by_first, rows, tensor, group))
     else:
         traffic.block(partial(dist.all_gather, list(rows), tensor, group))
 
 
-def _is_small(tensor: Tensor) -> bool:
-    """Whether it may go by the first rank; Gloo's gather takes no complex numbers."""
+def _may_go_by_first(tensor: Tensor) -> bool:
+    """Whether it is small enough for `_all_gather_by_first`; Gloo gathers no complex numbers."""
     on_cpu = tensor.device.type == "cpu"
     return on_cpu and tensor.nbytes <= _SMALL_BYTES and not tensor.is_complex()
 

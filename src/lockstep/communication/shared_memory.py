@@ -402,7 +402,7 @@ class SharedMemory:
             self._unchecked = self._words[key]
             try:
                 yield
-            except BaseException:
+            except BaseException:  # so that the others do not count on this rank to look
                 place = self._barriers_at[self._local_rank]
                 _NUMBER.pack_into(self._memory, place, -self._barriers)
                 raise
@@ -451,14 +451,14 @@ class SharedMemory:
     def _ended(self) -> list[int]:
         """Ranks that have ended, without which this barrier does not."""
         absent, first = self._absent(), self.ranks[:1]
-        if self._barrier_of[0].awaited == self._local_size - 1:  # does not go by the first
+        if self._barrier_of[0].awaited == self._local_size - 1:  # few ranks, or this is the first
             return self._gone(absent)
         (number,) = _NUMBER.unpack_from(self._memory, self._barriers_at[0])
         if number >= self._barriers:  # it waits, too, and looks at the others
             return self._gone(first)
         begin = _FEW * self._looks % len(absent)
         self._looks += 1
-        # All look, so at a few at a time. The first may have ended for what it has heard.
+        # All ranks look, so each at a few at a time. The first may have ended because another had.
         return self._gone(sorted({*(2 * absent)[begin : begin + _FEW]})) or self._gone(first)
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
@@ -561,6 +561,7 @@ def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
 
 
 def _how(op: Any) -> str:
+    """The reduction in words; a sum needs none."""
     return "" if op == dist.ReduceOp.SUM else f" ({_COMBINE[op].__name__})"
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
-from lockstep.launcher.machine import own_cgroups
+from lockstep.launcher.machine import own_cgroups, read_field
 
 _LIMITS = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""The limit; what is used; and what of that are files, in `memory.stat`, which give way."""
+"""The files of the limit and of what is used; and the field of `memory.stat` for what of that
+caches files, and is given back when it is needed."""
 _FEW, _NONE = 2 * 2**30, 2**28
 
 
@@ -29,12 +30,10 @@ def group_left(root: Path) -> int | None:
     for version, folder in own_cgroups("memory", root):
         limit, used, cached = _LIMITS[version]
         try:
-            taken = int((folder / used).read_text())
-            left.append(int((folder / limit).read_text()) - taken)
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            left[-1] += min(taken, int(stat.get(cached, 0)))
-        except (OSError, ValueError):  # no such group, or "max"; or it does not tell of files
+            most, taken = (int((folder / name).read_text()) for name in (limit, used))
+        except (OSError, ValueError):  # no such group, or "max"
             continue
+        left.append(most - taken + min(taken, read_field(folder / "memory.stat", cached) or 0))
     return min(left, default=None)
 
 

@@ -63,7 +63,7 @@ _CHANGE_S = 2.0
 """A lost connection to another rank is noticed so much earlier than that its machine is lost."""
 _PEAKS_EVERY_S = 2.0
 _LONGEST_INTERVAL_S = 0.5
-"""The other launchers wait a few seconds for an answer."""
+"""Between two looks at the ranks, as other launchers wait only seconds for an answer."""
 _REPORT = "exit report"
 """What the launchers of a run tell each other."""
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -288,7 +288,7 @@ class Agent(api.SimpleElasticAgent):
                 raise LockstepError(
                     f"--nproc {self._plan.nproc}",
                     str(error),
-                    "look who or what has killed it; for want of memory, the kernel's log says so",
+                    "find out what killed it; if memory ran out, the kernel's log (dmesg) says so",
                 ) from None
             finally:
                 for stream in streams:

@@ -141,12 +141,12 @@ def read_oom_counts(root: Path = Path("/")) -> OomCounts:
     kernel counts before it sends the signal. `root` stands for the root of the file system.
     """
     groups = own_cgroups("memory", root)
-    found = [_field(folder / _COUNTERS[version], "oom_kill") for version, folder in groups]
+    found = [read_field(folder / _COUNTERS[version], "oom_kill") for version, folder in groups]
     known = [count for count in found if count is not None]
     return OomCounts(
         # Those of the parents hold those of the children, so the sum grows when any of them does.
         cgroup=sum(known) if known else None,
-        machine=_field(root / "proc/vmstat", "oom_kill"),
+        machine=read_field(root / "proc/vmstat", "oom_kill"),
     )
 
 
@@ -161,7 +161,8 @@ def _grew(before: int | None, after: int | None) -> bool:
     return before is not None and after is not None and after > before
 
 
-def _field(path: Path, name: str) -> int | None:
+def read_field(path: Path, name: str) -> int | None:
+    """A number of a file whose lines are `name number`; None: it is not told."""
     try:
         fields = (line.split() for line in path.read_text().splitlines())
         return next((int(found[1]) for found in fields if found[:1] == [name]), None)
@@ -195,7 +196,7 @@ def _not_waiting(path: str, flags: int) -> int:
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
     """Bytes of a running process's highest resident memory (VmHWM, proc(5)); None: not known."""
-    kib = _field(root / f"proc/{pid}/status", "VmHWM:")
+    kib = read_field(root / f"proc/{pid}/status", "VmHWM:")
     return None if kib is None else kib * 1024
 
 

@@ -22,7 +22,7 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.errors import DuplicateRankError, JoinError, MasterUnreachableError, WorldSizeError
@@ -157,7 +157,7 @@ class Peers:
             )
         number = len(nodes)
         admitted = replace(comer, number=number, state=HERE, why="", published={})
-        self.write(admitted.number, asdict(admitted))
+        self.write(admitted.number, vars(admitted))
         return admitted
 
 
@@ -330,7 +330,7 @@ class Server:
             return
         nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
-        self.send(asdict(self._peers.node(number)), number)
+        self.send(vars(self._peers.node(number)), number)
         self._clients[number] = connection
         ended = await connection.handle_all(lambda message: self._handle(number, message))
         del self._clients[number]
@@ -371,7 +371,7 @@ class Server:
         self._unsent.append(change)
 
     def _send_all(self) -> None:
-        """What has been said since, in one message: many launchers come or change at once."""
+        """Sends what has changed since, in one message: many launchers come or change at once."""
         if self._unsent:
             message = packed({"nodes": self._unsent})
             self._unsent = []
@@ -392,7 +392,7 @@ async def introduce(connection: Connection, own: Node) -> Peers:
         JoinError: it refuses; see `Peers.admit`.
         OSError, EOFError, ValueError: the connection ended, or what came is not an answer.
     """
-    connection.send(asdict(own))
+    connection.send(vars(own))
     answer = await asyncio.wait_for(connection.receive(), _HELLO_S)
     if "error" in answer:
         kind, was_set, found, do = answer["error"]

@@ -138,8 +138,9 @@ class Rendezvous(RendezvousHandler):
         published = {key: {"attempt": self.attempt, "value": value}}
         if to is None:
             self._peers.update(published=published)
+            return True
         for node in peers.latest(self._peers.all()):
-            if node.rank == to is not None:
+            if node.rank == to:
                 self._peers.send({"published": published}, node.number)
         return True
 

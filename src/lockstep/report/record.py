@@ -106,8 +106,7 @@ class Recorder(Callback):
                 self._end_row(self._step.number - 1)
             self._write_copied(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
-            with suppress(OSError):  # a network's file system may say only now that it is full
-                self._file.close()
+            self._close_file()
         self._step.enter_phase = lambda phase: "other"
 
     def stepped(self, number: int) -> None:
@@ -230,6 +229,11 @@ class Recorder(Callback):
         unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # a network's file system may say only now that it is full
+                self._file.close()
+
     def _write(self, *added: object) -> None:
         """Writes the lines that wait, and some more."""
         lines, self._lines = [*self._lines, *added], []
@@ -242,8 +246,7 @@ class Recorder(Callback):
             problem = "the disk is full"
         except OSError as error:
             problem = str(error)
-        with suppress(OSError):
-            self._file.close()
+        self._close_file()
         warn(
             f"report={self._folder!r}",
             f"it cannot be written any more: {problem}",

@@ -153,7 +153,7 @@ def to_json(snapshot: Snapshot) -> str:
     ranks = json.dumps(snapshot.ranks, default=encode)
     listed = {
         "frames": [list(vars(frame).values()) for frame in frames],
-        "groups": [[group.name, group.description, _ranges(group.ranks)] for group in groups],
+        "groups": [[group.name, group.description, _to_ranges(group.ranks)] for group in groups],
     }
     return f'{{"time": {snapshot.time!r}, {json.dumps(listed)[1:-1]}, "ranks": {ranks}}}'
 
@@ -163,27 +163,28 @@ def from_json(text: str) -> Snapshot:
     data = json.loads(text)
     written: dict[type, Sequence[Any]] = {
         Frame: [Frame(*frame) for frame in data.pop("frames")],
-        Group: [Group(n, d, _ranks(*map(tuple, ranks))) for n, d, ranks in data.pop("groups")],
+        Group: [
+            Group(n, d, _from_ranges(*map(tuple, ranks))) for n, d, ranks in data.pop("groups")
+        ],
     }
     return from_values(Snapshot, data, written)
 
 
-def _ranges(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+def _to_ranges(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     """Start, stop and step of the ranges that ranks are made of: in a group they are few."""
-    found: list[tuple[int, int, int]] = []
+    found: list[range] = []
     for rank in ranks:
-        start, stop, step = found[-1] if found else (rank, rank, 1)
-        if rank == stop and found:
-            found[-1] = start, rank + step, step
-        elif stop - start == step and rank > start:  # one so far: the second sets the step
-            found[-1] = start, 2 * rank - start, rank - start
+        last = found[-1] if found else range(0)
+        step = rank - last[0] if len(last) == 1 else last.step
+        if last and step > 0 and rank == last[-1] + step:
+            found[-1] = range(last.start, rank + 1, step)
         else:
-            found.append((rank, rank + 1, 1))
-    return found
+            found.append(range(rank, rank + 1))
+    return [(each.start, each.stop, each.step) for each in found]
 
 
 @functools.lru_cache(64)  # all machines tell of the same groups
-def _ranks(*ranges: tuple[int, int, int]) -> tuple[int, ...]:
+def _from_ranges(*ranges: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(itertools.starmap(range, ranges)))
 
 

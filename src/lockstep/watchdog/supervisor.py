@@ -397,12 +397,8 @@ class SnapshotExchange:
         own = self._take(any(ask["lines"] for ask in asked.values()))
         for calls in _CALLS:
             snapshot = to_json(shorten(own, calls))
-            if all(
-                self._rendezvous.publish(
-                    _ANSWER, {"to": ask["number"], "snapshot": snapshot}, to=node
-                )
-                for node, ask in asked.items()
-            ):
+            told = {n: {"to": ask["number"], "snapshot": snapshot} for n, ask in asked.items()}
+            if all(self._rendezvous.publish(_ANSWER, told[node], to=node) for node in told):
                 break
 
     def _answers(self) -> list[str]:

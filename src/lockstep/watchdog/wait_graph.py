@@ -346,7 +346,7 @@ class WaitGraph:
         """Waiting ranks whose call some other rank answered with another one."""
         self.guessed: set[int] = set()
         """Waiting ranks whose partners are not known: all others are assumed."""
-        sets: dict[object, frozenset[int]] = {}
+        known: dict[object, frozenset[int]] = {}
         for rank, activity in activities.items():
             if rank in without or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
                 continue
@@ -354,12 +354,10 @@ class WaitGraph:
             if not calls:
                 self.guessed.add(rank)
             what = tuple((c.key, c.seq) for c in calls) or activity.p2p or activity.op
-            if what not in sets:
-                found = set().union(*map(table.absent, calls))
-                if not calls:
-                    found = {r for r, a in activities.items() if what is True or a.op != what}
-                sets[what] = sets.setdefault(frozenset(found), frozenset(found))
-            absent = sets[what]
+            if what not in known:
+                found = frozenset(_awaited(activity, activities, table))
+                known[what] = known.setdefault(found, found)  # equal sets are one
+            absent = known[what]
             contradicted = any(map(table.contradicts, calls))
             if contradicted:
                 self.contradicting.add(rank)
@@ -387,14 +385,15 @@ def with_other_threads(activities: Mapping[int, Activity], table: CallTable) -> 
     And the program may expect that a call fails, in a group that it has given a shorter timeout.
     """
     graph = WaitGraph(activities, table)
-    found, hoped = dict(activities), _may_be_awaited(activities, graph, table)
+    may_be_awaited = _may_be_awaited(activities, graph, table)
+    found = dict(activities)
     for rank in graph.deadlocked:
         state = activities[rank].state
         if (call := activities[rank].call) is not None and table.is_limited(call):
             found[rank] = replace(activities[rank], kind=Kind.LIMITED)
             continue
         stack = next(filter(stacks.may_go_on, state.threads or ()), None)
-        if stack is not None and rank in hoped:
+        if stack is not None and rank in may_be_awaited:
             found[rank] = Activity(replace(state, stack=stack), Kind.MAY_COME)
     return found
 
@@ -403,22 +402,26 @@ def _may_be_awaited(
     activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
 ) -> set[int]:
     """The ranks of which another may wait for what they have not called, and can still call."""
-    found: set[int] = set()
     guesses: dict[frozenset[int], list[int]] = {}
-    seen: set[tuple[str, int]] = set()
+    awaited: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked:
         if rank in graph.guessed:
             guesses.setdefault(graph.waits_for[rank], []).append(rank)
             continue
         calls = _open_calls(activities[rank])
         spoiled = {call.key: call.seq for call in reversed(calls) if table.contradicts(call)}
-        for call in calls:
-            if call.seq < spoiled.get(call.key, call.seq + 1) and (call.key, call.seq) not in seen:
-                seen.add((call.key, call.seq))
-                found |= table.absent(call)
-    for awaited, ranks in guesses.items():
-        found |= awaited if len(ranks) > 1 else awaited - {*ranks}
+        awaited |= {(c.key, c.seq): c for c in calls if c.seq < spoiled.get(c.key, c.seq + 1)}
+    found = set[int]().union(*map(table.absent, awaited.values()))
+    for absent, ranks in guesses.items():  # no rank waits for itself
+        found |= absent if len(ranks) > 1 else absent - {*ranks}
     return found
+
+
+def _awaited(activity: Activity, activities: Mapping[int, Activity], table: CallTable) -> set[int]:
+    """Whom a waiting rank waits for; where its calls do not tell, all that do something else."""
+    if calls := _open_calls(activity):
+        return set[int]().union(*map(table.absent, calls))
+    return {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
 
 
 def _others(ranks: Collection[int], rank: int) -> int:
