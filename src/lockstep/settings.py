@@ -140,10 +140,10 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = seconds(name, values.pop(name))
-    if not is_whole_number(values.get("seed", 0), least=0):
-        raise SettingError(
-            f"seed={values['seed']!r}", "a seed is a whole number of at least 0", "give such a one"
-        )
+    seed = values.get("seed", 0)
+    if not is_whole_number(seed, least=0) or seed >= 2**64:  # as torch takes them
+        found = "a seed is a whole number from 0 to 2**64 - 1"
+        raise SettingError(f"seed={seed!r}", found, "give such a one")
     return Settings(**values)
 
 

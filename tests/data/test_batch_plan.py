@@ -106,8 +106,9 @@ def test_fewer_samples_than_ranks(length, ranks):
 
 
 def test_every_epoch_and_seed_has_its_own_order():
-    orders = {tuple(shuffled(50, seed=s, epoch=e)) for s in range(4) for e in range(4)}
-    assert len(orders) == 16
+    seeds = [*range(4), 2**32, 2**32 + 1, 3 * 2**32 + 1, 2**64 - 1]
+    orders = {tuple(shuffled(50, seed=s, epoch=e)) for s in seeds for e in range(4)}
+    assert len(orders) == len(seeds) * 4
 
 
 def test_the_order_is_pinned_for_all_time():

@@ -160,6 +160,37 @@ def test_a_position_inside_a_global_batch_is_that_before_it():
     assert loader.state_dict() | {"epoch": 1, "step": 0} == loader.state_dict()
 
 
+def evaluated(loader: Loader) -> list[int]:
+    with torch.no_grad():
+        return sum(read(loader), [])
+
+
+def test_evaluating_over_a_loader_that_is_trained_on_leaves_its_position():
+    source = numbers(23, 6)
+    whole = make(source)
+    expected = [read(whole) for _ in range(3)]
+    loader = make(source)
+    assert evaluated(loader) != evaluated(loader)  # an order of its own each time
+    assert read(loader) == expected[0]
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+        loader._step.mark_stepped()
+    assert sorted(evaluated(loader)) == list(range(23))
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"], loader.epoch) == (1, 2, 1)
+    assert list(iterator)[-1].tolist() == expected[1][-1]
+    assert read(loader) == expected[2]
+
+    resumed = make(source)
+    resumed.load_state_dict(state)
+    with torch.no_grad():
+        assert next(iter(resumed)).tolist() != expected[1][2]  # evaluated from the beginning
+    assert resumed.mid_epoch
+    assert resumed.state_dict() == state | {"evaluations": 4}
+    assert [read(resumed), read(resumed)] == [expected[1][2:], expected[2]]
+
+
 @pytest.mark.parametrize(("changed", "name"), [((24, 6), "length"), ((23, 7), "batch size")])
 def test_a_position_in_other_data_is_refused(changed, name):
     state = make(numbers(23, 6)).state_dict()

@@ -271,11 +271,18 @@ def test_a_prepared_scheduler_that_a_checkpoint_leaves_out_is_told(world, tmp_pa
 
 def test_a_loop_over_a_range_saves_the_epoch_of_its_loader(world, tmp_path):
     model, optimizer = ready(world)
-    loader = world.loader(tensors(20), 10)
+    loader, validation = (world.loader(tensors(20), 10) for _ in range(2))
     checkpoint = world.checkpoint(
-        tmp_path, model=model, optimizer=optimizer, loader=loader, asynchronous=False
+        tmp_path,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        validation=validation,
+        asynchronous=False,
     )
     for _ in range(3):
+        with torch.no_grad():
+            assert len(list(validation)) == len(list(loader)) == 2
         for batch in loader:
             world.backward(mean_loss(model, batch))
             optimizer.step()

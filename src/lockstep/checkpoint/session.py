@@ -516,8 +516,8 @@ class Checkpoint:
     def _epoch(self, states: Mapping[str, Any]) -> int:
         # A loop that is not over `world.epochs` is known to the loaders alone.
         loaders = [name for name, value in self._state.items() if isinstance(value, Loader)]
-        of_loaders = min((states[name]["epoch"] for name in loaders), default=0)
-        return int(states["world"]["epoch"] or of_loaders)
+        trained = (states[name]["epoch"] for name in loaders)
+        return int(states["world"]["epoch"] or min(filter(None, trained), default=0))
 
     def _stateful(self) -> dict[str, Any]:
         """All that is saved but the world's own state."""

@@ -164,7 +164,8 @@ def _words(seed: int, epoch: int, count: int) -> Words:
     numpy promises stable streams for the raw output of its bit generators, not for
     `Generator.permutation` (NEP 19); a run resumed next year must see the same order.
     """
-    return np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    low, high = seed & 0xFFFFFFFF, seed >> 32  # a SeedSequence cuts numbers into words of 32 bits
+    return np.random.Philox(np.random.SeedSequence([low, epoch, high])).random_raw(count)
 
 
 def shuffled(length: int, *, seed: int, epoch: int) -> Indices:

@@ -89,10 +89,15 @@ class IterableLoader(Loader):
         ranks = self._collectives.data_parallel.size if split else 0
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
-    def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
-        return self._run(epoch, start, self._pairs(epoch, start, training), training)
+    def _train(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._run(epoch, start, self._pairs(epoch, start, training=True), training=True)
 
-    def _pairs(self, epoch: int, position: int, training: bool) -> Generator[WithBatch, None, None]:
+    def _evaluate(self, epoch: int) -> Iterator[Any]:
+        return self._run(epoch, 0, self._pairs(epoch, 0, training=False), training=False)
+
+    def _pairs(
+        self, epoch: int, position: int, *, training: bool
+    ) -> Generator[WithBatch, None, None]:
         """The micro-batches from a global batch on, each with its batch on the device."""
         try:
             while training and self._plan.request.undecided:

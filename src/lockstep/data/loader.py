@@ -1,7 +1,8 @@
 """The loader: this rank's part of every global batch, on the device, in the planned order.
 
 One pass over a loader is one epoch. Its position is two numbers, epoch and global batch, which are
-the same on all ranks and mean the same on any number of them.
+the same on all ranks and mean the same on any number of them. Passes without gradients are counted
+for themselves: evaluating over the loader that is trained on leaves its position as it is.
 """
 
 from __future__ import annotations
@@ -87,8 +88,11 @@ class Loader:
         """Passes without gradients that this rank has come to the end of."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
+        """Passes with gradients that have begun."""
+        self._evaluations = 0
+        """Passes without gradients that have begun."""
         self.start = 0
-        """Global batches of the coming pass that a checkpoint has been resumed after."""
+        """Global batches of the coming pass with gradients: a checkpoint was resumed after them."""
         self._running: Pass | None = None
         self._custom_plan: CustomPlan | None = None
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
@@ -123,12 +127,12 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass that is running, or of the next one."""
+        """The epoch that is trained on, or the next one."""
         return self._epoch if self._running is None else self._epoch - 1
 
     @property
     def mid_epoch(self) -> bool:
-        """A pass is running, or will be taken up where a checkpoint left it."""
+        """An epoch is trained on, or will be taken up where a checkpoint left it."""
         return self._running is not None or self.start > 0
 
     def choice(self, number: int) -> Choice:
@@ -168,10 +172,12 @@ class Loader:
         return full * self.micro_batches + last
 
     def __iter__(self) -> Iterator[Any]:
-        training = torch.is_grad_enabled()
-        epoch, start = self._epoch, self.start
-        self._epoch, self.start = epoch + 1, 0
-        return self._begin(epoch, start, training)
+        if torch.is_grad_enabled():
+            epoch, start = self._epoch, self.start
+            self._epoch, self.start = epoch + 1, 0
+            return self._train(epoch, start)
+        self._evaluations += 1
+        return self._evaluate(self._evaluations - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the same on every rank, and meaningful on any number of them.
@@ -184,7 +190,8 @@ class Loader:
         else:
             done = self._running.micro_batch.last and self._running.stepped
             epoch, step = self._epoch - 1, self._position + int(done)
-        state: dict[str, Any] = {"epoch": epoch, "step": step, **self._identity()}
+        position = {"epoch": epoch, "step": step, "evaluations": self._evaluations}
+        state: dict[str, Any] = {**position, **self._identity()}
         if self.mid_epoch and self._custom_plan is not None:
             state |= {name: torch.from_numpy(a) for name, a in vars(self._custom_plan).items()}
         return state
@@ -204,6 +211,8 @@ class Loader:
                     "loader out",
                 )
         self._epoch, self.start, self._running = state["epoch"], state["step"], None
+        # An older checkpoint has one count of both.
+        self._evaluations = state.get("evaluations", state["epoch"])
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
@@ -217,23 +226,26 @@ class Loader:
         """Ends persistent workers."""
         self._workers.release()
 
-    def _begin(self, epoch: int, start: int, training: bool) -> Iterator[Any]:
-        """The pass over an epoch, from a global batch of it on."""
+    def _train(self, epoch: int, start: int) -> Iterator[Any]:
+        """The pass with gradients over an epoch, from a global batch of it on."""
         plan: Plan | None = self._custom_plan if start else None
         if plan is None:
             plan = self.source.plan(self.seed, epoch)
-        if training:
-            self._custom_plan = plan if isinstance(plan, CustomPlan) else None
-            self.coverage.begin(epoch, start, plan)
-            segments = self._plan.segments(plan, start)
-            return self._run(epoch, start, self._of_segments(epoch, segments), training)
-        wanted = self._plan.of_epoch(plan, start)
+        self._custom_plan = plan if isinstance(plan, CustomPlan) else None
+        self.coverage.begin(epoch, start, plan)
+        segments = self._plan.segments(plan, start)
+        return self._run(epoch, start, self._of_segments(epoch, segments), training=True)
+
+    def _evaluate(self, epoch: int) -> Iterator[Any]:
+        """A pass without gradients."""
+        plan = self.source.plan(self.seed, epoch)
+        wanted = self._plan.of_epoch(plan, 0)
         some_skip = False
         if not self._evaluates_together:
-            some_skip = not self._plan.reaches_all(plan, start)
+            some_skip = not self._plan.reaches_all(plan)
             wanted = (planned for planned in wanted if planned.micro_batch.local)
         pairs = to_device(self._with_batches(epoch, wanted), self._collectives.device)
-        return self._run(epoch, start, pairs, training, some_skip=some_skip)
+        return self._run(epoch, 0, pairs, training=False, some_skip=some_skip)
 
     def _identity(self) -> dict[str, int]:
         found = {
@@ -251,8 +263,8 @@ class Loader:
         epoch: int,
         start: int,
         pairs: Generator[WithBatch, None, None],
-        training: bool,
         *,
+        training: bool,
         some_skip: bool = False,
     ) -> Iterator[Any]:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""

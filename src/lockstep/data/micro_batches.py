@@ -173,9 +173,9 @@ class MicroBatchPlan:
             for micro, part, on_all_ranks in divided[len(whole)]
         )
 
-    def reaches_all(self, plan: Plan, start: int) -> bool:
-        """Whether every rank has samples of every micro-batch from a step on."""
-        splits = (self.split(count) for count in plan.sizes(start))
+    def reaches_all(self, plan: Plan) -> bool:
+        """Whether every rank has samples of every micro-batch."""
+        splits = (self.split(count) for count in plan.sizes(0))
         return all(bool((split[..., 0] < split[..., 1]).all()) for split in splits)
 
     def check_trained(self, smallest: int) -> None:
