@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_what_a_resume_without_its_loader_does_is_found(tmp_path):
             optimizer.zero_grad()
     codes = [finding.code for finding in judge(tmp_path / "ledger").findings]
     assert codes == ["LS101"]
+
+
+def test_starts_keep_their_order_when_the_clock_was_set_back(tmp_path, monkeypatch):
+    train(tmp_path, 8, kill=False)
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)  # in 2001
+    train(tmp_path, None)
+    report = judge(tmp_path / "ledger")
+    first, later = report.attempts
+    assert (first["first"], first["last"], later["last"]) == (0, 7, 17)
+    assert report.findings == []
 
 
 def test_a_run_that_ended_before_its_first_step(tmp_path):

@@ -197,6 +197,20 @@ def test_a_record_that_is_damaged(tmp_path):
     assert "1 record of" in report.findings[0].what
 
 
+@pytest.mark.parametrize("bit", range(32))
+def test_a_record_whose_length_is_damaged_does_not_hide_those_after_it(bit, tmp_path):
+    book = Book(1).steps(0, 6)
+    path = tmp_path / book.write(tmp_path).name
+    whole = read_file(path)
+    data = bytearray(path.read_bytes())
+    data[sum(map(len, book.records[:4])) + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    file = read_file(path)
+    (expected,), (rows,) = whole.parts, file.parts
+    assert [row.step for row in rows] == [row.step for row in expected if row.step != 2]
+    assert (len(file.damaged), file.cut) == (1, False)
+
+
 @pytest.mark.parametrize("cut", range(1, 120, 7))
 def test_a_file_that_was_cut_off_anywhere_is_read_as_far_as_it_goes(cut, tmp_path):
     whole = read_file(tmp_path / Book(1).steps(0, 3).write(tmp_path).name)

@@ -168,7 +168,12 @@ def open_on_all_ranks(
     Raises:
         SettingError: on all ranks, where one cannot write there.
     """
-    start = collectives.exchange(f"{time.time_ns():020d}-{secrets.token_hex(4)}")[0]
+    names = (path.name.partition("-")[0] for path in Path(folder).glob("*-*"))
+    latest = max((int(name) for name in names if name.isdecimal()), default=0)
+    found = collectives.exchange((time.time_ns(), secrets.token_hex(4), latest))
+    # After all before it, wherever this start is: clocks differ, and are set back.
+    began = max(found[0][0], max(before for _, _, before in found) + 1)
+    start = f"{began:020d}-{found[0][1]}"
     file, problem = None, ""
     if name is not None:
         try:
@@ -641,19 +646,27 @@ def read_file(path: Path) -> RankFile:
 
 
 def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
-    """Where each whole record begins and ends."""
+    """Where each whole record begins and ends; behind a damaged one the next is looked for."""
     at = 0
     while at < len(data):
-        begin = at + FRAME.size
-        length, checksum = FRAME.unpack(data[at:begin]) if begin <= len(data) else (0, 0)
-        end = begin + length
-        if end > len(data) or not length:
-            file.cut = True
-            return
-        if zlib.crc32(memoryview(data)[begin:end]) == checksum:
-            yield begin, end
-        elif end == len(data):
-            file.cut = True
+        if end := _end_of_record(data, at):
+            yield at + FRAME.size, end
         else:
+            later = range(at + 1, len(data))
+            end = next((place for place in later if _end_of_record(data, place)), 0)
+            if not end:
+                file.cut = True
+                return
             file.damaged.append(at)
         at = end
+
+
+def _end_of_record(data: bytes | mmap.mmap, at: int) -> int:
+    """Where the record that begins there ends; 0: none does."""
+    begin = at + FRAME.size
+    if data[begin : begin + 1] not in (b"S", b"J"):
+        return 0
+    length, checksum = FRAME.unpack(data[at:begin])
+    end = begin + length
+    whole = begin < end <= len(data) and zlib.crc32(memoryview(data)[begin:end]) == checksum
+    return end if whole else 0
