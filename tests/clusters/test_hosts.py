@@ -201,18 +201,42 @@ def test_a_folder_that_is_not_there(run, machines: Cluster, tmp_path: Path) -> N
         refused(command, f"{folder}: No such file or directory", "--copy")
 
 
-def test_a_folder_that_is_sent(run, machines: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("git", [True, False])
+def test_a_folder_that_is_sent(git: bool, run, machines: Cluster, tmp_path: Path) -> None:
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
-    elsewhere.mkdir()
+    for folder in (elsewhere, tmp_path / "data"):
+        folder.mkdir()
     (elsewhere / "of its own").touch()
-    (tmp_path / ".gitignore").write_text("data/\n")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "large").touch()
+    (tmp_path / ".gitignore").write_text("data/*\n" + "!data/small\n" * git)
+    for name in ("small", "large"):
+        (tmp_path / "data" / name).touch()
+    if git:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     with machines.nodes[1].sees(elsewhere, tmp_path):
         command = run(TRAINS, "--copy")
         assert command.wait() == 0, command.said
     sent = {str(path.relative_to(elsewhere)) for path in elsewhere.rglob("*")}
-    assert sent == {"train.py", ".gitignore", "of its own"}
+    expected = {"train.py", ".gitignore", "of its own", "data"}
+    assert sent == expected | ({"data/small"} if git else set())
+
+
+def test_a_link_stays_a_link_where_a_folder_is_sent(run, machines: Cluster, tmp_path: Path) -> None:
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    disk = tmp_path.parent / f"{tmp_path.name}-disk"
+    for folder in (elsewhere, disk, tmp_path / "runs"):
+        folder.mkdir()
+    (elsewhere / "runs").symlink_to(disk)
+    (disk / "best").touch()
+    (tmp_path / "runs" / "a note").touch()
+    with machines.nodes[1].sees(elsewhere, tmp_path):
+        command = run("", "--copy")
+        if command.wait():  # of late rsync follows no link that leads out of the folder
+            assert "a folder that is sent is a link there" in command.said
+            assert "name it in .gitignore" in command.said
+        else:
+            assert (disk / "a note").exists()
+    assert (elsewhere / "runs").is_symlink()
+    assert (disk / "best").exists()
 
 
 def test_another_lockstep(run, machines: Cluster, tmp_path: Path) -> None:

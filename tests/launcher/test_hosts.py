@@ -23,7 +23,7 @@ from lockstep.launcher.hosts import (
     parse_hosts,
     ssh_failure,
 )
-from lockstep.launcher.plan import check_flags_elsewhere
+from lockstep.launcher.plan import check_flags_elsewhere, shutdown_timeout
 from lockstep.launcher.ssh import Remote
 
 PYTHON = sys.executable
@@ -56,23 +56,70 @@ def test_a_hostfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,,b", "-oProxyCommand=x", "a:0", "a:-1", "a b", "a;b", "a:4:4", "a,a:2"]
+    ("text", "found", "do"),
+    [
+        ("", "a host's name is missing", "write node1,node2:4"),
+        ("a,,b", "a host's name is missing", "write node1,node2:4"),
+        ("a,", "a host's name is missing", "write node1,node2:4"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is no host's name", "write node1,node2:4"),
+        ("a:0", "'0' is no number of processes", "node1:4"),
+        ("a:-1", "'-1' is no number of processes", "node1:gpu"),
+        ("a:", "'' is no number of processes", "node1:4"),
+        ("a b", "'a b' is no host's name", "there is no file 'a b'"),
+        ("a;b", "'a;b' is no host's name", "hostfile's name"),
+        ("my/hosts", "'my/hosts' is no host's name", "there is no file 'my/hosts'"),
+        ("a:4:4", "'a:4' is no host's name", "write node1,node2:4"),
+        ("fe80::1", "'fe80::1' is no host's name", "in brackets: [fe80::1]"),
+        ("::1,b", "'::1' is no host's name", "in brackets: [::1]"),
+        ("a,a:2", "a and a are one machine", "once"),
+        ("a,me@a", "a and me@a are one machine", "once"),
+    ],
 )
-def test_what_is_no_host(text: str) -> None:
-    with pytest.raises(SettingError, match="--hosts"):
+def test_what_is_no_host(text: str, found: str, do: str) -> None:
+    with pytest.raises(SettingError) as told:
         parse_hosts(text)
+    assert (told.value.was_set, told.value.found) == (f"--hosts {text}", found)
+    assert do in told.value.do
 
 
-@pytest.mark.parametrize("line", ["node1 slots=x", "node1 slots=0", "node1 cores=4", "-a", ""])
-def test_what_is_no_hostfile(tmp_path: Path, line: str) -> None:
-    (tmp_path / "hosts").write_text(f"{line}\n")
-    with pytest.raises(SettingError, match="--hosts"):
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b"node1 slots=x", "'slots=x' is not understood"),
+        (b"node1 slots=", "'slots=' is not understood"),
+        (b"node1 cores=4", "'cores=4' is not understood"),
+        (b"node1:4", "'node1:4' is no host's name"),
+        (b"node1 slots=0", "slots=0: there is no room for so many processes"),
+        (b"node1 slots=4 max_slots=2", "slots=4 max_slots=2: there is no room"),
+        (b"-a", "'-a' is no host's name"),
+    ],
+)
+def test_a_line_that_is_none_of_a_hostfile(tmp_path: Path, line: bytes, found: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfnode0 slots=4\n# ours\n" + line + b"\n")
+    with pytest.raises(SettingError) as told:
+        parse_hosts(str(path))
+    assert told.value.was_set == f"--hosts {path}, line 3"
+    assert told.value.found.startswith(found)
+    assert "slots" in told.value.do
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(b"", "names no host"), (b"node\xff\n", "can't decode byte"), (b"a\na\n", "a and a are one")],
+)
+def test_what_is_no_hostfile(tmp_path: Path, text: bytes, found: str) -> None:
+    (tmp_path / "hosts").write_bytes(text)
+    with pytest.raises(SettingError, match=found):
         parse_hosts(str(tmp_path / "hosts"))
 
 
-def test_the_address_of_a_host() -> None:
+def test_the_address_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "me")
     assert [Host(n).address for n in ("a", "me@a", "me@[fe80::1]")] == ["a", "a", "fe80::1"]
     assert Host("localhost").here
+    assert Host("me@localhost").here
+    assert not Host("another@localhost").here
     assert not Host("203.0.113.7").here
 
 
@@ -123,7 +170,26 @@ def test_what_each_machine_starts() -> None:
         "--lr",
         "1",
     ]
-    assert "ssh -T -o BatchMode=yes" in spec.describe()
+    said = spec.describe()
+    assert "ssh -T -o BatchMode=yes" in said
+    assert "--master-addr=ADDRESS --master-port=77" in said
+    assert "ADDRESS: of the first machine" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "grace"),
+    [
+        ((), {}, 10.0),
+        (("--shutdown-timeout", "60"), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, 60.0),
+        ((), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, 300.0),
+    ],
+)
+def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
+    hosts = parse_hosts("a,b")
+    given = {"arguments": (), "script": ("train.py",), "torchrun": flags}
+    assert HostsSpec(hosts=hosts, environment=environment, **given).grace == grace
+    with pytest.raises(SettingError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT=soon"):
+        shutdown_timeout(None, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"})
 
 
 @pytest.mark.parametrize(
@@ -167,17 +233,17 @@ def test_an_ssh_that_does_not_answer() -> None:
 def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
     (tmp_path / "ssh").touch(mode=0o755)
     ssh = [str(tmp_path / "ssh"), "-v"]
-    python = f"{sys.executable} -P -u -m module"
-    assert Host("root@[fe80::1]").command("module", ssh) == [
+    python = f"{sys.executable} -P -u -m module word"
+    assert Host("root@[fe80::1]").command("module", "word", ssh) == [
         *ssh,
         *SSH_OPTIONS,
         "root@fe80::1",
         f"exec {python}",
     ]
-    assert Host("localhost").command("module", ["none"]) == python.split()
+    assert Host("localhost").command("module", "word", ["none"]) == python.split()
     for missing in (["no such program"], []):
         with pytest.raises(Problem, match="there is no program") as told:
-            Host("203.0.113.7").command("module", missing)
+            Host("203.0.113.7").command("module", "word", missing)
         assert "--ssh" in told.value.args[1]
 
 
@@ -192,6 +258,9 @@ def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
     here = remote.look({**request, "here": True})
     assert here["own"] != "198.51.100.8"
     assert here["first"] == ""
+    monkeypatch.setenv("SSH_CONNECTION", "UNKNOWN 65535 UNKNOWN 65535")  # over a pipe
+    piped = remote.look({**request, "here": False})
+    assert (piped["own"], piped["first"]) == (here["own"], "")
 
 
 def test_a_copy_ends_with_what_asked_for_it(
@@ -246,6 +315,7 @@ def test_a_run_over_two_launchers(tmp_path: Path) -> None:
         "[127.0.0.1] [rank 1] SUM 3.0 NODE 0 5",
         "[127.0.0.2] [rank 2] SUM 3.0 NODE 1 5",
     ]
+    assert "127.0.0.1 and 127.0.0.2 are one machine: each uses its devices" in done.stderr
     assert len(re.findall("FIRST FAILURE: rank 2", done.stderr)) == 1
 
 
@@ -256,9 +326,8 @@ def test_a_machine_that_is_late_is_told_and_ended(tmp_path: Path) -> None:
     async def asked() -> None:
         late = Remote(Host("203.0.113.7"), [str(tmp_path / "ssh")])
         late.patience = 0.1
-        await late.connect()
         with pytest.raises(Problem, match="no answer in time"):
-            await late.ask(ask="time")
+            await late.connect(ask="time")
         await late.close()
 
     asyncio.run(asked())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from pathlib import Path
 from typing import Any
 
 import click
@@ -278,6 +279,10 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
     check_script(Script(path=script[0], module=ctx.params["module"]))
+    here = Path.cwd()
+    if given["copy"] and here in (Path("/"), Path.home().resolve()):
+        found = f"all of {here} would be sent"
+        raise SettingError("--copy", found, "start the run in the project's own folder")
     return HostsSpec(
         hosts=parse_hosts(given["hosts"]),
         arguments=_given(ctx),

@@ -93,8 +93,7 @@ class _Asking:
         begin = {"ask": "look", "folder": working_folder(), "script": None}
 
         async def meet(remote: Remote) -> dict[str, Any]:
-            await remote.connect()
-            return await remote.ask(**begin, here=remote.here)
+            return await remote.connect(**begin, here=remote.here)
 
         seen = await self._ask(self._left() / 2, meet)
         for name, of in seen.items():

@@ -24,7 +24,7 @@ from typing import Any
 from lockstep import doctor
 from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
-from lockstep.launcher.remote import MARK, listen, look
+from lockstep.launcher.remote import answer, listen, look
 
 _TOKEN = 32
 _CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0
@@ -175,8 +175,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for line in sys.stdin:
         request = json.loads(line)
-        answer = _ASKED[request.pop("ask")](**request)
-        os.write(output, MARK + json.dumps(answer).encode() + b"\n")
+        answer(_ASKED[request.pop("ask")](**request), output)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lockstep.launcher import process as job
 from lockstep.launcher.machine import RoundMemory, peak_memory, read_oom_counts
 from lockstep.launcher.output import Console, console_for
 from lockstep.launcher.peers import Node
-from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters
+from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters, shutdown_timeout
 from lockstep.launcher.process import Attempt, Journal, Process, exit_status_of, started_by
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
@@ -49,8 +49,6 @@ from lockstep.watchdog.supervisor import SnapshotExchange, Supervisor, take_snap
 _ERROR_FILE_NAME = "elastic_error.json"
 _STARTS_IN_FLIGHT = 8
 """How many ranks the zygote is asked for ahead of its answers."""
-_GRACE_S = 10.0
-"""Between asking a rank to end and killing it, where --shutdown-timeout does not say."""
 _SETTLE_S = 0.5
 """After a first failure the others follow within moments, and which came first matters."""
 _INTERRUPT_S = 10.0
@@ -172,10 +170,7 @@ class Agent(api.SimpleElasticAgent):
                 virtual_local_rank=flags.virtual_local_rank,
             )
         )
-        grace = getattr(flags, "shutdown_timeout", None)  # since torch 2.12
-        if grace is None:
-            grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S))
-        self._grace: float = grace
+        self._grace = shutdown_timeout(getattr(flags, "shutdown_timeout", None), os.environ)
         self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
         self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))

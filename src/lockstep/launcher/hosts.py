@@ -7,6 +7,8 @@ never asks for a password here. `ssh` does what is planned here.
 from __future__ import annotations
 
 import contextlib
+import getpass
+import math
 import os
 import re
 import shlex
@@ -20,6 +22,7 @@ from pathlib import Path
 from lockstep.distributed.network import is_here, resolve
 from lockstep.errors import SettingError, counted
 from lockstep.launcher.auth import VARIABLE as TOKEN
+from lockstep.launcher.plan import shutdown_timeout
 
 SSH_OPTIONS = (
     "-T",
@@ -56,25 +59,38 @@ class Host:
         return self.name.rpartition("@")[2].strip("[]")
 
     @property
+    def for_ssh(self) -> str:
+        """Its name as ssh takes it: an IPv6 address has no brackets there."""
+        return self.name.replace("[", "").replace("]", "")
+
+    @property
     def here(self) -> bool:
-        """Whether it is this machine."""
+        """Whether it is this machine, and the user who runs this."""
+        user = self.name.rpartition("@")[0]
+        with contextlib.suppress(KeyError, OSError):  # whoever runs this has no name
+            if user and user != getpass.getuser():
+                return False
         own = self.address in ("localhost", socket.gethostname())
         return own or any(map(is_here, resolve(self.address)))
 
-    def command(self, module: str, ssh: Sequence[str]) -> list[str]:
+    def command(self, module: str, word: str, ssh: Sequence[str]) -> list[str]:
         """The command that starts a module of this Python there, by ssh unless it is this machine.
+
+        Args:
+            module: its name.
+            word: what it is given to begin its answers with.
+            ssh: how ssh is called.
 
         Raises:
             Problem: there is no such ssh.
         """
-        python = [sys.executable, "-P", "-u", "-m", module]
+        python = [sys.executable, "-P", "-u", "-m", module, word]
         if self.here:
             return python
         if not ssh or not shutil.which(ssh[0]):
             do = "install OpenSSH's client, or name another program with --ssh"
             raise Problem(f"there is no program {' '.join(ssh[:1])!r} here", do)
-        name = self.name.replace("[", "").replace("]", "")
-        return [*ssh, *SSH_OPTIONS, name, f"exec {shlex.join(python)}"]
+        return [*ssh, *SSH_OPTIONS, self.for_ssh, f"exec {shlex.join(python)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +119,11 @@ class HostsSpec:
         words = list(self.torchrun)
         return words[words.index(name) + 1] if name in words else None
 
+    @property
+    def grace(self) -> float:
+        """Seconds that the ranks have to end; raises SettingError where it is no number."""
+        return shutdown_timeout(self.flag("--shutdown-timeout"), self.environment)
+
     def launcher(self, number: int, address: str, port: int) -> list[str]:
         """The arguments of `lockstep` on one machine."""
         size = len(self.hosts)
@@ -126,13 +147,17 @@ class HostsSpec:
     def describe(self) -> str:
         """What would be started, for `--dry-run`."""
         lines = [f"{counted(len(self.hosts), 'host')}, in {working_folder()}:"]
-        address = self.flag("--master-addr") or self.hosts[0].address
+        address = self.flag("--master-addr") or "ADDRESS"
         port = int(self.flag("--master-port") or PORT)
         for number, host in enumerate(self.hosts):
-            way = "here" if host.here else shlex.join([*self.ssh, *SSH_OPTIONS, host.name])
+            way = "here" if host.here else shlex.join([*self.ssh, *SSH_OPTIONS, host.for_ssh])
             lines.append(f"  {host.name} ({way}):")
             lines.append(f"    lockstep {shlex.join(self.launcher(number, address, port))}")
         names = ", ".join(sorted(self.environment)) or "none"
+        if len(self.hosts) > 1 and address == "ADDRESS":
+            lines.append(
+                "ADDRESS: of the first machine, as the others reach it; found at the start"
+            )
         return "\n".join([*lines, f"variables that are sent: {names}, and a token"])
 
 
@@ -147,42 +172,68 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         SettingError: a part of it names no host, or a host stands there twice.
     """
-    was_set = f"--hosts {text}"
+    was_set, hosts = f"--hosts {text}", []
     if os.path.isfile(text):  # many hosts are too long for a file's name, which pathlib raises for
-        lines = Path(text).read_text().splitlines()
-        words = [line.partition("#")[0] for line in lines]
-        hosts = [_of_line(was_set, line) for line in words if line.strip()]
+        for number, line in enumerate(_lines(was_set, text), 1):
+            if words := re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split():
+                hosts.append(_of_line(f"--hosts {text}, line {number}", *words))
     else:
         hosts = [_of_part(was_set, part.strip()) for part in text.split(",")]
-    for number, host in enumerate(hosts):
-        if host.name in [other.name for other in hosts[:number]]:
-            do = f"name it once, as {host.name}:2 say"
-            raise SettingError(was_set, f"{host.name} is named twice", do)
+    seen: dict[str, Host] = {}
+    for host in hosts:
+        other = seen.setdefault(host.address, host)
+        if other is not host:
+            do = "name each machine once, with the number of its processes"
+            raise SettingError(was_set, f"{other.name} and {host.name} are one machine", do)
     if not hosts:
         do = "write a line for each: node1 slots=4"
         raise SettingError(was_set, "the file names no host", do)
     return hosts
 
 
+def _lines(was_set: str, path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(was_set, str(error), "make it a text file that can be read") from None
+
+
 def _of_part(was_set: str, part: str) -> Host:
-    found = re.fullmatch(f"({_NAME.pattern})(?::([0-9]+|auto|gpu|cpu))?", part)
-    if found is None or found[2] == "0":
-        raise SettingError(
-            was_set,
-            f"{part!r} is neither a host nor a file",
-            "write node1,node2:4, the number being that of processes there, or a hostfile's name",
-        )
-    return Host(found[1], found[2])
+    name, processes = part, None
+    if found := re.fullmatch(r"(.*[^:]):([^:\]]*)", part):
+        name, processes = found[1], found[2]
+        if processes not in ("auto", "gpu", "cpu") and not re.fullmatch("0*[1-9][0-9]*", processes):
+            do = "write node1:4, or node1:gpu for one for each GPU"
+            raise SettingError(was_set, f"{processes!r} is no number of processes", do)
+    do = "write node1,node2:4, the number being that of processes there, or a hostfile's name"
+    _check_name(was_set, name, f"{do}; there is no file {name!r}")
+    return Host(name, processes)
 
 
-def _of_line(was_set: str, line: str) -> Host:
-    name, *rest = re.sub(r"\s*=\s*", "=", line).split()
-    options = dict(word.partition("=")[::2] for word in rest)
-    slots = options.get("slots")
-    known = options.keys() <= {"slots", "max_slots", "max-slots"}
-    if not _NAME.fullmatch(name) or not known or (slots and not slots.isdecimal()) or slots == "0":
-        raise SettingError(was_set, f"the line {line.strip()!r}", "write it as: node1 slots=4")
-    return Host(name, slots)
+def _check_name(was_set: str, name: str, do: str) -> None:
+    if name.count(":") > 1 and "[" not in name:
+        do = f"write an IPv6 address in brackets: [{name}]"
+    if not _NAME.fullmatch(name):
+        found = f"{name!r} is no host's name" if name else "a host's name is missing"
+        raise SettingError(was_set, found, do)
+
+
+_LINE = "write the line as: node1 slots=4"
+
+
+def _of_line(was_set: str, name: str, *options: str) -> Host:
+    numbers = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        if key not in ("slots", "max_slots", "max-slots") or not re.fullmatch("[0-9]+", value):
+            raise SettingError(was_set, f"{option!r} is not understood", _LINE)
+        numbers[key.replace("-", "_")] = int(value)
+    slots = numbers.get("slots")
+    if slots == 0 or (slots or 1) > numbers.get("max_slots", math.inf):
+        found = f"{' '.join(options)}: there is no room for so many processes"
+        raise SettingError(was_set, found, "give slots of at least 1, and no more than max_slots")
+    _check_name(was_set, name, _LINE)
+    return Host(name, None if slots is None else str(slots))
 
 
 def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -230,9 +281,15 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "have",
     ),
     (
-        r"Permission denied|Too many authentication failures",
+        r"Permission denied \([a-z]|Too many authentication failures",  # rsync has (13) there
         "it lets nobody in without a password",
         "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
+    ),
+    (
+        r"exchange_identification|Connection closed by UNKNOWN port",
+        "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
+        "this machine is barred",
+        "raise MaxStartups in its sshd_config, and see its log",
     ),
     (
         r"Could not resolve hostname",
@@ -265,6 +322,11 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "{python} has no Lockstep there",
         "make the same environment there, at the same path: the first machine's Python is used",
     ),
+    (
+        r"Too many levels of symbolic links",
+        "a folder that is sent is a link there, and rsync follows none that lead out of the folder",
+        "name it in .gitignore, or make it a folder there",
+    ),
     (r"rsync.*not found", "it has no rsync", "install rsync there, or copy the folder yourself"),
 )
 
@@ -282,7 +344,8 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     for pattern, found, do in _FAILURES:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
             return Problem(found.format(**names), do.format(**names))
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no word")
+    words = (line.strip() for line in reversed(said.splitlines()))
+    last = next((line for line in words if line and not line.startswith("rsync error:")), "no word")
     do = f"try it by hand: `ssh {host.name} {python} --version`"
     if code is None:
         do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"

@@ -140,6 +140,21 @@ def last_state(line: bytes) -> bytes:
     return next((state for state in reversed(states) if state), b"")
 
 
+def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
+    """The finished lines as a terminal would show them, and what there is of the next one.
+
+    Of a line that is drawn again and again no more than its last state is kept, and one of more
+    than a megabyte counts as finished.
+    """
+    *lines, rest = text.split(b"\n")
+    rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+    if len(rest) > _MAX_LINE:
+        lines.append(rest)
+        rest = b""
+    # Where several bars are drawn, the cursor goes up again after the lower one.
+    return [last_state(line) for line in lines if not line.endswith(_UP)], rest
+
+
 class Console:
     """Reads the streams of all ranks, in a thread, within a `with` block.
 
@@ -527,16 +542,9 @@ class _Stream:
 
     def lines_of(self, data: bytes) -> list[bytes]:
         """The lines that are finished by what the stream brings, without newlines."""
-        *lines, rest = (self.unfinished + data).split(b"\n")
-        rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
-        if len(rest) > _MAX_LINE:
-            lines.append(rest)
-            rest = b""
-        self.unfinished = rest
-        # Where several bars are drawn, the cursor goes up again after the lower one. And torch's
-        # hook for exceptions puts the rank before each line as well.
-        prefix = f"[rank{self.rank}]: ".encode()
-        return [last_state(line).removeprefix(prefix) for line in lines if not line.endswith(_UP)]
+        lines, self.unfinished = finished_lines(self.unfinished + data)
+        prefix = f"[rank{self.rank}]: ".encode()  # torch's hook for exceptions puts it there, too
+        return [line.removeprefix(prefix) for line in lines]
 
     def held_back(self, lines: list[bytes]) -> list[bytes]:
         """Puts those of the lines that tell of the rank's end into `last_words`; the others."""

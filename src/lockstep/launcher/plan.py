@@ -36,6 +36,7 @@ _OF_ONE_NODE = (
 )
 _MASTER_PORT = 29500
 """Torchrun's, where --master-port does not say."""
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _NOTHING = Command((), {})
 
 
@@ -352,6 +353,24 @@ def _check_counts(flags: argparse.Namespace) -> None:
     ):
         if not right:
             raise SettingError(f"{flag} {value}", "out of range", f"give a number {least}")
+
+
+def shutdown_timeout(flag: float | str | None, environ: Mapping[str, str]) -> float:
+    """Seconds between asking a rank to end and killing it.
+
+    Args:
+        flag: torchrun's --shutdown-timeout (since torch 2.12); None: it is not given.
+        environ: has torchrun's variable where the flag is not given.
+
+    Raises:
+        SettingError: the value of one of them is no number.
+    """
+    given = environ.get(_SHUTDOWN_TIMEOUT, 10.0) if flag is None else flag
+    try:
+        return float(given)
+    except ValueError:
+        name = _SHUTDOWN_TIMEOUT if flag is None else "--shutdown-timeout"
+        raise SettingError(f"{name}={given}", "it is not a number", "give seconds") from None
 
 
 def _check_names(flags: argparse.Namespace) -> None:

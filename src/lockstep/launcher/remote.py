@@ -2,21 +2,23 @@
 
 It does what the first machine asks for (`hosts`), which comes as lines of JSON on its standard
 input: it looks at what is here, lets the machines find each other, and then starts the launcher,
-whose output goes the same way as its own. Answers are lines of its standard output that begin with
-`MARK`; the last one says how the launcher ended.
+whose output it passes on. Answers are lines of its standard output that begin with `MARK` and the
+word that it was started with; the last one says how the launcher ended.
 
     {"folder", "script", "here"}   this machine: versions, address, and what is missing; `here`: it
                               is the first one
     {"listen"}                the port at which the run will be served, which is free now
     {"reach"}                 why an address and port cannot be reached; empty: they can. And the
                               address of this machine that lies on the way
-    {"start", "environment", "keep"}   starts `lockstep` with these arguments
+    {"start", "environment", "keep", "grace"}   starts `lockstep` with these arguments; its ranks
+                              have `grace` seconds to end
     {"signal"}                passes a signal on
     an empty line             the first machine is still there
 
 The end of its input, or silence for `SILENT_S`, means that the first machine or the way to it is
-gone: the launcher is then ended, and with it the ranks, unless the run is to go on (`keep`). The
-launcher ends too when this process is killed.
+gone: the launcher is then ended, and with it the ranks, unless the run is to go on (`keep`) while
+nobody sees what it prints. The launcher ends too when this process is killed. While it runs, empty
+answers tell the first machine that this one is there.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep import __version__
 from lockstep.distributed.network import address_reaching, is_loopback_address, wait_until
@@ -43,13 +47,17 @@ from lockstep.launcher.zygote import die_with_parent
 
 MARK = b"\x1elockstep "
 """Before an answer; \\x1e is the record separator, as in RFC 7464."""
+HEARTBEAT_S = 2.0
 SILENT_S = 12.0
 _REACH_S = 5.0
 _LONG = bytes(1 << 14)
 """Fills more than one packet, also where they are jumbo frames."""
 _LOOK_S = 0.2
-_KILL_AFTER_S = 120.0
-"""A launcher that was asked to end and has not; it gives its ranks 10 seconds, if not told more."""
+_KILL_AFTER_S = 110.0
+"""A launcher that was asked to end and has not, beside what it gives its ranks."""
+_PIECE = 4096
+"""A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
+_FINISH_S = 2.0
 
 
 def versions() -> dict[str, str]:
@@ -76,12 +84,15 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
     """This machine, as far as the first one must know it.
 
     `own` is the address of this machine that the first one has reached, `first` the one from which
-    it came, empty where no ssh lies between them. `time` is what the clock says.
+    it came, empty where no ssh lies between them. `machine` tells machines apart that may have
+    several names. `time` is what the clock says.
     """
     # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1). On the first
     # machine it is that of the user's own login.
     connection = "" if request["here"] else os.environ.get("SSH_CONNECTION", "")
     client, _, server, _ = (connection or "   ").split(" ")
+    if client == "UNKNOWN":  # ssh goes over a pipe
+        client = server = ""
     if not server or is_loopback_address(server):
         server = address_reaching() or ""
     return {
@@ -89,14 +100,23 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
         "missing": missing_here(request["folder"], request["script"]),
         "own": server,
         "first": client,
+        "machine": f"{socket.gethostname()} {_boot_id()}",
         "time": time.time(),
     }
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def listen(port: int, instead: bool) -> tuple[socket.socket | None, dict[str, Any]]:
     """Listens at a port; where it is taken and `instead`, at any other."""
     ipv6 = socket.has_dualstack_ipv6()
-    options: dict[str, Any] = {"dualstack_ipv6": ipv6}
+    # All other machines connect at once, and nobody accepts.
+    options: dict[str, Any] = {"dualstack_ipv6": ipv6, "backlog": 4096}
     if ipv6:
         options["family"] = socket.AF_INET6
     try:
@@ -151,10 +171,10 @@ class Input:
         return [json.loads(line) for line in lines if line] if data else None
 
 
-def answer(**values: object) -> None:
+def answer(values: Mapping[str, object], output: int = 1) -> None:
     """Sends an answer; it may be that nobody is there any more."""
     with contextlib.suppress(OSError):
-        os.write(1, MARK + json.dumps(values).encode() + b"\n")
+        os.write(output, MARK + f"{sys.argv[1]} {json.dumps(values)}\n".encode())
 
 
 def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -167,8 +187,21 @@ def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "lockstep", *request["start"]],
         env=environment,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         preexec_fn=lambda: die_with_parent(parent),
     )
+
+
+def pass_on(source: IO[bytes], target: int, gone: threading.Event) -> None:
+    """Copies what the launcher prints; once nobody is there, reads it and throws it away."""
+    while data := os.read(source.fileno(), 1 << 16):
+        while data and not gone.is_set():
+            if select.select([], [target], [], _LOOK_S)[1]:
+                try:
+                    data = data[os.write(target, data[:_PIECE]) :]
+                except OSError:
+                    gone.set()
 
 
 def watch(
@@ -177,23 +210,39 @@ def watch(
     messages: list[dict[str, Any]] | None,
     *,
     keep: bool,
+    grace: float,
 ) -> int:
     """Does what the first machine asks for until the launcher has ended; its exit code."""
-    there, kill_at = True, float("inf")
+    gone, kill_at, answer_at = threading.Event(), float("inf"), 0.0
+    copying = [
+        threading.Thread(target=pass_on, args=(source, target, gone), daemon=True)
+        for target, source in enumerate((launcher.stdout, launcher.stderr), 1)
+    ]
+    for thread in copying:
+        thread.start()
+    there = True
     while (code := launcher.poll()) is None:
         for message in messages or ():
             launcher.send_signal(signal.Signals[message["signal"]])
         if there:
             messages = requests.lines(_LOOK_S)
             there = messages is not None and not requests.silent
-            if not there and not keep:
+            if there:
+                if time.monotonic() >= answer_at and select.select([], [1], [], 0)[1]:
+                    answer({})
+                    answer_at = time.monotonic() + HEARTBEAT_S
+                continue
+            gone.set()
+            if not keep:
                 launcher.send_signal(signal.SIGTERM)
-                kill_at = time.monotonic() + _KILL_AFTER_S
+                kill_at = time.monotonic() + _KILL_AFTER_S + grace
         else:
             messages = None
             time.sleep(_LOOK_S)
         if time.monotonic() > kill_at:
             launcher.kill()
+    for thread in copying:  # a process that the ranks have left behind may hold its output open
+        thread.join(_FINISH_S)
     return code if code >= 0 else 128 - code
 
 
@@ -204,12 +253,12 @@ def main() -> int:
         while messages:
             message = messages.pop(0)
             if "folder" in message:
-                answer(**look(message))
+                answer(look(message))
             elif "listen" in message:
                 listener, found = listen(message["listen"], message["instead"])
-                answer(**found)
+                answer(found)
             elif "reach" in message:
-                answer(**reach(*message["reach"]))
+                answer(reach(*message["reach"]))
             elif "start" in message:
                 if listener is not None:
                     listener.close()
@@ -217,8 +266,9 @@ def main() -> int:
                 for number in (signal.SIGHUP, signal.SIGINT):
                     signal.signal(number, lambda *_: None)
                 launcher = start(message)
-                code = watch(launcher, requests, messages, keep=message["keep"])
-                answer(exit=code)
+                rules = {name: message[name] for name in ("keep", "grace")}
+                code = watch(launcher, requests, messages, **rules)
+                answer({"exit": code})
                 return code
     return 1
 

@@ -14,9 +14,12 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import re
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -35,17 +38,20 @@ from lockstep.launcher.hosts import (
     ssh_failure,
     working_folder,
 )
-from lockstep.launcher.output import Sink
-from lockstep.launcher.remote import MARK, SILENT_S, versions
+from lockstep.launcher.output import Sink, finished_lines, last_state
+from lockstep.launcher.remote import HEARTBEAT_S, MARK, SILENT_S, versions
 
 T = TypeVar("T")
-_HEARTBEAT_S = 2.0
 _FAILED_ELSEWHERE = "SIGUSR2"
 """Ends a launcher whose ranks have not started."""
 _OTHERS_S = SILENT_S + 3.0
 """When a machine has failed or is lost, the launchers of the others find that out by themselves
 where their ranks have started."""
-_END_S = 30.0
+_END_S = 20.0
+"""What a launcher needs to end beside what it gives its ranks, as at Ctrl-C."""
+_PAUSES_S = (1.0, 2.0, 4.0)
+"""Before a machine is tried again whose ssh server drops connections (MaxStartups)."""
+_DROPPED = re.compile(rb"exchange_identification|Connection closed by UNKNOWN port")
 _FINISH_S = 2.0
 _CLOCK_S = 5.0
 """As `watchdog.first_failure` allows for."""
@@ -65,7 +71,7 @@ class Remote:
     Args:
         host: which.
         ssh: how ssh is called.
-        show: is called with what is printed there once the launcher is started.
+        show: is called with each line that is printed there once the launcher is started.
         module: what is started there.
     """
 
@@ -73,7 +79,7 @@ class Remote:
         self,
         host: Host,
         ssh: Sequence[str],
-        show: Callable[[Host, str, bytes], Any] = lambda *_: None,
+        show: Callable[[Host, str, bytes], Coroutine[Any, Any, None]] | None = None,
         module: str = "lockstep.launcher.remote",
     ) -> None:
         self.host, self.here = host, host.here
@@ -88,19 +94,44 @@ class Remote:
         """By how many seconds it is ahead of this machine at least, or behind where below 0."""
         self.place = ("", 0)
         """The address and port at which it listens."""
+        self.unfinished = {"stdout": b"", "stderr": b""}
+        """By stream, what there is of a line that is not finished."""
         self._said = b""
-        self._started = False
-        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._started_with: float | None = None
+        """The seconds that its ranks have to end, once the launcher is started."""
+        self._beginning: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def connect(self) -> None:
-        """Starts the process there.
+    async def connect(self, **request: Any) -> dict[str, Any]:
+        """Starts the process there; its answer to a first request.
 
         Raises:
-            Problem: there is no ssh.
+            Problem: there is no ssh, or no answer.
         """
+        for pause in _PAUSES_S:
+            await self._begin()
+            try:
+                return await self.ask(**request)
+            except Problem:
+                if not _DROPPED.search(self._said):
+                    raise
+            await self.close()
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+        await self._begin()
+        return await self.ask(**request)
+
+    async def _begin(self) -> None:
+        # Cancelled in the middle, asyncio would wait for all who hold the process's output.
+        self._beginning = asyncio.create_task(self._start_process())
+        await asyncio.shield(self._beginning)
+
+    async def _start_process(self) -> None:
+        word = secrets.token_hex(8)
+        self._mark = MARK + f"{word} ".encode()
+        self._said = b""
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._process = await asyncio.create_subprocess_exec(
-            *self.host.command(self._module, self._ssh),
+            *self.host.command(self._module, word, self._ssh),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -109,8 +140,8 @@ class Remote:
         assert self._process.stdout
         assert self._process.stderr
         self._tasks = [
-            asyncio.create_task(self._read(self._process.stdout, self._take_output)),
-            asyncio.create_task(self._read(self._process.stderr, self._take_errors)),
+            asyncio.create_task(self._read("stdout", self._process.stdout)),
+            asyncio.create_task(self._read("stderr", self._process.stderr)),
         ]
 
     async def open(self, request: Mapping[str, Any]) -> None:
@@ -119,9 +150,8 @@ class Remote:
         Raises:
             Problem: it could not be started, or something is missing.
         """
-        await self.connect()
         asked = time.time()
-        self.found = await self.ask(**request, here=self.here)
+        self.found = await self.connect(**request, here=self.here)
         there = self.found["time"]
         self.clock = max(there - time.time(), 0.0) or min(there - asked, 0.0)
         for name, here in versions().items():
@@ -134,23 +164,33 @@ class Remote:
             raise Problem(self.found["missing"], do)
 
     async def copy(self) -> None:
-        """Sends this folder, without what .gitignore names; nothing is deleted there.
+        """Sends this folder, without what .gitignore names; a folder there keeps what else it has.
 
         Raises:
             Problem: it could not be sent.
         """
-        folder, name = working_folder(), self.host.name
-        way = shlex.join([*self._ssh, *SSH_OPTIONS])
-        what = ["--filter=:- .gitignore", "--exclude=/.git", f"{folder}/", f"{name}:{folder}/"]
-        line = ["rsync", "-az", "--mkpath", "-e", way, *what]
+        folder = working_folder()
+        files = await _files_of_git()
+        # A link to a folder there stays a link. An rsync of before 3.2.3 cannot make the folder.
+        line = ["rsync", "-azsr", "--keep-dirlinks", "--exclude=.git"]
+        line += [f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"]
+        line += ["-e", shlex.join([*self._ssh, *SSH_OPTIONS])]
+        if files is None:
+            line += ["--filter=:- .gitignore"]
+        else:
+            line += ["--from0", "--files-from=-", "--ignore-missing-args"]
         try:
             process = await asyncio.create_subprocess_exec(
-                *line, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+                *line,
+                f"{folder}/",
+                f"{self.host.name}:{folder}/",
+                stdin=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
             )
         except FileNotFoundError:
             raise Problem("there is no rsync on this machine", "install it") from None
         try:
-            said = (await process.communicate())[1]
+            said = (await process.communicate(files))[1]
         finally:
             if process.returncode is None:  # a signal asks this process to end
                 process.terminate()
@@ -207,10 +247,14 @@ class Remote:
             raise Problem(f"{where}: {found['why']}", do)
         return str(found["own"])
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], keep: bool) -> None:
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], keep: bool, grace: float
+    ) -> None:
         """Starts the launcher there."""
-        self._started = True
-        self.send(start=list(arguments), environment=dict(environment), keep=keep)
+        self._started_with = grace
+        self.unfinished = dict.fromkeys(self.unfinished, b"")
+        rules = {"environment": dict(environment), "keep": keep, "grace": grace}
+        self.send(start=list(arguments), **rules)
 
     def send(self, **request: Any) -> None:
         """Sends a request, or a sign of life; nothing when nobody is there."""
@@ -218,48 +262,85 @@ class Remote:
         if pipe and self._process.returncode is None and not pipe.transport.is_closing():
             pipe.write((json.dumps(request) if request else "").encode() + b"\n")
 
-    async def _read(
-        self, stream: asyncio.StreamReader, take: Callable[[bytes], Coroutine[Any, Any, None]]
-    ) -> None:
-        unfinished = b""
-        while data := await stream.read(1 << 16):
-            *lines, unfinished = (unfinished + data).split(b"\n")
-            for line in lines:
-                await take(line)
-        if unfinished:
-            await take(unfinished)
-        if take == self._take_output:
+    async def _read(self, stream: str, source: asyncio.StreamReader) -> None:
+        silent = 0.0
+        while True:
+            try:
+                data = await asyncio.wait_for(source.read(1 << 16), _FINISH_S)
+            except TimeoutError:
+                if self._process.returncode is not None:  # one that ssh has started holds it open
+                    break
+                silent += _FINISH_S
+                if self._started_with is not None and stream == "stdout" and silent > SILENT_S:
+                    self.kill()
+                continue
+            if not data:
+                break
+            silent = 0.0
+            await self._take(stream, data)
+        await self._take(stream, b"\n" if self.unfinished[stream].strip() else b"")
+        if stream == "stdout":
             self._answers.put_nowait(None)
 
-    async def _take_output(self, line: bytes) -> None:
-        before, mark, text = line.partition(MARK)
-        if mark:
-            answer = json.loads(text)
-            self.code = answer.get("exit")
-            self._answers.put_nowait(answer)
-        if self._started and (before or not mark):
-            await self._show(self.host, "stdout", before)
-
-    async def _take_errors(self, line: bytes) -> None:
-        if self._started:
-            await self._show(self.host, "stderr", line)
-        else:
-            self._said = (self._said + line + b"\n")[-_MAX_KEPT:]
+    async def _take(self, stream: str, data: bytes) -> None:
+        """Shows the lines that are finished, but for the answers among them."""
+        text = self.unfinished[stream] + data
+        while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
+            answer = json.loads(text[at + len(self._mark) : end])
+            text = text[:at] + text[end + 1 :]
+            if answer:  # an empty one is a sign of life
+                self.code = answer.get("exit")
+                self._answers.put_nowait(answer)
+        lines, self.unfinished[stream] = finished_lines(text)
+        if self._started_with is None:
+            if stream == "stderr":
+                self._said = (self._said + data)[-_MAX_KEPT:]
+            return
+        for line in lines:
+            if self._show is not None:
+                await self._show(self.host, stream, line)
 
     async def ended(self) -> None:
         """Waits until the launcher there has ended, or the connection has."""
         await asyncio.wait(self._tasks)
-        await self._process.wait()
+        while self._process.returncode is None:  # wait() waits for those who hold its output, too
+            await asyncio.sleep(_TICK_S)
+
+    def kill(self) -> None:
+        """Ends the connection at once."""
+        if self._tasks and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # With a ProxyCommand's process; here the launcher is in the group, and ends itself.
+                (os.kill if self.here else os.killpg)(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Ends what still runs there, and the connection."""
+        if self._beginning is not None:
+            await asyncio.gather(self._beginning, return_exceptions=True)
         if not self._tasks:
             return
         if self._process.stdin:
             self._process.stdin.close()
-        if await _within(_END_S if self._started else _FINISH_S, [self.ended()]):
-            self._process.kill()
-            await self.ended()
+        patience = _FINISH_S if self._started_with is None else _END_S + self._started_with
+        if await _within(patience, [self.ended()]):
+            self.kill()
+            await _within(2 * _FINISH_S, [self.ended()])
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _files_of_git() -> bytes | None:
+    """What git knows or does not ignore of this folder, each name with a zero byte behind it.
+
+    None: there is no git, or this is no working tree of its.
+    """
+    line = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = await asyncio.to_thread(subprocess.run, line, capture_output=True)
+    except FileNotFoundError:
+        return None
+    # Of a folder that it ignores as a whole git lists nothing.
+    return done.stdout if done.stdout and done.returncode == 0 else None
 
 
 async def _within(seconds: float, work: Iterable[Coroutine[Any, Any, Any]]) -> bool:
@@ -296,7 +377,10 @@ async def on_all(
 class _Run:
     def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
         self._spec, self._say = spec, say
-        self._sinks = {"stdout": Sink(1, os.environ), "stderr": Sink(2, os.environ)}
+        self._grace = spec.grace
+        stdout, stderr = Sink(1, os.environ), Sink(2, os.environ)
+        same = stdout.identity == stderr.identity
+        self._sinks = {"stdout": stdout, "stderr": stdout if same else stderr}
         self._told: dict[bytes, Host] = {}
         self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
         self._asked_to_end: int | None = None
@@ -319,17 +403,22 @@ class _Run:
                 raise
             return 128 + self._asked_to_end
         finally:
+            self._main = None
             await asyncio.gather(*(remote.close() for remote in self._remotes))
             beating.cancel()
             await self._flush()
 
     def _on_signal(self, name: str) -> None:
+        before = self._asked_to_end
         if name != "SIGUSR1":
             self._asked_to_end = signal.Signals[name]
         if self._running:
             self._send(name, self._remotes)
-        elif self._main and self._asked_to_end is not None:
+        elif self._main and before is None and self._asked_to_end is not None:
             self._main.cancel()
+        elif self._asked_to_end is not None:  # and it takes too long
+            for remote in self._remotes:
+                remote.kill()
 
     async def _beat(self) -> None:
         """Tells the machines that this one is there, and lets the terminal take what waits."""
@@ -337,9 +426,10 @@ class _Run:
             for remote in self._remotes:
                 if remote.found:
                     remote.send()
-            for _ in range(int(_HEARTBEAT_S / _TICK_S)):
+            for _ in range(int(HEARTBEAT_S / _TICK_S)):
                 await asyncio.sleep(_TICK_S)
                 for sink in self._sinks.values():
+                    sink.draw(self._row(sink))
                     sink.flush()
 
     async def _show(self, host: Host, stream: str, line: bytes) -> None:
@@ -350,15 +440,26 @@ class _Run:
         said = b"consequences" if line.startswith(b"consequences: ") else line
         sink = self._sinks[stream]
         launchers_own = stream == "stderr" and line.strip() and not line.startswith(b"[rank")
-        if launchers_own and self._told.setdefault(said, host) is not host:
+        several = len(self._remotes) > 1  # a rank that is alone has no prefix
+        if several and launchers_own and self._told.setdefault(said, host) is not host:
             return
-        sink.write(f"[{host.name}] ".encode() + line + b"\n")
-        while len(sink.waiting) > _MAX_WAITING:
+        sink.write(f"[{host.name}] ".encode() + line + b"\n", self._row(sink))
+        while len(sink.waiting) > _MAX_WAITING and self._asked_to_end is None:
             await asyncio.sleep(_TICK_S)
+
+    def _row(self, sink: Sink) -> bytes:
+        """What stands under the lines on a terminal: what a machine has not finished yet."""
+        if sink.terminal:
+            for remote in self._remotes:
+                for stream, text in remote.unfinished.items():
+                    if self._sinks[stream] is sink and (state := last_state(text)).strip():
+                        return sink.cut(f"[{remote.host.name}] ".encode() + state)
+        return b""
 
     async def _flush(self) -> None:
         for _ in range(int(_FINISH_S / _TICK_S)):
             for sink in self._sinks.values():
+                sink.draw(self._row(sink))
                 sink.flush()
             if not any(sink.waiting for sink in self._sinks.values()):
                 return
@@ -394,7 +495,11 @@ class _Run:
         script = None if spec.module else spec.script[0]
         request = {"folder": working_folder(), "script": script}
         await self._on_all(remotes, lambda remote: remote.open(request))
+        names: dict[str, str] = {}
         for remote in remotes:
+            first = names.setdefault(remote.found["machine"], remote.host.name)
+            if first is not remote.host.name:
+                self._say(f"{first} and {remote.host.name} are one machine: each uses its devices")
             if abs(remote.clock) > _CLOCK_S:
                 where = "ahead" if remote.clock > 0 else "behind"
                 self._say(
@@ -407,10 +512,11 @@ class _Run:
         environment = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32), **spec.environment}
         self._running = True
         for number, remote in enumerate(remotes):
-            remote.start(spec.launcher(number, address, port), environment, spec.keep)
+            arguments = spec.launcher(number, address, port)
+            remote.start(arguments, environment, spec.keep, self._grace)
         place = f"; they meet at {address}, port {port}" if address else ""
-        names = ", ".join(host.name for host in spec.hosts)
-        self._say(f"{counted(len(remotes), 'host')}: {names}{place}")
+        all_of_them = ", ".join(host.name for host in spec.hosts)
+        self._say(f"{counted(len(remotes), 'host')}: {all_of_them}{place}")
 
     async def _meeting_place(self) -> tuple[str, int]:
         """The address and port of the first machine at which all others have reached it.
@@ -454,9 +560,9 @@ class _Run:
         lost = failed = False
         ends = {asyncio.create_task(remote.ended()): remote for remote in self._remotes}
         while ends:
-            patience = _OTHERS_S + float(self._spec.flag("--shutdown-timeout") or 0)
+            patience = _OTHERS_S + self._grace if failed else None
             over, _ = await asyncio.wait(
-                ends, timeout=patience if failed else None, return_when=asyncio.FIRST_COMPLETED
+                ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED
             )
             for task in over:
                 remote = ends.pop(task)
@@ -471,7 +577,7 @@ class _Run:
                 self._send(_FAILED_ELSEWHERE, ends.values())
             elif not over:
                 self._send("SIGTERM", ends.values())
-                await _within(_END_S, [remote.ended() for remote in ends.values()])
+                await _within(_END_S + self._grace, [remote.ended() for remote in ends.values()])
                 break
         return next(filter(None, codes), EXIT_LOST_RANK if lost and not codes else 0)
 

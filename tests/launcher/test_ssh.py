@@ -1,0 +1,251 @@
+"""`lockstep run --hosts` on one machine, by an `ssh` that executes here: what can go wrong.
+
+tests/clusters has real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launched, launch
+from namespaces import until
+
+from lockstep.launcher import remote, ssh
+from lockstep.launcher.hosts import Host, Problem
+from lockstep.launcher.ssh import Remote
+
+HOST = "203.0.113.7"
+EXECUTES = '#!/bin/sh\nfor last; do :; done\n{first}\nexec sh -c "$last"\n'
+ANSWERS = """
+import json, sys, time
+for line in sys.stdin:
+    print("\\x1elockstep", sys.argv[1], json.dumps({"here": "I am"}), flush=True)
+"""
+
+
+def fake_ssh(folder: Path, first: str = "") -> str:
+    """A program that executes here what is to be executed there, after something else."""
+    path = folder / "ssh"
+    path.write_text(EXECUTES.format(first=first))
+    path.chmod(0o755)
+    return str(path)
+
+
+def line(folder: Path, script: str, *options: str, first: str = "") -> Sequence[str]:
+    (folder / "train.py").write_text(script)
+    return ["run", "--hosts", HOST, "--ssh", fake_ssh(folder, first), *options, "train.py"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+SAYS = r"""
+import sys
+print('\x1elockstep {"exit": 7}')
+print("\x1elockstep")
+print("x" * 3_000_000)
+for percent in range(0, 101, 5):
+    sys.stderr.write(f"\r{percent}%")
+print(b"\xff".decode("latin-1"), end="")
+"""
+
+
+def test_whatever_is_printed_there_is_shown_and_understood_as_nothing_else(tmp_path: Path) -> None:
+    done = launch(line(tmp_path, SAYS), tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [text.removeprefix(f"[{HOST}] ") for text in done.stdout.split("\n")]
+    assert lines[0].endswith('lockstep {"exit": 7}')
+    assert lines[1].endswith("lockstep")
+    assert "".join(lines[2:-2]) == "x" * 3_000_000
+    assert lines[-2:] == ["ÿ", ""]
+    assert done.stderr.endswith(f"[{HOST}] 100%\n")
+
+
+DRAWS = """
+import os, sys
+sys.stderr.write("\\r10%")
+sys.stderr.write("\\r50%")
+sys.stderr.flush()
+open("seen").read()
+sys.stderr.write("\\r100%\\n")
+"""
+
+
+def test_a_progress_bar_is_seen_while_it_is_drawn(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "seen")
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "lockstep", *line(tmp_path, DRAWS)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"50%" not in shown:
+            shown += os.read(ours, 4096)
+        (tmp_path / "seen").write_text("")
+        while b"100%\r\n" not in shown:
+            shown += os.read(ours, 4096)
+        assert process.wait() == 0
+    os.close(ours)
+    assert re.search(rb"\[203\.0\.113\.7\] 50%\r", shown)
+
+
+def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """As a ProxyCommand that does not end with it."""
+    done = launch(line(tmp_path, "print(1)", first="sleep 1000 & echo $! > left"), tmp_path)
+    pid = int((tmp_path / "left").read_text())
+    try:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"[{HOST}] 1\n"
+        assert alive(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_twice_while_it_connects(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "began")
+    waits = "sleep 1000 & echo $$ $! > began; wait"
+    with Launched(line(tmp_path, "", first=waits), cwd=tmp_path) as command:
+        pids = [int(word) for word in (tmp_path / "began").read_text().split()]
+        command.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
+        done = command.finish()
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    until(lambda: not any(map(alive, pids)))
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = ANSWERS) -> dict[str, Any]:
+    """How a `Remote` starts a module of the test's own."""
+    (folder / "there.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return {"module": "there"}
+
+
+def test_a_machine_that_gives_no_sign_of_life_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one behind an open ControlMaster, for whose connection ssh does not look."""
+    monkeypatch.setattr(ssh, "_FINISH_S", 0.1)
+    monkeypatch.setattr(ssh, "SILENT_S", 0.3)
+
+    async def lost() -> Remote:
+        silent = Remote(Host(HOST), [fake_ssh(tmp_path)], **module(tmp_path, monkeypatch))
+        assert await silent.connect() == {"here": "I am"}
+        silent.send = lambda **_: None  # type: ignore[method-assign]
+        silent.start([], {}, keep=False, grace=1.0)
+        await silent.ended()
+        await silent.close()
+        return silent
+
+    found = asyncio.run(lost())
+    assert found.code is None
+    assert not alive(found._process.pid)
+
+
+@pytest.mark.parametrize("drops", [1, 9])
+def test_a_server_that_drops_connections_is_tried_again(
+    drops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    said = "kex_exchange_identification: Connection closed by remote host"
+    first = (
+        f'echo . >> tries; [ $(wc -l < tries) -le {drops} ] && {{ echo "{said}" >&2; exit 255; }}'
+    )
+    monkeypatch.chdir(tmp_path)
+
+    async def asked() -> dict[str, Any]:
+        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        try:
+            return await one.connect()
+        finally:
+            await one.close()
+
+    if drops == 1:
+        assert asyncio.run(asked()) == {"here": "I am"}
+    else:
+        with pytest.raises(Problem, match="drops the connection") as told:
+            asyncio.run(asked())
+        assert "MaxStartups" in told.value.args[1]
+    assert len((tmp_path / "tries").read_text().split()) == min(drops + 1, 3)
+
+
+def test_what_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
+    """With --on-lost keep, when the way to the first machine is gone."""
+    (from_launcher, launcher), (reads, target) = os.pipe(), os.pipe()
+    gone = threading.Event()
+    with os.fdopen(from_launcher, "rb", buffering=0) as source:
+        copying = threading.Thread(target=remote.pass_on, args=(source, target, gone))
+        copying.start()
+        try:
+            os.write(launcher, b"seen")
+            assert os.read(reads, 100) == b"seen"
+            writing = threading.Thread(target=os.write, args=(launcher, bytes(1 << 20)))
+            writing.start()
+            os.read(reads, 1)
+            gone.set()
+            writing.join(600)
+            assert not writing.is_alive()
+        finally:
+            gone.set()
+            os.close(launcher)
+            copying.join()
+            os.close(reads)
+            os.close(target)
+
+
+def test_many_machines_reach_the_first_at_once() -> None:
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    listener, found = remote.listen(0, False)
+    connections: list[socket.socket] = []
+    try:
+        for _ in range(min(300, most)):
+            connections.append(socket.create_connection(("127.0.0.1", found["port"]), timeout=600))
+    finally:
+        for each in (listener, *connections):
+            each.close()
+
+
+@pytest.mark.parametrize("folder", ["/", "~"])
+def test_a_folder_that_is_not_sent(folder: str, tmp_path: Path) -> None:
+    home = tmp_path if folder == "~" else tmp_path / "home"
+    (tmp_path / "train.py").touch()
+    options = ["run", "--hosts", HOST, "--copy", str(tmp_path / "train.py")]
+    cwd = Path(folder).expanduser() if folder == "/" else home
+    done = launch(options, cwd, env={**os.environ, "HOME": str(home)})
+    assert done.returncode == 2
+    assert f"--copy\n  found: all of {cwd} would be sent" in done.stderr
+
+
+def test_what_is_sent_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the list of git, which understands `!`; and without it by .gitignore alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("data/large", "data/small", "train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".gitignore").write_text("data/*\n!data/small\n")
+    assert asyncio.run(ssh._files_of_git()) is None
+    subprocess.run(["git", "init", "-q"], check=True)
+    files = asyncio.run(ssh._files_of_git()) or b""
+    assert sorted(files.split(b"\0")) == [b"", b".gitignore", b"data/small", b"train.py"]
+    (tmp_path / ".gitignore").write_text("*\n")
+    assert asyncio.run(ssh._files_of_git()) is None
+    monkeypatch.setenv("PATH", "")
+    assert asyncio.run(ssh._files_of_git()) is None
