@@ -277,7 +277,8 @@ class Answering:
     def __init__(self, host: Host, ssh: Any, module: str) -> None:
         self.host, self.here, self.patience = host, False, 0.0
 
-    async def connect(self) -> None: ...
+    async def connect(self, **request: Any) -> dict[str, Any]:
+        return await self.ask(**request)
 
     async def close(self) -> None: ...
 

@@ -17,8 +17,8 @@ word that it was started with; the last one says how the launcher ended.
 
 The end of its input, or silence for `SILENT_S`, means that the first machine or the way to it is
 gone: the launcher is then ended, and with it the ranks, unless the run is to go on (`keep`) while
-nobody sees what it prints. The launcher ends too when this process is killed. While it runs, empty
-answers tell the first machine that this one is there.
+nobody sees what it prints. The launcher ends too when this process is killed. While it runs, an
+answer of `ALIVE` tells the first machine now and then that this one is there.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from lockstep.launcher.zygote import die_with_parent
 
 MARK = b"\x1elockstep "
 """Before an answer; \\x1e is the record separator, as in RFC 7464."""
+ALIVE = {"alive": True}
 HEARTBEAT_S = 2.0
 SILENT_S = 12.0
 _REACH_S = 5.0
@@ -229,7 +230,7 @@ def watch(
             there = messages is not None and not requests.silent
             if there:
                 if time.monotonic() >= answer_at and select.select([], [1], [], 0)[1]:
-                    answer({})
+                    answer(ALIVE)
                     answer_at = time.monotonic() + HEARTBEAT_S
                 continue
             gone.set()

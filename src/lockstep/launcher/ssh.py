@@ -39,7 +39,7 @@ from lockstep.launcher.hosts import (
     working_folder,
 )
 from lockstep.launcher.output import Sink, finished_lines, last_state
-from lockstep.launcher.remote import HEARTBEAT_S, MARK, SILENT_S, versions
+from lockstep.launcher.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
 
 T = TypeVar("T")
 _FAILED_ELSEWHERE = "SIGUSR2"
@@ -288,7 +288,7 @@ class Remote:
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             answer = json.loads(text[at + len(self._mark) : end])
             text = text[:at] + text[end + 1 :]
-            if answer:  # an empty one is a sign of life
+            if answer != ALIVE:
                 self.code = answer.get("exit")
                 self._answers.put_nowait(answer)
         lines, self.unfinished[stream] = finished_lines(text)
