@@ -174,6 +174,29 @@ def test_a_pulled_cable_ends_the_run_on_both_sides(run, machines: Cluster) -> No
     assert "node 1 on host node2 has left" in command.said
 
 
+def test_behind_an_open_connection_a_machine_that_falls_silent_is_noticed(
+    run, machines: Cluster, tmp_path: Path
+) -> None:
+    """A ControlMaster of the user's: ssh itself does not look whether the machine is there."""
+    master = machines.start([*machines.ssh.split(), "-M", "-N", "-S", "open", "node2"], tmp_path)
+    until((tmp_path / "open").exists)
+    command = run(LOOP, "--ssh", f"{machines.ssh} -S open")
+    until(lambda: command.said.count("LOOPS") == 2)
+    with machines.nodes[1].unplugged():
+        assert command.wait() == lockstep.errors.EXIT_LOST_RANK, command.said
+    assert "the connection to node2 is lost" in command.said
+    master.process.kill()
+    machines.nodes[1].cut_connections()
+
+
+def test_it_goes_through_a_jump_host(run, machines: Cluster) -> None:
+    command = run(LOOP, "--ssh", f"{machines.ssh} -J node3", hosts="node2")
+    command.until("LOOPS")
+    assert any(each.name().startswith("sshd") for each in machines.nodes[2].processes())
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 130, command.said
+
+
 # What keeps a run from being started; test_faults has more of it
 
 
