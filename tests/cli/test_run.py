@@ -257,3 +257,16 @@ def test_every_flag_of_torchrun_is_known(asked: list[LaunchSpec]) -> None:
         assert name in ("--print-completion", "--print_completion")  # since torch 2.14
         done = run(name, "bash")
         assert (done.exit_code, "shtab" in done.output) in ((0, True), (1, True))
+
+
+def test_the_name_of_a_tracker_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    line = ["--dry-run", "--report", "tensorboard", "t.py"]
+    result = run(*line)
+    assert result.exit_code == 2
+    assert "lockstep report FOLDER --to tensorboard" in result.stderr
+    (tmp_path / "tensorboard").mkdir()
+    assert run(*line).exit_code == 0

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import socket
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -178,6 +180,10 @@ def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> Non
         return result.stderr
 
     assert "it cannot be written: No such file or directory" in out(tmp_path / "no" / "a.html")
+    (tmp_path / "link").symlink_to("linked.html")
+    out(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "linked.html").read_text().endswith("</html>")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     thread = threading.Thread(target=out, args=[tmp_path / "pipe"])
@@ -288,6 +294,40 @@ def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path
     assert page.count("<details><summary>8 more lines") == 1
 
 
+def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
+    line = {"logged": {"$x": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
+    later = line | {"logged": {"$x": 0.25}, "step": 5}
+    made.write(tmp_path, 1, rows=9, lines=(line, later), command=["train.py", "a\udcff$^$"])
+    text = pages(tmp_path)
+    assert "$x" in text
+    assert "\\udcff$^$" in text
+
+
+def test_bytes_that_torch_sends_are_not_told_as_none(tmp_path: Path) -> None:
+    for strategy, known in (("ddp", True), ("fsdp", False)):
+        made.write(tmp_path / strategy, 2, rows=9, strategy=strategy)
+        assert ("not known: torch sends" in pages(tmp_path / strategy)) != known
+
+
+def test_lines_that_are_not_understood_hide_nothing_else(tmp_path: Path) -> None:
+    stray = ([1, 2], ["a"] * 15, 7, {}, {"logged": {}}, {"record": 1}, {"warning": "w"})
+    made.write(tmp_path, 2, rows=9, lines=stray)
+    launcher = tmp_path / f"{10**18:020d}-aaaa.launcher-node1.record"
+    launcher.write_text('{"kind": "finding"}\n[1]\nno json\n')
+    record = Record(tmp_path)
+    assert record.unread == len(stray) + 3
+    assert [len(r.rows) for r in record.starts[0].records.values()] == [9, 9]
+    assert f"not understood: {len(stray) + 3} lines of the files" in pages(tmp_path)
+
+
+def test_no_loss_is_told_of_fewer_ranks_than_count(tmp_path: Path) -> None:
+    made.write(tmp_path, 2, rows=9)
+    file = next(tmp_path.glob("*.rank1.record"))
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    steps, losses = Record(tmp_path).starts[0].loss()
+    assert len(steps) == len(losses) == 0
+
+
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     made.write(tmp_path, rows=2)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -301,7 +341,7 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
-    tmp_path: Path, monkeypatch: Any
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     from lockstep.report import live
 
@@ -338,11 +378,17 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
         now[0] = 120.0
         assert get() == (200, "nothing new")
         assert get("/etc/passwd")[0] == 404
+        assert get(host="localhost")[0] == get(host="127.0.0.1")[0] == 200
+        with socket.create_connection(server.server_address[:2]) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.sendall(b"GET / HTTP/1.0\r\n")
+        assert get() == (200, "nothing new")
         assert get(host="evil.example:80")[0] == 403
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+    assert "Traceback" not in capsys.readouterr().err
     with live.make_server(live.LivePage(Record(tmp_path))) as taken:
         port = str(taken.server_port)
         result = CliRunner().invoke(main, ["report", str(tmp_path), "--live", "--port", port])
@@ -370,13 +416,13 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
 
 def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
     line = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    made.write(tmp_path, 2, rows=2, lines=(line,))
+    made.write(tmp_path, 2, rows=2, lines=(line, line | {"logged": {"acc": 0.25}}))
     record = Record(tmp_path)
     values = [(s.step, s.name, s.value) for s in scalars(record.starts[0])]
     assert (1, "loss", pytest.approx(2.0)) in values
     assert (2, "learning_rate", pytest.approx(0.099)) in values
     assert (2, "samples_per_second", pytest.approx(256 / made.STEP_S)) in values
-    assert (2, "evaluation/acc", 0.5) in values
+    assert [value for _, name, value in values if name == "evaluation/acc"] == [0.5, 0.25]
     sent: list[dict[str, Any]] = []
     run = SimpleNamespace(
         log=sent.append, define_metric=lambda *_, **__: None, finish=lambda: sent.append({})

@@ -55,15 +55,16 @@ def command(
         serve(record, others, port, click.echo)
         return
     path = out or run / "report.html"
+    place = path.resolve()  # a link stays one
     page = render(record, others)
     try:
-        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+        if path.exists() and not path.is_file():  # a pipe, such as /dev/stdout
             path.write_text(page, encoding="utf-8")
-        else:
-            write_whole(path, page)
+            return
+        write_whole(place, page)
     except OSError as error:
         with contextlib.suppress(OSError):
-            path.with_name(f"{path.name}.new").unlink()
+            place.with_name(f"{place.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
     click.echo(f"{path}: {len(page.encode()) / 1e6:.1f} MB")

@@ -330,6 +330,10 @@ def _check_together(ctx: click.Context) -> None:
                 raise SettingError(
                     param.opts[0], f"there is no {first.opts[0]}", "add it, or leave this out"
                 )
+    report = ctx.params["report"]
+    if report in ("tensorboard", "wandb") and not Path(report).exists():
+        do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
+        raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
 

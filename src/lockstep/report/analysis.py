@@ -18,7 +18,7 @@ EVERY_STEP = tuple(phase for phase in OWN if phase not in ("checkpoint", "evalua
 _SLOW = 0.1
 """Of a step: a rank that works so much longer than the others is a straggler."""
 _MOST_WARNINGS = 20
-_COMMUNICATE_WITHIN = ("fsdp", "hsdp", "pipeline")
+COMMUNICATE_WITHIN = ("fsdp", "hsdp", "pipeline")
 """Strategies whose forward and backward passes wait for other ranks, which is not told apart."""
 _MUCH = {
     "data": (0.2, "wait for data", "use more num_workers, or a cheaper transform"),
@@ -103,7 +103,7 @@ def working(start: Start) -> float | None:
     about = start.main.about
     on_cpu = not str(about.get("device", "")).startswith("cuda")
     work = work_by_rank(start)
-    if not on_cpu or about.get("strategy") in _COMMUNICATE_WITHIN or len(work) < 2:
+    if not on_cpu or about.get("strategy") in COMMUNICATE_WITHIN or len(work) < 2:
         return None
     waited = sum(per_step(start.records[rank])["communication"] for rank in work)
     return sum(work.values()) / max(sum(work.values()) + waited, 1e-12)
@@ -120,6 +120,10 @@ def find(record: Record) -> list[Finding]:
     last = record.starts[-1]
     found += [*_losses(last), *_stragglers(last), *_phases(last), *_warnings(record)]
     found += _unknown(last)
+    if record.unread:
+        found.append(
+            Finding("note", f"not understood: {counted(record.unread, 'line')} of the files")
+        )
     order = ("error", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.level))
 
@@ -270,7 +274,7 @@ def _unknown(start: Start) -> Iterator[Finding]:
             "the times are those of the CPU, which runs ahead of the GPU: the GPU's part, waiting "
             "for other GPUs among it, shows where the CPU waits for it",
         )
-    elif about.get("strategy") in _COMMUNICATE_WITHIN and start.ranks > 1:
+    elif about.get("strategy") in COMMUNICATE_WITHIN and start.ranks > 1:
         yield Finding(
             "note",
             f"{about['strategy']} communicates within forward and backward passes; that part of "

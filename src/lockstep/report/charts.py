@@ -45,6 +45,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": _PLACES["grid"],
     "grid.linewidth": 0.6,
     "text.color": _PLACES["text"],
+    "text.parse_math": False,  # a metric's name may hold dollars
     "xtick.color": _PLACES["text"],
     "ytick.color": _PLACES["text"],
     "legend.frameon": False,

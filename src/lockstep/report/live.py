@@ -5,6 +5,7 @@ It is drawn again where it is asked for and the record has grown, at most once i
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,10 +62,13 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
     """
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # the browser has gone
+                super().handle()
+
         def do_GET(self) -> None:
             # Another name for this address may be a foreign page's, which would read the answer.
-            host = (self.headers.get("Host") or "").rpartition(":")[0]
-            if host not in _NAMES:
+            if urlsplit(f"//{self.headers.get('Host')}").hostname not in _NAMES:
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             if urlsplit(self.path).path != "/":

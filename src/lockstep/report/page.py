@@ -83,7 +83,7 @@ def render(
         "Findings": True, "Time": times, "Curves": curves, "Scaling": rates or several,
         "Starts": True, "Choices": choices, "Samples": ledger,
     }  # fmt: skip
-    return template.render(
+    text = template.render(
         figure=figure,
         refresh_s=refresh_s,
         title=f"{Path(command[0]).name} · {_state(last)}",
@@ -113,6 +113,7 @@ def render(
         choices=choices,
         ledger=ledger,
     )
+    return text.encode(errors="backslashreplace").decode()  # arguments may be no text in UTF-8
 
 
 def _state(start: Start) -> str:
@@ -138,6 +139,7 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     speed = analysis.speed(last)
     hosts = {str(r.about.get("host")) for r in last.records.values()}
     where = f" on {counted(len(hosts), 'host')}" if last.joined else ""
+    within = last.main.about.get("strategy") in analysis.COMMUNICATE_WITHIN
     numbers = [("ranks", f"{last.ranks}{where}")]
     if len(last.main.rows):
         numbers.append(("last step", thousands(last.main.column("step")[-1])))
@@ -151,7 +153,7 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
         numbers += [
             ("trained for", duration(found["seconds"])),
             ("most memory of a rank", sized(int(found["memory"]))),
-            ("sent by rank 0", sized(int(found["sent"]))),
+            ("sent by rank 0", "not known: torch sends" if within else sized(int(found["sent"]))),
         ]
     return numbers
 

@@ -5,6 +5,7 @@ Needs no torch. A file may still grow: reading it again costs as much as what ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -42,11 +43,33 @@ _ENDS = {"failure": "failed", "interrupted": "interrupted", "end": "ok"}
 Floats = npt.NDArray[np.float64]
 
 
+_NEEDED = {
+    "record": ("ranks", "time"),
+    "choices": (),
+    "logged": ("training", "step"),
+    "warning": ("step",),
+    "end": (),
+    "kind": ("time", "text", "host"),
+}
+"""What a line that is no row has: the first of them that it has says of what kind it is."""
+
+
+def _understood(line: Any) -> bool:
+    if isinstance(line, list):
+        numbers = all(isinstance(value, int | float | None) for value in line)
+        return len(line) == len(COLUMNS) and numbers
+    kind = next((kind for kind in _NEEDED if kind in line), "") if isinstance(line, dict) else ""
+    later = kind == "record" and line[kind] != FORMAT
+    return bool(kind) and (later or all(name in line for name in _NEEDED[kind]))
+
+
 class _Lines:
     """A file of lines of JSON that may still grow."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
+        self.unread = 0
+        """Lines that were not understood, as of a disk that was full, and then was not."""
 
     def new(self) -> Iterator[Any]:
         """The values of the whole lines that have been added."""
@@ -56,10 +79,13 @@ class _Lines:
         whole = data.rfind(b"\n") + 1
         self._at += whole
         for line in data[:whole].splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # a disk that was full, and then was not
-                continue
+            value = None
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+            if _understood(value):
+                yield value
+            else:
+                self.unread += 1
 
 
 @dataclass
@@ -80,10 +106,7 @@ class RankRecord:
     def add(self, line: Any) -> None:
         """Takes up a line of the file."""
         if isinstance(line, list):
-            if len(line) == len(COLUMNS):
-                self.rows.append([np.nan if value is None else value for value in line])
-        elif not isinstance(line, dict):  # a line that was damaged
-            return
+            self.rows.append([np.nan if value is None else value for value in line])
         elif "record" in line:
             self.about = line
         elif "choices" in line:
@@ -173,7 +196,7 @@ class Start:
 
         Rows that not all of them have written yet are left out.
         """
-        counting = [r for r in self._written() if r.about.get("contributes") and r.rows]
+        counting = [r for r in self._written() if r.about.get("contributes")]
         if not counting:
             return np.empty(0), np.empty(0)
         by_rank = [dict(zip(zip(r.column("step").tolist(), r.column("steps").tolist(), strict=True),
@@ -229,7 +252,7 @@ class Record:
                 if not rank.isdigit():
                     told = self._of_launchers.setdefault(path.name, [])
                     before = len(told)
-                    told += [{**line, "by": path.name} for line in lines if isinstance(line, dict)]
+                    told += [{**line, "by": path.name} for line in lines if "kind" in line]
                     changed |= len(told) > before
                     continue
                 # A file that is still empty tells that there is such a rank.
@@ -262,6 +285,11 @@ class Record:
                 and (after is None or t["time"] < after.time)
             ]
         return changed
+
+    @property
+    def unread(self) -> int:
+        """Lines that were not understood."""
+        return sum(lines.unread for lines in self._lines.values())
 
     @property
     def over(self) -> bool:

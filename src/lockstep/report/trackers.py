@@ -6,6 +6,7 @@ In a process of its own: what a library does with network and disk is none of th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ def scalars(start: Start) -> Iterator[Scalar]:
             Scalar(told["step"], f"{kind}/{name}", value, when)
             for name, value in told["logged"].items()
         ]
-    return iter(sorted(found))
+    return iter(sorted(found, key=lambda scalar: scalar[:2]))
 
 
 def _writer(record: Record, tracker: str) -> Any:
@@ -106,19 +107,20 @@ class Exporter:
 
     def __init__(self, record: Record, tracker: str) -> None:
         self._record, self._writer = record, _writer(record, tracker)
-        self._written: set[tuple[str, str, int]] = set()
+        self._written: Counter[tuple[str, str, int]] = Counter()
 
     def write(self) -> int:
         """Writes what is new; how many values that are."""
-        count = 0
+        seen: Counter[tuple[str, str, int]] = Counter()
+        before = self._written.total()
         for start in self._record.starts:
             for step, name, value, when in scalars(start):
                 key = start.name, name, step
-                if key not in self._written:
-                    self._written.add(key)
+                seen[key] += 1  # after a step there may be several passes that evaluate
+                if seen[key] > self._written[key]:
+                    self._written[key] += 1
                     self._writer.add_scalar(name, value, step, walltime=when)
-                    count += 1
-        return count
+        return self._written.total() - before
 
     def close(self) -> None:
         """Ends the library's part."""
