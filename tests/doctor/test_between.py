@@ -193,6 +193,22 @@ def test_the_way_to_another_machine(monkeypatch: Any) -> None:
     assert found == {"error": "no answer within 0.5 s"}
 
 
+def test_which_of_many_machines_are_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
+        places = {"a": one.getsockname(), "b": ("127.0.0.1", two.getsockname()[1])}
+        assert remote.reach(places) == {}
+    assert remote.reach(places) == dict.fromkeys(("a", "b"), "Connection refused")
+
+
+def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a" / "file"
+    wrote = remote.write(str(path), "text")
+    assert wrote == {"error": None, "path": str(tmp_path / "file")}
+    assert remote.read(wrote["path"]) == {"text": "text"}
+    remote.remove(wrote["path"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -273,6 +289,7 @@ class Answering:
 
     asked: ClassVar[list[tuple[str, float, dict[str, Any]]]] = []
     dies_in = "none"
+    closed: ClassVar[dict[str, dict[str, str]]] = {}
 
     def __init__(self, host: Host, ssh: Any, module: str) -> None:
         self.host, self.here, self.patience = host, False, 0.0
@@ -290,12 +307,28 @@ class Answering:
         here = {"missing": "", "own": f"10.0.0.{ord(self.host.name) - 96}", "first": ""}
         return {
             "look": here, "time": {"time": time.time()}, "serve": {"port": 1}, "measure": LINK,
-            "facts": facts, "write": {"error": None}, "remove": {},
-            "read": {"text": self.asked[-1][2].get("path")},
+            "reach": self.closed.get(self.host.name, {}), "facts": facts,
+            "write": {"error": None, "path": request.get("path")}, "remove": {},
+            "read": {"text": request.get("path")},
         }[ask]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", ["time", "serve", "measure", "facts", "write", "read"])
+def test_a_way_that_is_closed_is_found_among_many_machines(monkeypatch: Any) -> None:
+    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(Answering, "asked", [])
+    monkeypatch.setattr(Answering, "closed", {"a": {"g": "no answer within 4 s"}})
+    found, _ = hosts.look([Host(name) for name in "abcdefgh"], Path("."), files={}, fix=False)
+    tried = [request["places"] for ask, _, request in Answering.asked if ask == "reach"]
+    assert [len(places) for places in tried] == [7] * 8
+    links = judge(found)["links"]
+    assert links.level == ERROR
+    assert "measured on 24 of 56 ways" in links.found
+    assert "a to g: no answer within 4 s" in links.found
+    measured = [name for name, link in found["a"]["links"].items() if link == LINK]
+    assert measured == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("step", ["time", "serve", "reach", "measure", "facts", "write", "read"])
 def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
     monkeypatch: Any, step: str
 ) -> None:

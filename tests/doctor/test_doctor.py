@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -43,7 +44,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "variables": {"OMP_NUM_THREADS": "4"},
     "token": {"source": "/home/me/.config/lockstep/token", "problem": None, "do": "", "open": False,
               "digest": "12ab"},
-    "leftovers": {"shared": [], "logs": []},
+    "leftovers": {"shared": [], "sees_all": True, "logs": []},
 }  # fmt: skip
 
 PLANTED = [
@@ -187,10 +188,20 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
         if path not in (young, logs / "new" / "log"):
             os.utime(path, (long_ago, long_ago))
     monkeypatch.setattr(leftovers, "_SHARED", shared)
+    monkeypatch.setattr(leftovers, "_sees_all", lambda: True)
+    used = shared / f"torch_{ended}_3_0"
+    used.write_bytes(bytes(1000))
+    os.utime(used, (long_ago, long_ago))
+    with used.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert leftovers.gather(tmp_path)["shared"] == [[str(gone), 1000]]
+    used.unlink()
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(temporary))
     folder = tmp_path / "runs" / "a"
     facts = {"leftovers": leftovers.gather(folder), "disk": disk.gather(folder)}
     assert facts["disk"]["exists"] is False
+    hidden = {**facts["leftovers"], "sees_all": False}  # another container's process may have it
+    assert leftovers.fix(hidden) == []
+    assert "if no other container" in leftovers.judge(hidden).do
     few = {**facts["leftovers"], "shared": []}
     assert leftovers.judge(few).level == OK  # what takes little is no finding, and stays
     assert leftovers.fix(few) == []
@@ -231,6 +242,22 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: Any) -> No
     assert disk.judge(facts).level == ERROR
     assert disk.fix({**facts, "exists": False, "folder": str(tmp_path / "no")}) == []
     assert not (tmp_path / "no").exists()
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        facts = disk.gather(folder)
+        assert disk.judge(facts).level == ERROR
+        assert f"{tmp_path / 'file'} is no folder" in disk.judge(facts).found
+        assert disk.fix(facts) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
+def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0)
+    facts = disk.gather(tmp_path / "locked" / "runs")
+    assert (disk.judge(facts).level, facts["problem"]) == (ERROR, "Permission denied")
 
 
 def test_what_cannot_be_mended_is_said(tmp_path: Path) -> None:
@@ -282,9 +309,10 @@ def test_a_report_is_json_and_says_where_it_cannot_be_written(
     def refused(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
-    result = CliRunner().invoke(main, ["doctor", "--json", "-"])
-    report = json.loads(result.stdout, parse_constant=refused)
-    assert report["gpus"]["facts"]["gpus"][0]["difference"] == "NaN"
+    for line in (["--json", "-"], ["--json"]):
+        result = CliRunner().invoke(main, ["doctor", *line])
+        report = json.loads(result.stdout, parse_constant=refused)
+        assert report["gpus"]["facts"]["gpus"][0]["difference"] == "NaN"
     result = CliRunner().invoke(main, ["doctor", "--json", str(tmp_path / "none" / "found.json")])
     assert result.exit_code == 2
     assert "--json" in result.stderr
@@ -297,3 +325,17 @@ def test_secrets_are_not_shown(monkeypatch: Any) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKEN", "abc123")
     facts = variables.gather(Path("."))
     assert facts["LOCKSTEP_TOKEN"] == "***"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["node1", "node2"], "lockstep doctor --hosts node1,node2"),
+        (["--hosts", "node1", "--ssh", 'ssh "x'], "No closing quotation"),
+        (["--data", "d"], "add --hosts"),
+    ],
+)
+def test_slips_of_the_command_line(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["doctor", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lockstep.errors import SettingError
 @click.command(
     short_help="Says whether this machine is fit for a run.",
     epilog="Exit codes: 0 nothing stands against a run, 1 an error was found.",
+    context_settings={"allow_extra_args": True},
 )
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("."),
               help="Where checkpoints are to go.")  # fmt: skip
@@ -25,7 +25,8 @@ from lockstep.errors import SettingError
 @click.option("--data", metavar="FILE|FOLDER",
               help="With --hosts: is it the same everywhere.")  # fmt: skip
 @click.option("--ssh", default="ssh", help="With --hosts: how to call it, such as ssh -F F.")
-@click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
+@click.option("--json", "as_json", metavar="[FILE]", is_flag=False, flag_value="-",
+              help="Write the report there, or to stdout.")  # fmt: skip
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -43,10 +44,14 @@ def command(
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
     from lockstep import doctor
+    from lockstep.launcher.hosts import ssh_command
 
+    if ctx.args:
+        do = f"lockstep doctor --hosts {','.join(ctx.args)}"
+        raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
     files = {name: file for name, file in (("script", script), ("data", data)) if file is not None}
     if hosts is not None:
-        asked = {"ssh": shlex.split(ssh), "files": files, "fix": fix}
+        asked = {"ssh": ssh_command(ssh), "files": files, "fix": fix}
         ctx.exit(_on_hosts(hosts, folder, as_json, asked))
     for name in files:
         raise SettingError(f"--{name}", "there is nothing to compare it with", "add --hosts")

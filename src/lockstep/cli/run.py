@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from lockstep.errors import SettingError, not_among
 from lockstep.launcher import slurm
-from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts
+from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts, ssh_command
 from lockstep.launcher.plan import (
     HangRules,
     LaunchSpec,
@@ -291,7 +291,7 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
         torchrun=ctx.meta[_TORCHRUN],
         nproc=ctx.params["nproc"] or "1",
         environment=forwarded(os.environ, given["forward_env"]),
-        ssh=shlex.split(given["ssh"]),
+        ssh=ssh_command(given["ssh"]),
         copy=given["copy"],
         keep=given["on_lost"] == "keep",
     )

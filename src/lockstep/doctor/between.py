@@ -140,13 +140,13 @@ def _names(machines: Machines) -> Finding:
                 found = f"on {here}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == here else ERROR
                 problems.append(Finding(level, found, _HOSTS))
-    summary = f"those of {len(machines)} machines looked up on each"
+    summary = f"those of {counted(len(machines), 'machine')} looked up on each"
     if by_address:
         summary += f"; not all know {_few(list(by_address))}, whose address a run uses"
     return verdict(summary, problems)
 
 
-_COPY = "copy it, or --copy"
+_COPY = "copy it, as lockstep run --copy does"
 _HOSTS = "give the address instead of the name, or write it into /etc/hosts there"
 
 
@@ -170,7 +170,9 @@ def _links(machines: Machines) -> Finding:
     slowest, fastest = min(sound), max(sound)
     latency = max(latency for _, latency, _ in sound)
     link = Link(latency, slowest[0])
-    summary = f"at least {link} (and {latency * 1e3:.2g} ms) each way"
+    ways = len(machines) * (len(machines) - 1)
+    some = "" if len(sound) == ways else f", measured on {len(sound)} of {ways} ways"
+    summary = f"at least {link} (and {latency * 1e3:.2g} ms) each way{some}"
     summary += f", over {', '.join(sorted(interfaces))}" if interfaces else ""
     if slowest[0] * _UNEVEN < fastest[0]:
         found = f"{slowest[2]} is {fastest[0] / slowest[0]:.0f} times as slow as {fastest[2]}"
@@ -211,8 +213,8 @@ def _data(machines: Machines) -> Finding:
     if missing := [name for name, of in data.items() if of is None]:
         return Finding(ERROR, f"missing on {_few(missing)}", _DATA)
     first = next((of for of in data.values() if UNKNOWN not in of), _NO_DATA)
-    files, compared = counted(first["files"], "file"), counted(len(first["contents"]), "of them")
-    same = f"the same names and sizes of {files}, and pieces of {compared}"
+    files, compared = counted(first["files"], "file"), len(first["contents"])
+    same = f"the same names and sizes of {files}, and pieces of {compared} of them"
     for what in ("files", "bytes", "sizes", "names", "contents"):
         of = {name: _part(facts, what) for name, facts in data.items()}
         found = _compared(of, ERROR, _DATA, same)

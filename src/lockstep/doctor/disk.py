@@ -20,17 +20,21 @@ def gather(folder: Path) -> Facts:
 
     A folder that is not there is looked at where it would be made.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    places = (folder, *folder.absolute().parents)
+    nearest = next(place for place in places if os.path.lexists(place))
+    there = next(place for place in places if os.path.isdir(place))
     usage, nodes = shutil.disk_usage(there), os.statvfs(there)
     facts = {
         "folder": str(folder),
-        "exists": folder.is_dir(),
+        "exists": there == folder,
         "total": usage.total,
         "free": usage.free,
         "files": nodes.f_favail if nodes.f_files else None,
         "temporary": tempfile.gettempdir(),
         "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,
     }
+    if there != nearest:
+        return {**facts, "speed": None, "problem": f"{nearest} is no folder"}
     try:
         return {**facts, "speed": _speed(there), "problem": None}
     except OSError as error:
@@ -52,7 +56,7 @@ def judge(facts: Facts) -> Finding:
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
     problems = []
     if facts["problem"] is not None:
-        found = f"it cannot be written: {facts['problem']}"
+        found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
     elif facts["speed"] < _SLOW:
         found = f"{facts['speed'] / 1e6:.0f} MB/s, so that checkpoints take long"

@@ -108,19 +108,33 @@ class _Asking:
             self.machines[name] |= of
 
     async def _try_ways(self) -> None:
-        ports = await self._ask(self._left() / 4, lambda r: r.ask(ask="serve", token=self._token))
-        there = list(ports)
+        """Whether they are open, all of them; how fast they are, those to the next few."""
+        served = await self._ask(self._left() / 4, lambda r: r.ask(ask="serve", token=self._token))
+        places = {
+            name: (self.machines[name]["own"] or self._remotes[name].host.address, of["port"])
+            for name, of in served.items()
+            if "port" in of
+        }
+
+        async def reach(remote: Remote) -> dict[str, Any]:
+            others = {name: place for name, place in places.items() if name != remote.host.name}
+            return await remote.ask(ask="reach", places=others)
+
+        for name, closed in (await self._ask(self._left() / 3, reach)).items():
+            self.machines[name]["links"] = {other: {"error": why} for other, why in closed.items()}
+        there = [name for name in places if name not in self.failed]
         for shift in range(1, min(len(there), SHIFTS + 1)):
             to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
+            open_ones = [name for name in to if to[name] not in self.machines[name]["links"]]
 
             async def measure(remote: Remote, to: dict[str, str] = to) -> dict[str, Any]:
-                other = to[remote.host.name]
-                address = self.machines[other]["own"] or self._remotes[other].host.address
-                place = {"address": address, "port": ports[other]["port"], "token": self._token}
+                address, port = places[to[remote.host.name]]
+                place = {"address": address, "port": port, "token": self._token}
                 return await remote.ask(ask="measure", **place)
 
-            for name, found in (await self._ask(self._left() / 2, measure)).items():
-                self.machines[name]["links"][to[name]] = found
+            found = await self._ask(self._left() / 2, measure, open_ones) if open_ones else {}
+            for name, link in found.items():
+                self.machines[name]["links"][to[name]] = link
 
     async def _share(self, path: str) -> None:
         """Whether each machine sees what the first has written; None: that could not write."""
@@ -130,10 +144,11 @@ class _Asking:
         for name in wrote:
             self.machines[name]["shared"] = None
         if any(of["error"] is None for of in wrote.values()):
-            read = await self._ask(self._left(), lambda remote: remote.ask(ask="read", path=path))
+            (place,) = (of["path"] for of in wrote.values())
+            read = await self._ask(self._left(), lambda r: r.ask(ask="read", path=place))
             for name, of in read.items():
                 self.machines[name]["shared"] = of["text"] == path
-            await self._ask(self._left(), lambda r: r.ask(ask="remove", path=path), first)
+            await self._ask(self._left(), lambda r: r.ask(ask="remove", path=place), first)
 
 
 async def _clock(remote: Remote) -> dict[str, Any]:

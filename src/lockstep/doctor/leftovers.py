@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,6 +19,9 @@ _OF_TORCH = re.compile(r"torch_(\d+)_")
 _YOUNG_S = 3600.0
 _OLD_S = 14 * 24 * 3600.0
 _MUCH = 2**28
+_ALL_PIDS = 0xEFFFFFFC
+"""The number of the first namespace of processes (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
+_HIDDEN = "remove them if no other container uses this /dev/shm: its processes are not seen here"
 
 
 def gather(folder: Path) -> Facts:
@@ -34,6 +38,8 @@ def gather(folder: Path) -> Facts:
                 shared.append([str(path), found.st_size])
         except OSError:  # it is gone
             continue
+    used = _mapped() if shared else set()
+    shared = [found for found in shared if found[0] not in used]
     logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
     old = []
     for run in logs.iterdir() if logs.is_dir() and logs.stat().st_uid == os.getuid() else ():
@@ -41,7 +47,28 @@ def gather(folder: Path) -> Facts:
         newest = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
         if time.time() - newest > _OLD_S:
             old.append([str(run), sum(file.st_size for file in files)])
-    return {"shared": shared, "logs": old}
+    return {"shared": shared, "sees_all": _sees_all(), "logs": old}
+
+
+def _sees_all() -> bool:
+    """Whether no process of this machine is hidden: in a container those of others are."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _ALL_PIDS
+    except OSError:
+        return False
+
+
+def _mapped() -> set[str]:
+    """The files of shared memory that processes have, whatever their numbers elsewhere."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found.update(
+                re.findall(
+                    rf"{re.escape(str(_SHARED))}/torch_\S+", maps.read_text(errors="replace")
+                )
+            )
+    return found
 
 
 def _runs(pid: int) -> bool:
@@ -65,7 +92,8 @@ def judge(facts: Facts) -> Finding:
     if shared:
         size = _size(shared) >> 20
         found = f"{counted(len(shared), 'file')} of ended processes take {size} MiB of /dev/shm"
-        problems.append(Finding(WARNING, found, "--fix removes them"))
+        do = "--fix removes them" if facts["sees_all"] else _HIDDEN
+        problems.append(Finding(WARNING, found, do))
     if (size := _size(logs)) > _MUCH:
         runs = counted(len(logs), "run")
         found = f"logs of {runs} of more than two weeks ago take {size >> 20} MiB"
@@ -76,7 +104,7 @@ def judge(facts: Facts) -> Finding:
 def fix(facts: Facts) -> list[str]:
     """Removes both, the logs where they take much."""
     done = []
-    for path, _ in facts["shared"]:
+    for path, _ in facts["shared"] if facts["sees_all"] else ():
         Path(path).unlink(missing_ok=True)
         done.append(f"removed {path}")
     for path, _ in facts["logs"] if _size(facts["logs"]) > _MUCH else ():

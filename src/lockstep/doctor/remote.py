@@ -29,6 +29,8 @@ from lockstep.launcher.remote import answer, listen, look
 _TOKEN = 32
 _CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0
 _PINGS = 9
+_AT_ONCE = 256
+"""Connections; more may be more than there are files."""
 _SIZES = (2**14, 2**20, 2**24)
 """Bytes of what is sent; the first fills ten packets, the others follow where that is soon done."""
 _SECONDS_UP_TO = 60.0
@@ -97,6 +99,21 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
+    """Which of many machines cannot be connected to, and why."""
+
+    def attempt(place: tuple[str, int]) -> str:
+        try:
+            socket.create_connection((place[0], place[1]), timeout=_CONNECT_S).close()
+        except OSError as error:
+            return error.strerror or f"no answer within {_CONNECT_S:g} s"
+        return ""
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = zip(places, pool.map(attempt, places.values()), strict=True)
+        return {name: why for name, why in found if why}
+
+
 def measure(address: str, port: int, token: str) -> dict[str, Any]:
     """How far another machine is; `error`: it is not reached; `stalled`: by no long message."""
     try:
@@ -134,13 +151,14 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
 
 
 def write(path: str, text: str) -> dict[str, Any]:
-    """Writes a small file."""
+    """Writes a small file; where there is no such folder yet, to where it would be made."""
+    folders = (folder for folder in Path(path).absolute().parents if os.path.isdir(folder))
+    place = next(folders) / Path(path).name
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+        place.write_text(text)
     except OSError as error:
         return {"error": error.strerror}
-    return {"error": None}
+    return {"error": None, "path": str(place)}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -163,6 +181,7 @@ _ASKED: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": facts,
     "serve": serve,
     "measure": measure,
+    "reach": reach,
     "write": write,
     "read": read,
     "remove": remove,

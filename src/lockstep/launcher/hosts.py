@@ -250,6 +250,14 @@ def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str
     return found | {name: environ[name] for name in names}
 
 
+def ssh_command(text: str) -> list[str]:
+    """The words of --ssh; raises SettingError where a quote has no end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"--ssh {text}", str(error), "write it as for a shell") from None
+
+
 def working_folder() -> str:
     """This folder, by the name under which the user came here: a mount may have another one."""
     name = os.environ.get("PWD", "")

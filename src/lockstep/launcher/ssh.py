@@ -521,7 +521,7 @@ class _Run:
     async def _meeting_place(self) -> tuple[str, int]:
         """The address and port of the first machine at which all others have reached it.
 
-        The ways between the others are tried too, since Gloo connects all ranks with each other.
+        Some of the ways between the others are tried too: Gloo connects all ranks with each other.
         """
         spec, remotes = self._spec, self._remotes
         address = spec.flag("--master-addr") or self._address()
