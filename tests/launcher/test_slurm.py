@@ -98,9 +98,8 @@ def test_what_a_job_asks_for_each_task_is_no_launchers_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    gpus = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "4"}
-    job = in_job(BATCH | tasks | gpus)
-    assert job == InJob(nproc="4", nodes=2, gpus="4")
+    job = in_job(BATCH | tasks | {"SLURM_GPUS_PER_TASK": "a100:2"})
+    assert job == InJob(nproc="4", nodes=2, gpus=8)
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr("os.execvpe", lambda name, *rest: started.append(rest))
     for name in ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SRUN_CPUS_PER_TASK"):
@@ -108,7 +107,7 @@ def test_what_a_job_asks_for_each_task_is_no_launchers_share(
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")  # srun does not read it, a script may
     become(srun(job, ["train.py"]))
     ((line, environ),) = started
-    assert "--gpus-per-node=4" in line
+    assert "--gpus-per-node=8" in line
     assert {name for name in environ if "_PER_" in name} == {"SLURM_CPUS_PER_TASK"}
 
 

@@ -48,8 +48,8 @@ class InJob:
     """Torchrun's flags by which the machines of the job meet."""
     nodes: int = 0
     """Machines on which launchers are still to be started; 0: here, by this one."""
-    gpus: str | None = None
-    """GPUs of each machine, where srun would not hand on all of them."""
+    gpus: int = 0
+    """GPUs of each machine, where srun would hand on those of one task alone."""
 
 
 def in_job(environ: Mapping[str, str], nproc: str | None = None) -> InJob | None:
@@ -84,8 +84,9 @@ def in_job(environ: Mapping[str, str], nproc: str | None = None) -> InJob | None
     nproc = nproc or _tasks(environ)
     if nodes == 1 and environ.get("SLURMD_NODENAME"):
         return InJob(nproc=nproc or gpus or "1")
-    of_tasks = environ.get("SLURM_GPUS_PER_TASK")
-    return InJob(nproc=nproc, nodes=nodes, gpus=gpus if of_tasks else None)
+    of_task = environ.get("SLURM_GPUS_PER_TASK", "0").rpartition(":")[2]  # a type may stand before
+    gpus_there = int(of_task) * int(environ.get("SLURM_NTASKS") or nodes) // nodes
+    return InJob(nproc=nproc, nodes=nodes, gpus=gpus_there)
 
 
 def _tasks(environ: Mapping[str, str]) -> str | None:
