@@ -31,10 +31,7 @@ _WARNING_S, _SAVING_S = 120, 110
 """Before the time is over the ranks are asked to save; and how long they may take."""
 _SRUN = ("--ntasks-per-node=1", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0")
 """A launcher on each machine, with all of the job's cores there; launchers end each other."""
-_OF_TASKS = (
-    *("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
-    *("SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK"),
-)
+_OF_TASKS = "SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK SRUN_CPUS_PER_TASK"
 """By these srun would give a launcher what the job asks for each rank."""
 
 
@@ -125,7 +122,7 @@ def become(line: list[str]) -> NoReturn:
         SettingError: there is no srun.
     """
     token = os.environ.get(TOKEN) or secrets.token_hex(32)
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_TASKS}
+    environment = {k: v for k, v in os.environ.items() if k not in _OF_TASKS.split()}
     try:
         os.execvpe(line[0], line, {**environment, TOKEN: token})
     except FileNotFoundError:
@@ -172,9 +169,7 @@ def job_script(request: Request, nproc: str | None, arguments: Sequence[str], sc
     lines = ["#!/bin/bash"]
     for name, value in options.items():
         if value is not None:
-            lines.append(
-                f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value != "" else "")
-            )
+            lines.append(f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value else ""))
     lines += [f"#SBATCH {option}" for option in request.options]  # the last of two counts
     run = shlex.join(srun(InJob(nproc=nproc), arguments))
     body = _BODY.format(token=TOKEN, saving=_SAVING_S, warning=_WARNING_S, srun=run)
@@ -200,9 +195,8 @@ def _check(options: Sequence[str], folder: str) -> None:
 _BODY = """
 export {token}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}  # seconds in which the ranks may save
-job=$SLURM_JOB_ID  # which in an array's last task means all of them
+job=$SLURM_JOB_ID early=0  # this number means in an array's last task all of them
 [ -z "$SLURM_ARRAY_TASK_ID" ] || job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
-early=0
 trap 'scancel --signal=TERM "$job"; early=$((SECONDS < 30))' USR1  # the time is almost over
 trap true TERM  # when the job is cancelled or preempted the ranks are told too; wait for them
 {srun} &
