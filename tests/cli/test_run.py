@@ -7,10 +7,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep import strategies
+from lockstep.cli import run as run_command
 from lockstep.cli.main import main
 from lockstep.cli.run import STRATEGIES, torchrun_options
 from lockstep.errors import SettingError
 from lockstep.launcher import script
+from lockstep.launcher.hosts import HostsSpec
 from lockstep.launcher.plan import LaunchSpec
 from lockstep.launcher.worker import Script
 
@@ -171,6 +173,20 @@ def test_a_module_beside_the_script_with_our_name(folder: Path) -> None:
     result = run("t.py")
     assert result.exit_code == 2
     assert "has the name of this package" in result.output
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_single_host_is_taken_as_written_within_a_job(
+    asked: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(run_command.slurm, "become", lambda line: None)
+    hosts: list[HostsSpec] = []
+    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
+    run("--hosts", "localhost:3", "t.py")
+    CliRunner().invoke(main, hosts[0].launcher(0, "", 0))  # which is what it starts here
+    assert [spec.nproc for spec in asked] == ["3"]
 
 
 LOCAL_RANK = "parser.add_argument('--local_rank')"

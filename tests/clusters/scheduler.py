@@ -44,8 +44,9 @@ PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=60
 OverTimeLimit=0
-NodeName=node1 NodeAddr=10.98.0.1 CPUs=4 State=UNKNOWN
-NodeName=node2 NodeAddr=10.98.0.2 CPUs=4 State=UNKNOWN
+GresTypes=gpu
+NodeName=node1 NodeAddr=10.98.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
+NodeName=node2 NodeAddr=10.98.0.2 CPUs=4 Gres=gpu:2 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF
 """
@@ -84,6 +85,10 @@ class Slurm:
         found = re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", job))
         return found[1] if found else ""
 
+    def idle(self) -> bool:
+        """Whether all nodes are there, and have ended what they had to do."""
+        return set(self.ask("sinfo", "--noheader", "-o", "%t").split()) == {"idle"}
+
     def cancel_all(self) -> None:
         """Ends all jobs, and waits for that."""
         self.ask("scancel", "--user=root")
@@ -100,6 +105,8 @@ def slurm(cluster: Cluster, folder: Path) -> Iterator[Slurm]:
     for name in ("state", "spool-node1", "spool-node2"):
         (folder / name).mkdir()
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder))
+    # Devices that every machine has, as GPUs; nobody computes on them.
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n")
     # None of its plugins needs control groups, and a network namespace's /sys has none.
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n")
     made = Slurm(cluster, folder)
@@ -109,13 +116,7 @@ def slurm(cluster: Cluster, folder: Path) -> Iterator[Slurm]:
         _daemon(stack, made, first, ["slurmctld", "-D", "-i"])
         for node in (first, second):
             _daemon(stack, made, node, ["slurmd", "-D", "-N", node.name])
-        until(
-            lambda: (
-                "idle" in made.ask("sinfo", "--noheader", "-o", "%t")
-                and "*" not in made.ask("sinfo", "-h", "-o", "%t")
-            ),
-            120.0,
-        )
+        until(made.idle, 120.0)
         for node in (first, second):  # and what they have started for themselves
             node.daemons.update(process.pid for process in node.processes())
         yield made

@@ -33,7 +33,8 @@ for epoch in world.epochs(int(sys.argv[1])):
         optimizer.zero_grad()
         checkpoint.step()
         time.sleep(0.0 if os.path.exists("enough") else 0.05)
-print("TRAINED on", os.uname().nodename, flush=True)
+gpus = os.environ.get("SLURM_GPUS_ON_NODE", "no")
+print(f"TRAINED on {os.uname().nodename} with {gpus} GPUs", flush=True)
 world.close()
 """
 
@@ -79,6 +80,18 @@ def test_a_submitted_job_trains_on_its_machines(jobs: Slurm, tmp_path: Path) -> 
     ]
 
 
+def test_a_submitted_job_has_a_rank_for_each_gpu(jobs: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "a %j"  # which is a pattern to sbatch
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAINS)
+    job, output = submitted(jobs, folder, "--sbatch", "--gpus=3", epochs=2)
+    until(lambda: jobs.state(job) in ("COMPLETED", "FAILED"))
+    assert jobs.state(job) == "COMPLETED", said(output)
+    assert "BEGINS ANEW 3" in said(output)
+    trained = sorted(re.findall(r"TRAINED on (\w+) with (\d) GPUs", said(output)))
+    assert trained == [("node1", "2"), ("node1", "2"), ("node2", "1")]
+
+
 def test_a_cancelled_job_ends_and_does_not_begin_again(jobs: Slurm, tmp_path: Path) -> None:
     job, output = submitted(jobs, tmp_path)
     until(lambda: "BEGINS" in said(output))
@@ -90,14 +103,11 @@ def test_a_cancelled_job_ends_and_does_not_begin_again(jobs: Slurm, tmp_path: Pa
 
 def begins_again(jobs: Slurm, job: str, output: Path) -> None:
     """Waits until the job was given back to the queue, and resumes."""
-    until(lambda: jobs.state(job) == "PENDING")
-    # Slurm would wait for two minutes; and all nodes must be free.
-    until(
-        lambda: (
-            jobs.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-            and "BEGINS AGAIN" in said(output)
-        )
-    )
+    # A node that is idle has revoked the job's credential, and refuses another one of that second.
+    until(lambda: jobs.state(job) == "PENDING" and jobs.idle())
+    # Slurm would wait for two minutes.
+    jobs.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    until(lambda: "BEGINS AGAIN" in said(output))
 
 
 def test_a_preempted_job_is_requeued_and_resumes(jobs: Slurm, tmp_path: Path) -> None:
@@ -134,8 +144,10 @@ def in_a_job(jobs: Slurm, folder: Path, line: str, *options: str) -> str:
 def test_in_a_job_it_finds_its_place(jobs: Slurm, tmp_path: Path, kind: str) -> None:
     run = f"{sys.executable} -m lockstep run train.py 1"
     if kind == "script":
-        printed = in_a_job(jobs, tmp_path, run, "--nodes=2", "--ntasks-per-node=2")
+        tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1")
+        printed = in_a_job(jobs, tmp_path, run, *tasks)
         assert "BEGINS ANEW 4" in printed
+        assert printed.count("with 2 GPUs") == 4
     else:
         printed = in_a_job(jobs, tmp_path, f"srun {run}", "--nodes=2", "--ntasks-per-node=1")
         assert "BEGINS ANEW 2" in printed

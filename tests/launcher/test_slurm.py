@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
 from lockstep.launcher.plan import meeting_given
-from lockstep.launcher.slurm import InJob, Request, in_job, job_script, srun
+from lockstep.launcher.slurm import InJob, Request, become, in_job, job_script, srun
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -37,17 +39,19 @@ ONE = {**BATCH, "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4", "SLURM_
     ("environ", "place"),
     [
         ({}, None),
-        (BATCH, InJob(nproc="1", nodes=2)),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, InJob(nproc="8", nodes=2)),
+        (BATCH, InJob(nproc=None, nodes=2)),
+        # These are the GPUs of the first machine; another one may have more or fewer.
+        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, InJob(nproc=None, nodes=2)),
         (BATCH | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, InJob(nproc="4", nodes=2)),
         # Without --ntasks Slurm counts the cores.
-        (BATCH | {"SLURM_TASKS_PER_NODE": "48(x2)"}, InJob(nproc="1", nodes=2)),
+        (BATCH | {"SLURM_TASKS_PER_NODE": "48(x2)"}, InJob(nproc=None, nodes=2)),
         (ONE, InJob(nproc="4")),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"}, InJob(nproc="8")),
         ({k: v for k, v in ONE.items() if k != "SLURMD_NODENAME"}, InJob(nproc="4", nodes=1)),
         (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, InJob(nproc="1")),
         (
             STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
-            InJob(nproc="1", nodes=2),
+            InJob(nproc=None, nodes=2),
         ),
         (STEP | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SLURM_PROCID": "0"}, None),
     ],
@@ -70,6 +74,11 @@ def test_what_has_no_place() -> None:
         in_job(BATCH | {"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "4,2"})
 
 
+def test_tasks_that_are_spread_unevenly_do_not_matter_where_nproc_is_given() -> None:
+    uneven = BATCH | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}
+    assert in_job(uneven, "2") == InJob(nproc="2", nodes=2)
+
+
 @pytest.mark.parametrize(
     "given", [["--nnodes", "2"], ["--rdzv-endpoint", "a:1"], ["--standalone"], ["--node_rank", "1"]]
 )
@@ -80,9 +89,26 @@ def test_what_the_user_says_of_the_machines_wins(given: list[str]) -> None:
 
 
 def test_the_command_of_a_job() -> None:
-    line = srun(2, "4", ["--seed", "1", "train.py"])
+    line = srun(InJob(nproc="4", nodes=2), ["--seed", "1", "train.py"])
     assert line[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert line[-5:] == ["run", "--nproc=4", "--seed", "1", "train.py"]
+
+
+def test_what_a_job_asks_for_each_task_is_no_launchers_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    job = in_job(BATCH | tasks | {"SLURM_GPUS_PER_TASK": "a100:2"})
+    assert job == InJob(nproc="4", nodes=2, gpus=8)
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execvpe", lambda name, *rest: started.append(rest))
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SRUN_CPUS_PER_TASK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")  # srun does not read it, a script may
+    become(srun(job, ["train.py"]))
+    ((line, environ),) = started
+    assert "--gpus-per-node=8" in line
+    assert {name for name in environ if "_PER_" in name} == {"SLURM_CPUS_PER_TASK"}
 
 
 def test_the_job_script() -> None:
@@ -93,8 +119,75 @@ def test_the_job_script() -> None:
     lines = text.splitlines()
     for line in ("nodes=2", "gpus-per-node=4", "time=1:00:00", "requeue", "partition=gpu"):
         assert f"#SBATCH --{line}" in lines
-    assert not any("--job-name=" in line for line in lines)
+    names = [line for line in lines if "--job-name" in line]
+    assert names == ["#SBATCH --job-name=train", "#SBATCH --job-name x"]  # the last one counts
     assert "'two words' &" in text
     assert "--nproc=4 train.py" in text
-    if shutil.which("bash"):
-        assert subprocess.run(["bash", "-n"], input=text.encode()).returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:4", "--gpus=8", "--gpus-per-task=4"])
+def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
+    text = job_script(Request(options=(option,)), None, ["train.py"], "train.py")
+    assert "-m lockstep run train.py &" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        ("", "that is no option"),
+        (" ", "that is no option"),
+        ("partition=gpu", "that is no option"),
+        ("--ntasks-per-node=2", "one task, the launcher"),
+        ("--ntasks 8", "one task, the launcher"),
+        ("-n8", "one task, the launcher"),
+    ],
+)
+def test_options_that_a_job_cannot_have(option: str, found: str) -> None:
+    with pytest.raises(SettingError, match=found):
+        job_script(Request(options=("--nodelist=a", option)), "2", ["train.py"], "train.py")
+
+
+def test_a_folder_that_reads_like_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a %j", "a\\j"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a %j")
+    lines = job_script(Request(), None, ["train.py"], "train.py").splitlines()
+    assert f"#SBATCH --output='{tmp_path}/a %%j/%x-%j.out'" in lines
+    assert f"#SBATCH --chdir='{tmp_path}/a %j'" in lines
+    monkeypatch.chdir(tmp_path / "a\\j")
+    with pytest.raises(SettingError, match="backslash"):
+        job_script(Request(), None, ["train.py"], "train.py")
+
+
+_COMMANDS = {
+    # The time is over at once, and it waits until it is told; or it is told by others.
+    "srun": '[ -z "$SHORT" ] || {{ kill -USR1 $PPID; read -r _ < {folder}/told; }}; exit 143',
+    "scancel": "echo scancel $* >> {folder}/log; echo > {folder}/told",
+    "scontrol": "echo scontrol $* >> {folder}/log; echo JobState=RUNNING",
+}
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize("short", [False, True])
+def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool) -> None:
+    os.mkfifo(tmp_path / "told")
+    for name, line in _COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line.format(folder=tmp_path)}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.defpath}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"} if array else {}
+    environ |= {"SHORT": "1"} if short else {}
+    text = job_script(Request(), "1", ["train.py"], "train.py")
+    done = subprocess.run(
+        ["bash"], input=text, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 143
+    job = "7_3" if array else "7"  # 7 would be all of the array
+    told = [f"scancel --signal=TERM {job}"] if short else []
+    requeued = [] if short else [f"scontrol requeue {job}"]
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log == [*told, f"scontrol show job {job}", *requeued]
+    assert ("not requeued: the time limit" in done.stderr) is short

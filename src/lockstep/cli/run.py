@@ -241,11 +241,11 @@ def command(
         return
     job = None
     if not meeting_given(torchrun, os.environ):
-        job = slurm.in_job(os.environ)
+        job = slurm.in_job(os.environ, nproc)
     if job is not None:
-        nproc, torchrun = nproc or job.nproc, (*torchrun, *job.meeting)
+        nproc, torchrun = job.nproc, (*torchrun, *job.meeting)
         if job.nodes:
-            line = slurm.srun(job.nodes, nproc, _arguments(ctx, (script, *args)))
+            line = slurm.srun(job, _arguments(ctx, (script, *args)))
             if dry_run:
                 click.echo(shlex.join(line))
             else:
@@ -283,12 +283,15 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
     if given["copy"] and here in (Path("/"), Path.home().resolve()):
         found = f"all of {here} would be sent"
         raise SettingError("--copy", found, "start the run in the project's own folder")
+    hosts = parse_hosts(given["hosts"])
+    # A single machine is all there is, whatever a job of Slurm's has besides.
+    alone = ["--standalone"] if len(hosts) == 1 else []
     return HostsSpec(
-        hosts=parse_hosts(given["hosts"]),
+        hosts=hosts,
         arguments=_given(ctx),
         script=script,
         module=ctx.params["module"],
-        torchrun=ctx.meta[_TORCHRUN],
+        torchrun=[*alone, *ctx.meta[_TORCHRUN]],
         nproc=ctx.params["nproc"] or "1",
         environment=forwarded(os.environ, given["forward_env"]),
         ssh=ssh_command(given["ssh"]),
@@ -303,15 +306,14 @@ def _job_script(ctx: click.Context, script: tuple[str, ...], given: dict[str, An
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
     check_script(Script(path=script[0], module=ctx.params["module"]))
-    gpus = given["gpus_per_node"]
     return slurm.job_script(
         slurm.Request(
             nodes=given["nodes"] or 1,
-            gpus_per_node=gpus,
+            gpus_per_node=given["gpus_per_node"],
             time=given["time"],
             options=given["sbatch"],
         ),
-        ctx.params["nproc"] or str(gpus or 1),
+        ctx.params["nproc"],
         _arguments(ctx, script),
         script[0],
     )

@@ -37,6 +37,8 @@ FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "
 PORT = 29500
 SHIFTS = 3
 """Each machine tries the way to so many others, so that many take no longer than few."""
+DROPPED = "exchange_identification|Connection closed by UNKNOWN port"
+"""What ssh says where the server ends the connection before anything else."""
 _NAME = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
 
 
@@ -294,7 +296,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
     ),
     (
-        r"exchange_identification|Connection closed by UNKNOWN port",
+        DROPPED,
         "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
         "this machine is barred",
         "raise MaxStartups in its sshd_config, and see its log",

@@ -10,6 +10,7 @@ Source: "INPUT/OUTPUT ENVIRONMENT VARIABLES" in the manual pages of srun and sba
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -30,29 +31,37 @@ _WARNING_S, _SAVING_S = 120, 110
 """Before the time is over the ranks are asked to save; and how long they may take."""
 _SRUN = ("--ntasks-per-node=1", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0")
 """A launcher on each machine, with all of the job's cores there; launchers end each other."""
+_OF_TASKS = "SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_PER_TASK SRUN_CPUS_PER_TASK"
+"""By these srun would give a launcher what the job asks for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InJob:
     """What a job says about a run that is started in it."""
 
-    nproc: str
-    """Processes on each machine."""
+    nproc: str | None
+    """Processes on each machine; None: the launcher there finds out."""
     meeting: tuple[str, ...] = ()
     """Torchrun's flags by which the machines of the job meet."""
     nodes: int = 0
     """Machines on which launchers are still to be started; 0: here, by this one."""
+    gpus: int = 0
+    """GPUs of each machine, where srun would hand on those of one task alone."""
 
 
-def in_job(environ: Mapping[str, str]) -> InJob | None:
+def in_job(environ: Mapping[str, str], nproc: str | None = None) -> InJob | None:
     """The place of this launcher in a job; None: it is in none.
+
+    Args:
+        environ: the environment variables.
+        nproc: processes on each machine, where the user says how many.
 
     Raises:
         SettingError: several launchers share a machine, or the tasks are spread unevenly.
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
-    place = detect(environ)
+    place, gpus = detect(environ), environ.get("SLURM_GPUS_ON_NODE")
     if place is not None and place.source == "Slurm":
         if place.local_size > 1:
             raise SettingError(
@@ -62,19 +71,23 @@ def in_job(environ: Mapping[str, str]) -> InJob | None:
             )
         meeting = (f"--nnodes={place.size}", f"--node-rank={place.node_rank}")
         where = (f"--master-addr={place.master_addr}", f"--master-port={place.master_port}")
-        return InJob(nproc=environ.get("SLURM_GPUS_ON_NODE") or "1", meeting=meeting + where)
+        return InJob(nproc=nproc or gpus or "1", meeting=meeting + where)
     if place is not None:
         return None
     in_step = environ.get("SLURM_STEP_NUM_TASKS")
     if in_step and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP:
-        return InJob(nproc=environ.get("SLURM_GPUS_ON_NODE") or "1")
+        return InJob(nproc=nproc or gpus or "1")
     nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
-    here = nodes == 1 and environ.get("SLURMD_NODENAME")
-    return InJob(nproc=_tasks(environ), nodes=0 if here else nodes)
+    nproc = nproc or _tasks(environ)
+    if nodes == 1 and environ.get("SLURMD_NODENAME"):
+        return InJob(nproc=nproc or gpus or "1")
+    of_task = environ.get("SLURM_GPUS_PER_TASK", "0").rpartition(":")[2]  # a type may stand before
+    gpus_there = int(of_task) * int(environ.get("SLURM_NTASKS") or nodes) // nodes
+    return InJob(nproc=nproc, nodes=nodes, gpus=gpus_there)
 
 
-def _tasks(environ: Mapping[str, str]) -> str:
-    """Processes a machine: the tasks that the job asks for, else one a GPU, else one."""
+def _tasks(environ: Mapping[str, str]) -> str | None:
+    """The tasks a machine that the job asks for; None: one, or it does not say."""
     asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     counts = set(expand_tasks(text)) if asked else {1}
@@ -85,19 +98,20 @@ def _tasks(environ: Mapping[str, str]) -> str:
             "give --nproc, or ask for as many on each: --ntasks-per-node",
         )
     (count,) = counts
-    return str(count) if count > 1 else environ.get("SLURM_GPUS_ON_NODE") or "1"
+    return str(count) if count > 1 else None
 
 
-def srun(nodes: int | None, nproc: str, arguments: Sequence[str]) -> list[str]:
+def srun(job: InJob, arguments: Sequence[str]) -> list[str]:
     """The command that starts a launcher on each machine of the job.
 
     Args:
-        nodes: how many machines; None: as srun reads it from the job.
-        nproc: processes on each.
+        job: how many machines (0: as srun reads it from the job), and what runs on each.
         arguments: of `lockstep run`, but for --nproc.
     """
-    size = [] if nodes is None else [f"--nodes={nodes}", f"--ntasks={nodes}"]
-    own = [sys.executable, "-m", "lockstep", "run", f"--nproc={nproc}"]
+    size = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}"] if job.nodes else []
+    size += [f"--gpus-per-node={job.gpus}"] if job.gpus else []
+    nproc = [f"--nproc={job.nproc}"] if job.nproc else []
+    own = [sys.executable, "-m", "lockstep", "run", *nproc]
     return ["srun", *size, *_SRUN, *own, *arguments]
 
 
@@ -108,8 +122,9 @@ def become(line: list[str]) -> NoReturn:
         SettingError: there is no srun.
     """
     token = os.environ.get(TOKEN) or secrets.token_hex(32)
+    environment = {k: v for k, v in os.environ.items() if k not in _OF_TASKS.split()}
     try:
-        os.execvpe(line[0], line, {**os.environ, TOKEN: token})
+        os.execvpe(line[0], line, {**environment, TOKEN: token})
     except FileNotFoundError:
         raise _missing(line[0]) from None
 
@@ -125,50 +140,75 @@ class Request:
     """Others of sbatch's, such as `--partition=gpu`."""
 
 
-def job_script(request: Request, nproc: str, arguments: Sequence[str], script: str) -> str:
+def job_script(request: Request, nproc: str | None, arguments: Sequence[str], script: str) -> str:
     """The job script, which also says what happens when the job's time is over.
 
     Args:
         request: what the job asks for.
-        nproc: processes on each machine.
+        nproc: processes on each machine; None: one a GPU that the job has there, else one.
         arguments: of `lockstep run`, but for --nproc; the script and its own are among them.
         script: its name.
+
+    Raises:
+        SettingError: an option of sbatch's, or a working folder, that such a job cannot have.
     """
+    folder = os.getcwd()
+    _check(request.options, folder)
     options = {
         "job-name": Path(script).stem,
         "nodes": request.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": request.gpus_per_node,
         "time": request.time,
-        "output": "%x-%j.out",
+        "output": folder.replace("%", "%%") + "/%x-%j.out",
         "open-mode": "append",
-        "chdir": os.getcwd(),
+        "chdir": folder,
         "requeue": "",
         "signal": f"B:USR1@{_WARNING_S}",
     }
-    given = {option.lstrip("-").partition("=")[0].split()[0] for option in request.options}
     lines = ["#!/bin/bash"]
     for name, value in options.items():
-        if value is not None and name not in given:
-            lines.append(
-                f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value != "" else "")
-            )
-    lines += [f"#SBATCH {option}" for option in request.options]
-    run = shlex.join(srun(None, nproc, arguments))
-    body = _BODY.format(token=TOKEN, saving=_SAVING_S, srun=run)
+        if value is not None:
+            lines.append(f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value else ""))
+    lines += [f"#SBATCH {option}" for option in request.options]  # the last of two counts
+    run = shlex.join(srun(InJob(nproc=nproc), arguments))
+    body = _BODY.format(token=TOKEN, saving=_SAVING_S, warning=_WARNING_S, srun=run)
     return "\n".join([*lines, body])
+
+
+def _check(options: Sequence[str], folder: str) -> None:
+    for option in options:
+        if not option.startswith("-"):
+            do = "write it as in --sbatch --partition=gpu"
+            raise SettingError(f"--sbatch {option!r}", "that is no option", do)
+        if re.match("-n|--nt", option):
+            raise SettingError(
+                f"--sbatch {option}",
+                "each machine of the job has one task, the launcher, which starts the ranks there",
+                "say with --nproc how many ranks, and with --nodes how many machines",
+            )
+    if re.search(r"[\\\n]", folder):
+        found = "sbatch can name no file in a folder with a backslash or a line's end in its name"
+        raise SettingError(f"--slurm in {folder!r}", found, "start it in another folder")
 
 
 _BODY = """
 export {token}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}  # seconds in which the ranks may save
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # the time is almost over
+job=$SLURM_JOB_ID early=0  # this number means in an array's last task all of them
+[ -z "$SLURM_ARRAY_TASK_ID" ] || job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
+trap 'scancel --signal=TERM "$job"; early=$((SECONDS < 30))' USR1  # the time is almost over
 trap true TERM  # when the job is cancelled or preempted the ranks are told too; wait for them
 {srun} &
-while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done  # a signal ends the waiting
+while kill -0 $! 2>/dev/null; do wait $!; done  # a signal ends the waiting
+wait $!; code=$?
 # Asked to end (128 + 15), but not cancelled: the time was over, or others need the machines.
-if [ $code -eq 143 ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
-    scontrol requeue "$SLURM_JOB_ID"
+if [ $code -eq 143 ] && [[ $(scontrol show job "$job") == *JobState=RUNNING* ]]; then
+    if [ $early -eq 0 ]; then
+        scontrol requeue "$job"
+    else
+        echo "lockstep: not requeued: the time limit leaves nothing but the {warning} s to save" >&2
+    fi
 fi
 exit $code
 """

@@ -29,6 +29,7 @@ from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, HostError, counted
 from lockstep.launcher.auth import VARIABLE as TOKEN
 from lockstep.launcher.hosts import (
+    DROPPED,
     PORT,
     SHIFTS,
     SSH_OPTIONS,
@@ -51,7 +52,6 @@ _END_S = 20.0
 """What a launcher needs to end beside what it gives its ranks, as at Ctrl-C."""
 _PAUSES_S = (1.0, 2.0, 4.0)
 """Before a machine is tried again whose ssh server drops connections (MaxStartups)."""
-_DROPPED = re.compile(rb"exchange_identification|Connection closed by UNKNOWN port")
 _FINISH_S = 2.0
 _CLOCK_S = 5.0
 """As `watchdog.first_failure` allows for."""
@@ -113,7 +113,7 @@ class Remote:
             try:
                 return await self.ask(**request)
             except Problem:
-                if not _DROPPED.search(self._said):
+                if not re.search(DROPPED.encode(), self._said):
                     raise
             await self.close()
             await asyncio.sleep(random.uniform(pause / 2, pause))
