@@ -230,7 +230,7 @@ class Start:
     def loss(self) -> tuple[Floats, Floats]:
         """Steps, and the loss of their global batches: the mean over the ranks that count.
 
-        Rows that not all of them have written yet are left out, and all where a rank's file lacks.
+        Rows that not all of them have written yet are left out; without a rank's file, all are.
         """
         counting = [r for r in self._written() if r.about.get("contributes")]
         if not counting or len(self._written()) < self.ranks:
