@@ -314,11 +314,14 @@ def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path
 
 def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
     line = {"logged": {"$^$x": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    later = line | {"logged": {"$^$x": 0.25, "\udcff": 1.0}, "step": 5}
-    made.write(tmp_path, 1, rows=9, lines=(line, later), command=["train.py", "a\udcff$^$"])
-    text = pages(tmp_path)
-    assert "$^$x" in text
-    assert "\\udcff$^$" in text
+    later = line | {"logged": {"$^$x": 0.25, "a\udcff": 1.0, "\U0001f600": math.nan}, "step": 5}
+    folder = tmp_path / os.fsdecode(b"\xff")
+    made.write(folder, 1, rows=9, lines=(line, later), command=["train.py", "b\udcff"])
+    text = pages(folder)
+    for name in ("$^$x", "a?", "b?", "\\udcff"):
+        assert name in text
+    names = {scalar.name for scalar in scalars(Record(folder).starts[0])}
+    assert names >= {"evaluation/$^$x", "evaluation/a?", "evaluation/\U0001f600"}
 
 
 def test_bytes_that_torch_sends_are_not_told_as_none(tmp_path: Path) -> None:

@@ -74,4 +74,4 @@ def command(
             place.with_name(f"{place.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
-    click.echo(f"{path}: {len(page.encode()) / 1e6:.1f} MB")
+    click.echo(f"{click.format_filename(path)}: {len(page.encode()) / 1e6:.1f} MB")

@@ -114,7 +114,7 @@ def lines(name: str, label: str, parts: Sequence[Line], *, unit: str | None = No
                 axes.axvline(float(steps[0]), color=_PLACES["text"], linewidth=0.8, linestyle="--")
         axes.set_xlim(left=min(float(steps[0]) for steps, _ in parts if len(steps)))
         axes.set_xlabel("step")
-        axes.set_ylabel(label.encode(errors="replace").decode())
+        axes.set_ylabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if unit is not None:
             axes.yaxis.set_major_formatter(EngFormatter(unit))

@@ -113,7 +113,7 @@ def render(
         choices=choices,
         ledger=ledger,
     )
-    return text.encode(errors="backslashreplace").decode()  # arguments may be no text in UTF-8
+    return text.encode(errors="backslashreplace").decode()  # a folder's name may be no text
 
 
 def _state(start: Start) -> str:

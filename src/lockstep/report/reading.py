@@ -83,6 +83,8 @@ def _understood(line: bytes) -> Any:
     """What a line says, a row in floats; None: nothing."""
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         value = json.loads(line)
+        if b"\\ud" in line:  # halves of what is no text, such as bytes of a file's name
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         if isinstance(value, list):
             row = [math.nan if number is None else float(number) for number in value]
             others = sum(row[:_LOSS]) + sum(row[_LOSS + 2 :])  # without the learning rate
