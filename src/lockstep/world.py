@@ -398,7 +398,7 @@ class World:
         if not failed:
             self._preparer.guards.settle()
         if self.is_main and not failed:
-            print_closing(self._run.step, self._folders, traffic)
+            print_closing(self._run.step, self._folders, traffic, self.strategy)
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""

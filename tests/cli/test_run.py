@@ -284,5 +284,7 @@ def test_the_name_of_a_tracker_is_no_folder(
     result = run(*line)
     assert result.exit_code == 2
     assert "lockstep report FOLDER --to tensorboard" in result.stderr
-    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard").mkdir()  # of TensorBoard's own
+    assert run(*line).exit_code == 2
+    (tmp_path / "tensorboard" / "1-a.rank0.record").touch()
     assert run(*line).exit_code == 0

@@ -24,7 +24,7 @@ from lockstep.cli.main import main
 from lockstep.data import ledger
 from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank, working
 from lockstep.report.page import _ledger
-from lockstep.report.reading import Record
+from lockstep.report.reading import COLUMNS, Record
 from lockstep.report.trackers import scalars
 
 BAD = "<script>alert(1)</script>"
@@ -184,6 +184,8 @@ def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> Non
     out(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "linked.html").read_text().endswith("</html>")
+    (tmp_path / "loop").symlink_to("loop")
+    assert out(tmp_path / "loop") == ""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     thread = threading.Thread(target=out, args=[tmp_path / "pipe"])
@@ -202,6 +204,22 @@ def test_the_page_goes_where_it_is_wanted_or_is_not_begun(tmp_path: Path) -> Non
     assert [(p.name, p.read_text()) for p in (tmp_path / "full").iterdir()] == [
         ("a.html", "before")
     ]
+
+
+def test_stdout_is_written_to_also_where_it_is_a_file(tmp_path: Path, capfd: Any) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    made.write(tmp_path, 1, rows=2)
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--out", "/dev/stdout"])
+    assert result.stdout.startswith("<!doctype html>")
+    assert result.stdout.endswith("</html>")
+
+
+def test_the_page_is_not_the_record(tmp_path: Path) -> None:
+    made.write(tmp_path, 1, rows=2)
+    (tmp_path / "report.html").touch()
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "report.html")])
+    assert result.exit_code == 1
+    assert f"it is a file\n  do:    give its folder: {tmp_path}\n" in result.stderr
 
 
 def test_a_run_is_over_where_its_launcher_starts_it_no_more(tmp_path: Path) -> None:
@@ -295,37 +313,60 @@ def test_the_page_holds_all_it_needs_and_no_tag_of_the_runs(ranks: int, tmp_path
 
 
 def test_names_that_are_no_formulas_and_no_text(tmp_path: Path) -> None:
-    line = {"logged": {"$x": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    later = line | {"logged": {"$x": 0.25}, "step": 5}
-    made.write(tmp_path, 1, rows=9, lines=(line, later), command=["train.py", "a\udcff$^$"])
-    text = pages(tmp_path)
-    assert "$x" in text
-    assert "\\udcff$^$" in text
+    line = {"logged": {"$^$x": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
+    later = line | {"logged": {"$^$x": 0.25, "a\udcff": 1.0, "\U0001f600": math.nan}, "step": 5}
+    folder = tmp_path / os.fsdecode(b"\xff")
+    made.write(folder, 1, rows=9, lines=(line, later), command=["train.py", "b\udcff"])
+    text = pages(folder)
+    for name in ("$^$x", "a?", "b?", "\\udcff"):
+        assert name in text
+    names = {scalar.name for scalar in scalars(Record(folder).starts[0])}
+    assert names >= {"evaluation/$^$x", "evaluation/a?", "evaluation/\U0001f600"}
 
 
 def test_bytes_that_torch_sends_are_not_told_as_none(tmp_path: Path) -> None:
-    for strategy, known in (("ddp", True), ("fsdp", False)):
-        made.write(tmp_path / strategy, 2, rows=9, strategy=strategy)
-        assert ("not known: torch sends" in pages(tmp_path / strategy)) != known
+    for strategy, ranks, known in (("ddp", 2, True), ("fsdp", 2, False), ("fsdp", 1, True)):
+        folder = tmp_path / f"{strategy}{ranks}"
+        made.write(folder, ranks, rows=9, strategy=strategy)
+        assert ("not known: torch sends" in pages(folder)) != known
 
 
 def test_lines_that_are_not_understood_hide_nothing_else(tmp_path: Path) -> None:
-    stray = ([1, 2], ["a"] * 15, 7, {}, {"logged": {}}, {"record": 1}, {"warning": "w"})
+    row = [1.0] * len(COLUMNS)
+    logged = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 1}
+    found = {"kind": "finding", "text": "slow", "time": 1e9, "host": "node1"}
+    stray = (
+        [1, 2], ["a"] * len(row), [None, *row[1:]], [1.0, 0, *row[2:]], [10**400, *row[1:]], 7,
+        {}, "the end", {"record": 1}, {"record": "x"}, {"choices": [["a", "b"]]}, {"choices": 1},
+        {"logged": {}}, logged | {"logged": {"acc": None}}, logged | {"logged": ["acc"]},
+        logged | {"pass": None}, {"warning": "w"}, {"warning": {}, "step": 1}, {"end": []},
+    )  # fmt: skip
     made.write(tmp_path, 2, rows=9, lines=stray)
+    of_launcher = ({"kind": "finding"}, [1], found | {"kind": []}, found | {"time": math.inf},
+                   found | {"text": 1}, found | {"kind": "start"})  # fmt: skip
     launcher = tmp_path / f"{10**18:020d}-aaaa.launcher-node1.record"
-    launcher.write_text('{"kind": "finding"}\n[1]\nno json\n')
+    launcher.write_text("".join(json.dumps(line) + "\n" for line in of_launcher) + "no json\n")
+    (tmp_path / "copy.rank0.record").write_text("[1]\n" + "[" * 10**5 + "\n")
     record = Record(tmp_path)
-    assert record.unread == len(stray) + 3
+    unread = len(stray) + len(of_launcher) + 3
+    assert record.unread == unread
     assert [len(r.rows) for r in record.starts[0].records.values()] == [9, 9]
-    assert f"not understood: {len(stray) + 3} lines of the files" in pages(tmp_path)
+    assert f"not understood: {unread} lines of the files" in pages(tmp_path)
+    told(tmp_path, "a", {"kind": "finding", "time": 1e9})  # without a word
+    assert ("warning", "") in [finding[:2] for finding in find(Record(tmp_path))]
 
 
-def test_no_loss_is_told_of_fewer_ranks_than_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [None, 0, 1])
+def test_no_loss_is_told_of_fewer_ranks_than_count(kept: int | None, tmp_path: Path) -> None:
     made.write(tmp_path, 2, rows=9)
     file = next(tmp_path.glob("*.rank1.record"))
-    file.write_text(file.read_text().splitlines(keepends=True)[0])
-    steps, losses = Record(tmp_path).starts[0].loss()
+    lines = file.read_text().splitlines(keepends=True)[:kept]
+    file.unlink() if kept is None else file.write_text("".join(lines))
+    record = Record(tmp_path)
+    steps, losses = record.starts[0].loss()
     assert len(steps) == len(losses) == 0
+    words = "note: no steps of rank 1 are in the folder; without them the loss is not known"
+    assert words in texts(record)
 
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -354,6 +395,7 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
     )
     made.write(tmp_path, 1, rows=10, end=None)
     server = live.make_server(live.LivePage(Record(tmp_path)))
+    server.daemon_threads = False  # closing it waits for what they have to say
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
 
@@ -378,12 +420,14 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
         now[0] = 120.0
         assert get() == (200, "nothing new")
         assert get("/etc/passwd")[0] == 404
-        assert get(host="localhost")[0] == get(host="127.0.0.1")[0] == 200
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]", "[::1]:80"):
+            assert get(host=host)[0] == 200
         with socket.create_connection(server.server_address[:2]) as gone:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.sendall(b"GET / HTTP/1.0\r\n")
         assert get() == (200, "nothing new")
-        assert get(host="evil.example:80")[0] == 403
+        for host in ("evil.example:80", "localhost.evil.example", "a@localhost", "[::1", ""):
+            assert get(host=host)[0] == 403
     finally:
         server.shutdown()
         thread.join()
@@ -416,13 +460,15 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
 
 def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
     line = {"logged": {"acc": 0.5}, "pass": "", "training": False, "step": 2, "complete": True}
-    made.write(tmp_path, 2, rows=2, lines=(line, line | {"logged": {"acc": 0.25}}))
+    lines = (line, line | {"logged": {"acc": 0.25}, "pass": "epoch 1"}, line | {"pass": "test"})
+    made.write(tmp_path, 2, rows=2, lines=lines)
     record = Record(tmp_path)
     values = [(s.step, s.name, s.value) for s in scalars(record.starts[0])]
     assert (1, "loss", pytest.approx(2.0)) in values
     assert (2, "learning_rate", pytest.approx(0.099)) in values
     assert (2, "samples_per_second", pytest.approx(256 / made.STEP_S)) in values
     assert [value for _, name, value in values if name == "evaluation/acc"] == [0.5, 0.25]
+    assert (2, "test/acc", 0.5) in values
     sent: list[dict[str, Any]] = []
     run = SimpleNamespace(
         log=sent.append, define_metric=lambda *_, **__: None, finish=lambda: sent.append({})

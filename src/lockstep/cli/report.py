@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import click
@@ -19,11 +20,11 @@ from lockstep.errors import SettingError
 @click.option("--live", is_flag=True, help="Serve the page on this machine while the run goes on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="For --live; 0: any.")
 @click.option("--baseline", "baselines", multiple=True, metavar="RUN",
-              type=click.Path(exists=True, file_okay=False, path_type=Path),
+              type=click.Path(path_type=Path),
               help="Another run, such as one on one rank, to compare with.")  # fmt: skip
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb"]),
               help="Write the curves through this library instead.")  # fmt: skip
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path))
 def command(
     run: Path,
     out: Path | None,
@@ -55,10 +56,16 @@ def command(
         serve(record, others, port, click.echo)
         return
     path = out or run / "report.html"
-    place = path.resolve()  # a link stays one
+    place = Path(os.path.realpath(path))  # a link stays one
     page = render(record, others)
+    stdout = False
+    with contextlib.suppress(OSError):
+        stdout = os.path.samestat(path.stat(), os.fstat(1))  # which may be a file, too
+    if stdout:
+        click.echo(page.encode(), nl=False)
+        return
     try:
-        if path.exists() and not path.is_file():  # a pipe, such as /dev/stdout
+        if path.exists() and not path.is_file():  # a pipe
             path.write_text(page, encoding="utf-8")
             return
         write_whole(place, page)
@@ -67,4 +74,4 @@ def command(
             place.with_name(f"{place.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
-    click.echo(f"{path}: {len(page.encode()) / 1e6:.1f} MB")
+    click.echo(f"{click.format_filename(path)}: {len(page.encode()) / 1e6:.1f} MB")

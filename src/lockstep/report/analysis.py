@@ -155,7 +155,7 @@ _FOLDER = "traceback and logs: "
 
 
 def _without_folder(told: Mapping[str, Any]) -> list[str]:
-    return [line for line in told["text"].splitlines() if not line.startswith(_FOLDER)]
+    return [line for line in told["text"].splitlines() if not line.startswith(_FOLDER)] or [""]
 
 
 def clock_time(seconds: float) -> str:
@@ -262,6 +262,11 @@ def _warnings(record: Record) -> Iterator[Finding]:
 
 def _unknown(start: Start) -> Iterator[Finding]:
     about = start.main.about
+    rows = {rank for rank, record in start.records.items() if record.rows}
+    if rows and len(rows) < start.ranks:
+        silent = name_ranks({*range(start.ranks)} - rows)
+        words = f"no steps of {silent} are in the folder; without them the loss is not known"
+        yield Finding("note", words)
     if not start.joined and start.end is not None:
         yield Finding(
             "note",

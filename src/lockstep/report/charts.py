@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from lockstep.report.analysis import EVERY_STEP, per_step, work_by_rank
-from lockstep.report.reading import OWN, Floats, Record, Start
+from lockstep.report.reading import OWN, Floats, Record, Start, evaluation
 from lockstep.step import PHASES
 
 _ORDER = (*OWN, "communication")
@@ -227,9 +227,7 @@ def series(record: Record) -> list[tuple[str, str, str | None, list[Line]]]:
     for number, start in enumerate(starts):
         points: dict[str, list[tuple[float, float]]] = {}
         for told in start.main.logged:
-            # Of an evaluation the name says which; by default that is the number of the epoch.
-            kind = re.sub(r"^(epoch \d+)?$", "evaluation", told["pass"])
-            kind = "running mean of a pass" if told["training"] else kind
+            kind = "running mean of a pass" if told["training"] else evaluation(told)
             for name, value in told["logged"].items():
                 points.setdefault(f"{name} ({kind})", []).append((told["step"], value))
         for name, pairs in points.items():

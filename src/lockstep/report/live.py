@@ -6,6 +6,7 @@ It is drawn again where it is asked for and the record has grown, at most once i
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ ADDRESS = "127.0.0.1"
 _REFRESH_S = 5.0
 _OLD_S = 60.0
 """A page that is older is drawn again though nothing was added: it says for how long that is so."""
-_NAMES = ("127.0.0.1", "localhost")
+_NAMES = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
 class LivePage:
@@ -68,7 +69,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             # Another name for this address may be a foreign page's, which would read the answer.
-            if urlsplit(f"//{self.headers.get('Host')}").hostname not in _NAMES:
+            if not _NAMES.fullmatch(self.headers.get("Host") or ""):
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             if urlsplit(self.path).path != "/":

@@ -113,7 +113,7 @@ def render(
         choices=choices,
         ledger=ledger,
     )
-    return text.encode(errors="backslashreplace").decode()  # arguments may be no text in UTF-8
+    return text.encode(errors="backslashreplace").decode()  # a folder's name may be no text
 
 
 def _state(start: Start) -> str:
@@ -139,7 +139,7 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     speed = analysis.speed(last)
     hosts = {str(r.about.get("host")) for r in last.records.values()}
     where = f" on {counted(len(hosts), 'host')}" if last.joined else ""
-    within = last.main.about.get("strategy") in analysis.COMMUNICATE_WITHIN
+    within = last.ranks > 1 and last.main.about.get("strategy") in analysis.COMMUNICATE_WITHIN
     numbers = [("ranks", f"{last.ranks}{where}")]
     if len(last.main.rows):
         numbers.append(("last step", thousands(last.main.column("step")[-1])))

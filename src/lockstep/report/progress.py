@@ -38,6 +38,7 @@ from lockstep.data.loader import Loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
+from lockstep.report.analysis import COMMUNICATE_WITHIN
 from lockstep.report.console import (
     clock,
     duration,
@@ -419,13 +420,14 @@ class NetworkAdvice(Callback):
 _ADVICE_FROM, _ADVICE_STEPS = 3, 10
 
 
-def print_closing(step: Step, folders: Sequence[str], moved: Traffic) -> None:
+def print_closing(step: Step, folders: Sequence[str], moved: Traffic, strategy: str) -> None:
     """Prints the last lines of a training; for rank 0 alone.
 
     Args:
         step: of the run.
         folders: of its checkpoints.
         moved: what rank 0 has sent.
+        strategy: its name.
     """
     samples, seconds = step.samples, step.seconds
     if not step.number:
@@ -433,7 +435,7 @@ def print_closing(step: Step, folders: Sequence[str], moved: Traffic) -> None:
     if samples:
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_line(f"  trained     {speed}")
-    if moved.sent:
+    if moved.sent and strategy not in COMMUNICATE_WITHIN:
         within = f", {sized(moved.shared)} into shared memory" if moved.shared else ""
         print_line(f"  sent        {sized(moved.sent)} by rank 0 to other ranks{within}")
     if folders:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -34,6 +35,7 @@ whose mean over the ranks is the loss of the global batch; the learning rate; sa
 the most memory so far, in bytes; bytes sent to other ranks and written into shared memory since the
 start; and seconds spent on each phase, in all of its steps."""
 _COLUMN = {name: number for number, name in enumerate(COLUMNS)}
+_LOSS = _COLUMN["loss"]
 OWN = tuple(phase for phase in PHASES if phase != "communication")
 """The phases in which a rank does not wait for others."""
 
@@ -43,24 +45,57 @@ _ENDS = {"failure": "failed", "interrupted": "interrupted", "end": "ok"}
 Floats = npt.NDArray[np.float64]
 
 
-_NEEDED = {
-    "record": ("ranks", "time"),
-    "choices": (),
-    "logged": ("training", "step"),
-    "warning": ("step",),
-    "end": (),
-    "kind": ("time", "text", "host"),
+_BEGUN = {"ranks": 0.0, "time": 0.0, "host": "", "command": [""]}
+_FORMS: dict[str, dict[str, Any]] = {
+    "record": _BEGUN,
+    "choices": {"choices": [("", "", "")]},
+    "logged": {"logged": {"": math.nan}, "training": True, "pass": "", "step": 0.0},
+    "warning": {"warning": "", "step": 0.0},
+    "end": {"end": ""},
+    "kind": {"kind": "", "time": 0.0, "text": "", "host": ""},
+    "start": {"kind": "", "text": "", **_BEGUN},
 }
-"""What a line that is no row has: the first of them that it has says of what kind it is."""
+"""What a line that is no row is like: the first of them that it has says of what kind it is."""
 
 
-def _understood(line: Any) -> bool:
-    if isinstance(line, list):
-        numbers = all(isinstance(value, int | float | None) for value in line)
-        return len(line) == len(COLUMNS) and numbers
-    kind = next((kind for kind in _NEEDED if kind in line), "") if isinstance(line, dict) else ""
-    later = kind == "record" and line[kind] != FORMAT
-    return bool(kind) and (later or all(name in line for name in _NEEDED[kind]))
+def _like(value: Any, form: Any) -> bool:
+    """Whether it has the types of the form, and the names of a dict or any names for `""`, the
+    length of a tuple, and finite numbers, or any for NaN.
+    """
+    match form:
+        case {"": of}:
+            return isinstance(value, dict) and all(_like(v, of) for v in value.values())
+        case dict():
+            return isinstance(value, dict) and all(
+                _like(value.get(n), of) for n, of in form.items()
+            )
+        case tuple():
+            return _like(value, [""]) and len(value) == len(form)
+        case list():
+            return isinstance(value, list) and all(_like(v, form[0]) for v in value)
+        case float():
+            finite = isinstance(value, int | float) and abs(value) < 2**63
+            return finite or (math.isnan(form) and isinstance(value, float))
+    return isinstance(value, type(form))
+
+
+def _understood(line: bytes) -> Any:
+    """What a line says, a row in floats; None: nothing."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+        value = json.loads(line)
+        if b"\\ud" in line:  # halves of what is no text, such as bytes of a file's name
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        if isinstance(value, list):
+            row = [math.nan if number is None else float(number) for number in value]
+            others = sum(row[:_LOSS]) + sum(row[_LOSS + 2 :])  # without the learning rate
+            whole = len(row) == len(COLUMNS) and row[1] > 0 and math.isfinite(others)
+            return row if whole else None
+        kind = next((kind for kind in _FORMS if kind in value), "")
+        if kind == "kind" and value[kind] == "start":
+            kind = "start"
+        later = kind == "record" and isinstance(value[kind], int) and value[kind] > FORMAT
+        return value if kind and (later or _like(value, _FORMS[kind])) else None
+    return None
 
 
 class _Lines:
@@ -79,13 +114,16 @@ class _Lines:
         whole = data.rfind(b"\n") + 1
         self._at += whole
         for line in data[:whole].splitlines():
-            value = None
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-            if _understood(value):
-                yield value
-            else:
+            value = _understood(line)
+            if value is None:
                 self.unread += 1
+            else:
+                yield value
+
+
+def evaluation(told: dict[str, Any]) -> str:
+    """Which one it was: what its pass is called, where that is not the number of the epoch."""
+    return re.sub(r"^(epoch \d+)?$", "evaluation", told["pass"])
 
 
 @dataclass
@@ -106,7 +144,7 @@ class RankRecord:
     def add(self, line: Any) -> None:
         """Takes up a line of the file."""
         if isinstance(line, list):
-            self.rows.append([np.nan if value is None else value for value in line])
+            self.rows.append(line)
         elif "record" in line:
             self.about = line
         elif "choices" in line:
@@ -194,10 +232,10 @@ class Start:
     def loss(self) -> tuple[Floats, Floats]:
         """Steps, and the loss of their global batches: the mean over the ranks that count.
 
-        Rows that not all of them have written yet are left out.
+        Rows that not all of them have written yet are left out; without a rank's file, all are.
         """
         counting = [r for r in self._written() if r.about.get("contributes")]
-        if not counting:
+        if not counting or len(self._written()) < self.ranks:
             return np.empty(0), np.empty(0)
         by_rank = [dict(zip(zip(r.column("step").tolist(), r.column("steps").tolist(), strict=True),
                             r.column("loss").tolist(), strict=True)) for r in counting]  # fmt: skip
@@ -230,13 +268,13 @@ class Record:
         self.refresh()
         if not self.starts:
             inside = sorted({path.parent.name for path in self.folder.glob(f"*/*{SUFFIX}")})
-            raise CheckpointError(
-                f"the record of a run in {self.folder}",
-                "the folder holds none" if self.folder.is_dir() else "there is no such folder",
-                f"give one of the folders in it that hold one: {some(inside)}"
-                if inside
-                else "train with lockstep run --report FOLDER, and give that folder",
-            )
+            found = "the folder holds none" if self.folder.is_dir() else "there is no such folder"
+            do = "train with lockstep run --report FOLDER, and give that folder"
+            if inside:
+                do = f"give one of the folders in it that hold one: {some(inside)}"
+            if self.folder.is_file():
+                found, do = "it is a file", f"give its folder: {self.folder.parent}"
+            raise CheckpointError(f"the record of a run in {self.folder}", found, do)
 
     def refresh(self) -> bool:
         """Reads what has been added since; whether that was anything.
@@ -249,7 +287,7 @@ class Record:
             for path in sorted(self.folder.glob(f"*{SUFFIX}")):
                 name, _, rank = path.name.removesuffix(SUFFIX).rpartition(NAME)
                 lines = self._lines.setdefault(path.name, _Lines(path)).new()
-                if not rank.isdigit():
+                if not (rank.isdecimal() and name.partition("-")[0].isdecimal()):
                     told = self._of_launchers.setdefault(path.name, [])
                     before = len(told)
                     told += [{**line, "by": path.name} for line in lines if "kind" in line]
