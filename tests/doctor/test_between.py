@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ import pytest
 from launched import launch
 
 from lockstep import doctor
+from lockstep.cli.doctor import command
 from lockstep.doctor import data, hosts, remote
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 from lockstep.doctor.between import judge
@@ -76,7 +80,7 @@ PLANTED = [
     ("links", of("a/links/b", {"error": "no answer within 5 s"}), ERROR, "a to b: no answer"),
     ("links", of("c/links/a", {"latency_s": 1, "stalled": True}), ERROR, "c to a: short messages"),
     ("links", of("b/links/c/bandwidth", 1e6), WARNING, "b to c is 120 times as slow as"),
-    ("folder", of("b/shared", False), WARNING, "not shared: b does not see"),
+    ("folder", of("b/shared", False), WARNING, "not shared: what is written is not seen on b"),
     ("folder", of("a/shared", None), WARNING, "not known: a cannot write there"),
     ("script", of("b/script/digest", "87654321"), ERROR, "12345678 on a, c, 87654321 on b"),
     ("token", of("b/checks/token/digest", None), WARNING, "digest 12ab on a, c, none on b"),
@@ -110,6 +114,8 @@ def test_a_fault_between_machines_is_found(
     findings = judge(found)
     assert findings[check].level == level
     assert words in findings[check].found
+    own = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"(?<!run )--[a-z-]+", findings[check].do)) <= own
     assert findings[check].do
     assert {f.level for name, f in findings.items() if name != check} == {OK}
 
@@ -142,7 +148,7 @@ def test_a_name_that_ssh_alone_knows_is_no_error_where_the_address_is_known() ->
     found["a"]["resolved"]["b"] = []
     names = judge(found)["names"]
     assert names.level == OK
-    assert "not all know b, whose address a run uses" in names.found
+    assert "not all know b: a run uses the address" in names.found
     found["b"]["own"] = ""
     assert judge(found)["names"].level == ERROR
     assert "a does not know b" in judge(found)["names"].found
@@ -150,8 +156,25 @@ def test_a_name_that_ssh_alone_knows_is_no_error_where_the_address_is_known() ->
 
 def test_a_machine_alone_has_no_links() -> None:
     alone = machines()["a"] | {"links": {}, "resolved": {"a": ["127.0.1.1"]}}
+    alone["data"] |= {"files": 1, "contents": {"": "aa"}}
     findings = judge({"a": alone})
     assert {finding.level for finding in findings.values()} == {OK}
+    assert findings["names"].found == "those of 1 machine looked up on each"
+    assert findings["data"].found == (
+        "the same names and sizes (1 file), and pieces of contents (1 file)"
+    )
+
+
+def test_many_closed_ways_are_counted() -> None:
+    found = machines()
+    for name, facts in found.items():
+        facts["links"] = {other: {"error": "no answer"} for other in facts["links"]}
+        facts["shared"] = name == "a"
+    links = judge(found)["links"]
+    assert links.level == ERROR
+    assert links.found.count("no answer") == 5
+    assert links.found.endswith("; and 1 more")
+    assert "not seen on b, c" in judge(found)["folder"].found
 
 
 def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
@@ -200,12 +223,24 @@ def test_which_of_many_machines_are_reached() -> None:
     assert remote.reach(places) == dict.fromkeys(("a", "b"), "Connection refused")
 
 
-def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "a" / "file"
-    wrote = remote.write(str(path), "text")
-    assert wrote == {"error": None, "path": str(tmp_path / "file")}
-    assert remote.read(wrote["path"]) == {"text": "text"}
-    remote.remove(wrote["path"])
+@pytest.mark.parametrize("relative", [True, False])  # the folder has other real names elsewhere
+def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path, relative: bool) -> None:
+    root = Path() if relative else tmp_path
+    lines = [
+        {"ask": "write", "path": str(root / "runs" / "a" / "file"), "text": "text"},
+        {"ask": "read", "path": str(root / "file")},
+    ]
+    said = subprocess.run(
+        [sys.executable, "-m", "lockstep.doctor.remote", "word"],
+        input="".join(json.dumps(line) + "\n" for line in lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    wrote, read = (json.loads(line.rpartition(" word ")[2]) for line in said.strip().split("\n"))
+    assert wrote == {"error": None, "path": str(root / "file")}
+    assert read == {"text": "text"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -308,7 +343,7 @@ class Answering:
         return {
             "look": here, "time": {"time": time.time()}, "serve": {"port": 1}, "measure": LINK,
             "reach": self.closed.get(self.host.name, {}), "facts": facts,
-            "write": {"error": None, "path": request.get("path")}, "remove": {},
+            "write": {"error": None, "path": request.get("path")},
             "read": {"text": request.get("path")},
         }[ask]  # fmt: skip
 
@@ -322,7 +357,7 @@ def test_a_way_that_is_closed_is_found_among_many_machines(monkeypatch: Any) -> 
     assert [len(places) for places in tried] == [7] * 8
     links = judge(found)["links"]
     assert links.level == ERROR
-    assert "measured on 24 of 56 ways" in links.found
+    assert "56 of 56 ways tried, 24 measured" in links.found
     assert "a to g: no answer within 4 s" in links.found
     measured = [name for name, link in found["a"]["links"].items() if link == LINK]
     assert measured == ["b", "c", "d"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep import doctor
+from lockstep.cli.doctor import command
 from lockstep.cli.main import main
 from lockstep.doctor import disk, gpus, leftovers, memory, token
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
@@ -56,7 +58,10 @@ PLANTED = [
     ("gpus", {"gpus": [GPU, GPU | {"error": "an illegal access"}]}, ERROR, "GPU 1 does not"),
     ("gpus", {"gpus": [GPU | {"difference": 0.4}]}, ERROR, "GPU 0 computes wrongly (by 0.4)"),
     ("gpus", {"gpus": [GPU | {"difference": float("nan")}]}, ERROR, "computes wrongly (by nan)"),
-    ("gpus", {"gpus": [GPU | {"processes": [77]}]}, WARNING, "GPU 0 is used by process 77"),
+    ("gpus", {"gpus": [GPU | {"processes": [77]}]}, WARNING, "used by 1 process: 77"),
+    ("gpus", {"gpus": [GPU | {"processes": [7, 8]}]}, WARNING, "used by 2 processes: 7, 8"),
+    ("gpus", {"gpus": [GPU | {"ecc": 1}]}, ERROR, "has had 1 memory error that"),
+    ("disk", {"files": 1}, WARNING, "no more than 1 file can be made"),
     ("gpus", {"gpus": [GPU | {"free": 20}]}, WARNING, "free"),
     ("gpus", {"gpus": [GPU | {"ecc": 3}]}, ERROR, "3 memory errors"),
     ("gpus", {"gpus": [GPU | {"throttled": 0x40 | 0x4}]}, WARNING, "too hot (hardware)"),
@@ -91,7 +96,7 @@ PLANTED = [
     ("variables", {"CUDA_VISIBLE_DEVICES": ""}, WARNING, "hides all GPUs"),
     ("token", {"problem": "others may read it", "do": "chmod"}, ERROR, "others may read"),
     ("token", {"open": True}, WARNING, "whoever reaches the port"),
-    ("leftovers", {"shared": [["/dev/shm/torch_1_2_3", 5 << 20]]}, WARNING, "take 5 MiB"),
+    ("leftovers", {"shared": [["/dev/shm/torch_1_2_3", 5 << 20]]}, WARNING, "5 MiB in 1 file of"),
     ("leftovers", {"logs": [["/tmp/lockstep-logs-0/a", 1 << 30]]}, WARNING, "1024 MiB"),
 ]  # fmt: skip
 
@@ -114,6 +119,8 @@ def test_a_fault_is_found(name: str, fault: dict[str, Any], level: str, words: s
     findings = doctor.judge(facts)
     assert findings[name].level == level
     assert words in findings[name].found
+    own = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"(?<!run )--[a-z-]+", findings[name].do)) <= own
     assert findings[name].do
     others = {other: finding for other, finding in findings.items() if other != name}
     assert {finding.level for finding in others.values()} == {OK}
@@ -201,7 +208,7 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     assert facts["disk"]["exists"] is False
     hidden = {**facts["leftovers"], "sees_all": False}  # another container's process may have it
     assert leftovers.fix(hidden) == []
-    assert "if no other container" in leftovers.judge(hidden).do
+    assert "if no container" in leftovers.judge(hidden).do
     few = {**facts["leftovers"], "shared": []}
     assert leftovers.judge(few).level == OK  # what takes little is no finding, and stays
     assert leftovers.fix(few) == []
@@ -212,6 +219,23 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     assert folder.is_dir()
     assert sorted(shared.iterdir()) == sorted([runs, young, other])
     assert list(logs.iterdir()) == [logs / "new"]
+
+
+def test_whether_processes_have_other_numbers_elsewhere(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "space").touch()
+    for process in ("1", "22"):
+        (tmp_path / process / "ns").mkdir(parents=True)
+        (tmp_path / process / "ns" / "pid").hardlink_to(tmp_path / "space")
+    (tmp_path / "333").mkdir()  # another user's
+    monkeypatch.setattr(leftovers, "_PROC", tmp_path)
+    assert leftovers._sees_all() is False  # this is a container
+    monkeypatch.setattr(leftovers, "_ALL_PIDS", (tmp_path / "space").stat().st_ino)
+    assert leftovers._sees_all() is True
+    (tmp_path / "333" / "ns").mkdir()
+    (tmp_path / "333" / "ns" / "pid").touch()
+    assert leftovers._sees_all() is False  # that is one
+    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "none")
+    assert leftovers._sees_all() is False
 
 
 def test_a_token_that_others_may_read(tmp_path: Path, monkeypatch: Any) -> None:
@@ -251,6 +275,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         assert disk.judge(facts).level == ERROR
         assert f"{tmp_path / 'file'} is no folder" in disk.judge(facts).found
         assert disk.fix(facts) == []
+    facts = disk.gather(tmp_path / ("x" * 300))  # as other folders that cannot be looked at
+    assert (disk.judge(facts).level, facts["problem"]) == (ERROR, "File name too long")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
@@ -331,6 +357,7 @@ def test_secrets_are_not_shown(monkeypatch: Any) -> None:
     ("arguments", "words"),
     [
         (["node1", "node2"], "lockstep doctor --hosts node1,node2"),
+        (["--hosts", "node1", "node2"], "lockstep doctor --hosts node1,node2"),
         (["--hosts", "node1", "--ssh", 'ssh "x'], "No closing quotation"),
         (["--data", "d"], "add --hosts"),
     ],
@@ -339,3 +366,11 @@ def test_slips_of_the_command_line(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(main, ["doctor", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_run_takes_the_same_words_for_ssh(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    line = ["run", "--hosts", "node1", "--ssh", 'ssh "x', str(tmp_path / "train.py")]
+    result = CliRunner().invoke(main, line)
+    assert result.exit_code == 2
+    assert "No closing quotation" in result.stderr

@@ -47,7 +47,7 @@ def command(
     from lockstep.launcher.hosts import ssh_command
 
     if ctx.args:
-        do = f"lockstep doctor --hosts {','.join(ctx.args)}"
+        do = f"lockstep doctor --hosts {','.join(filter(None, [hosts, *ctx.args]))}"
         raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
     files = {name: file for name, file in (("script", script), ("data", data)) if file is not None}
     if hosts is not None:

@@ -142,7 +142,7 @@ def _names(machines: Machines) -> Finding:
                 problems.append(Finding(level, found, _HOSTS))
     summary = f"those of {counted(len(machines), 'machine')} looked up on each"
     if by_address:
-        summary += f"; not all know {_few(list(by_address))}, whose address a run uses"
+        summary += f"; not all know {_few(list(by_address))}: a run uses the address"
     return verdict(summary, problems)
 
 
@@ -163,15 +163,19 @@ def _links(machines: Machines) -> Finding:
                 do = "set the MTU of the interfaces to what the way between them carries"
                 found = f"{way}: short messages arrive, long ones do not, as where the MTU is wrong"
                 problems.append(Finding(ERROR, found, do))
-            else:
+            elif "bandwidth" in link:
                 sound.append((link["bandwidth"], link["latency_s"], way))
+    if (more := len(problems) - _SHOWN) > 0:
+        problems[_SHOWN:] = [problem._replace(found="") for problem in problems[_SHOWN:]]
+        problems.append(Finding(ERROR, f"and {more} more"))
     if not sound:
         return verdict("none" if len(machines) > 1 else "one machine", problems)
     slowest, fastest = min(sound), max(sound)
     latency = max(latency for _, latency, _ in sound)
     link = Link(latency, slowest[0])
     ways = len(machines) * (len(machines) - 1)
-    some = "" if len(sound) == ways else f", measured on {len(sound)} of {ways} ways"
+    tried = sum(len(facts["links"]) for facts in machines.values())
+    some = "" if len(sound) == ways else f", {tried} of {ways} ways tried, {len(sound)} measured"
     summary = f"at least {link} (and {latency * 1e3:.2g} ms) each way{some}"
     summary += f", over {', '.join(sorted(interfaces))}" if interfaces else ""
     if slowest[0] * _UNEVEN < fastest[0]:
@@ -186,7 +190,7 @@ def _folder(machines: Machines) -> Finding:
         return Finding(WARNING, f"not known: {unknown[0]} cannot write there", "name another")
     problems = _not_known([name for name, seen in shared.items() if seen == _SILENT])
     if apart := [name for name, seen in shared.items() if seen is False]:
-        found = f"not shared: {_few(apart)} does not see what is written"
+        found = f"not shared: what is written is not seen on {_few(apart)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
         problems.insert(0, Finding(WARNING, found, do))
     return verdict("" if problems else "all machines see the same", problems)
@@ -213,8 +217,8 @@ def _data(machines: Machines) -> Finding:
     if missing := [name for name, of in data.items() if of is None]:
         return Finding(ERROR, f"missing on {_few(missing)}", _DATA)
     first = next((of for of in data.values() if UNKNOWN not in of), _NO_DATA)
-    files, compared = counted(first["files"], "file"), len(first["contents"])
-    same = f"the same names and sizes of {files}, and pieces of {compared} of them"
+    files, compared = (counted(n, "file") for n in (first["files"], len(first["contents"])))
+    same = f"the same names and sizes ({files}), and pieces of contents ({compared})"
     for what in ("files", "bytes", "sizes", "names", "contents"):
         of = {name: _part(facts, what) for name, facts in data.items()}
         found = _compared(of, ERROR, _DATA, same)

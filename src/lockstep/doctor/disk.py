@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.errors import counted
 
 _PIECE, _MOST, _LONGEST_S = 2**22, 2**26, 3.0
 _LITTLE, _SLOW = 5 * 2**30, 50e6
@@ -36,6 +38,8 @@ def gather(folder: Path) -> Facts:
     if there != nearest:
         return {**facts, "speed": None, "problem": f"{nearest} is no folder"}
     try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.stat()  # a mount that is stale is there, too
         return {**facts, "speed": _speed(there), "problem": None}
     except OSError as error:
         return {**facts, "speed": None, "problem": error.strerror or str(error)}
@@ -69,11 +73,11 @@ def judge(facts: Facts) -> Finding:
     if facts["free"] < _LITTLE:
         problems.append(Finding(WARNING, "that is little for checkpoints", "make room"))
     if facts["files"] is not None and facts["files"] < 1000:
-        found = f"no more than {facts['files']} files can be made"
+        found = f"no more than {counted(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))
     if facts["temporary_free"] < _LITTLE_TEMPORARY:
         found = f"{gib(facts['temporary_free'])} free in {facts['temporary']}, where logs go"
-        problems.append(Finding(WARNING, found, "make room, or give --log-dir"))
+        problems.append(Finding(WARNING, found, "make room, or give lockstep run --log-dir"))
     return verdict(summary, problems)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.errors import counted
 
 _SIZE = 512
 _TOLERANCE = 1e-3
@@ -121,13 +122,14 @@ def _problems(gpu: Facts) -> list[Finding]:
         do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
         found.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
     if gpu.get("processes"):
-        text = f"is used by process {', '.join(map(str, gpu['processes']))}"
-        found.append(Finding(WARNING, text, "see whether they are left over"))
+        others = gpu["processes"]
+        text = f"is used by {counted(len(others), 'process')}: {', '.join(map(str, others))}"
+        found.append(Finding(WARNING, text, "see ps for what is left over"))
     elif gpu.get("total") and gpu["free"] < _FREE * gpu["total"]:
         text = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
         found.append(Finding(WARNING, text, "see nvidia-smi for who has the rest"))
     if gpu.get("ecc"):
-        text = f"has had {gpu['ecc']} memory errors that could not be corrected"
+        text = f"has had {counted(gpu['ecc'], 'memory error')} that could not be corrected"
         found.append(Finding(ERROR, text, "reset it or have it exchanged"))
     reasons = [words for bit, words in _THROTTLED.items() if (gpu.get("throttled") or 0) & bit]
     if reasons:

@@ -121,11 +121,12 @@ class _Asking:
             return await remote.ask(ask="reach", places=others)
 
         for name, closed in (await self._ask(self._left() / 3, reach)).items():
-            self.machines[name]["links"] = {other: {"error": why} for other, why in closed.items()}
+            links = {other: {"error": closed.get(other, "")} for other in places if other != name}
+            self.machines[name]["links"] = links
         there = [name for name in places if name not in self.failed]
         for shift in range(1, min(len(there), SHIFTS + 1)):
             to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
-            open_ones = [name for name in to if to[name] not in self.machines[name]["links"]]
+            open_ones = [n for n in to if not self.machines[n]["links"][to[n]]["error"]]
 
             async def measure(remote: Remote, to: dict[str, str] = to) -> dict[str, Any]:
                 address, port = places[to[remote.host.name]]
@@ -148,7 +149,6 @@ class _Asking:
             read = await self._ask(self._left(), lambda r: r.ask(ask="read", path=place))
             for name, of in read.items():
                 self.machines[name]["shared"] = of["text"] == path
-            await self._ask(self._left(), lambda r: r.ask(ask="remove", path=place), first)
 
 
 async def _clock(remote: Remote) -> dict[str, Any]:

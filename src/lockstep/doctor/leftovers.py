@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
 from lockstep.errors import counted
 
-_SHARED = Path("/dev/shm")
+_SHARED, _PROC = Path("/dev/shm"), Path("/proc")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
 """How torch's names begin, with the process that made it."""
 _YOUNG_S = 3600.0
@@ -21,7 +21,7 @@ _OLD_S = 14 * 24 * 3600.0
 _MUCH = 2**28
 _ALL_PIDS = 0xEFFFFFFC
 """The number of the first namespace of processes (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
-_HIDDEN = "remove them if no other container uses this /dev/shm: its processes are not seen here"
+_HIDDEN = "remove them if no container uses this /dev/shm: its processes have other numbers"
 
 
 def gather(folder: Path) -> Facts:
@@ -51,23 +51,20 @@ def gather(folder: Path) -> Facts:
 
 
 def _sees_all() -> bool:
-    """Whether no process of this machine is hidden: in a container those of others are."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino == _ALL_PIDS
-    except OSError:
-        return False
+    """Whether no process of this user's has another number than here, as those of containers do."""
+    seen = set()
+    for process in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            seen.add(os.stat(process / "ns/pid").st_ino)
+    return seen == {_ALL_PIDS}
 
 
 def _mapped() -> set[str]:
     """The files of shared memory that processes have, whatever their numbers elsewhere."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    found, name = set(), re.compile(rf"{re.escape(str(_SHARED))}/torch_\S+")
+    for maps in _PROC.glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            found.update(
-                re.findall(
-                    rf"{re.escape(str(_SHARED))}/torch_\S+", maps.read_text(errors="replace")
-                )
-            )
+            found.update(name.findall(maps.read_text(errors="replace")))
     return found
 
 
@@ -91,7 +88,8 @@ def judge(facts: Facts) -> Finding:
     problems = []
     if shared:
         size = _size(shared) >> 20
-        found = f"{counted(len(shared), 'file')} of ended processes take {size} MiB of /dev/shm"
+        files = counted(len(shared), "file")
+        found = f"/dev/shm holds {size} MiB in {files} of ended processes"
         do = "--fix removes them" if facts["sees_all"] else _HIDDEN
         problems.append(Finding(WARNING, found, do))
     if (size := _size(logs)) > _MUCH:

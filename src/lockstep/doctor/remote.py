@@ -6,6 +6,7 @@ ends with its input. Meanwhile it listens, for machines that know the token.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -151,9 +152,13 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
 
 
 def write(path: str, text: str) -> dict[str, Any]:
-    """Writes a small file; where there is no such folder yet, to where it would be made."""
-    folders = (folder for folder in Path(path).absolute().parents if os.path.isdir(folder))
+    """Writes a small file, which goes with this process.
+
+    Where there is no such folder yet: to where it would be made.
+    """
+    folders = (folder for folder in Path(path).parents if os.path.isdir(folder))
     place = next(folders) / Path(path).name
+    atexit.register(place.unlink, missing_ok=True)
     try:
         place.write_text(text)
     except OSError as error:
@@ -169,12 +174,6 @@ def read(path: str) -> dict[str, Any]:
         return {"text": None}
 
 
-def remove(path: str) -> dict[str, Any]:
-    """Removes a file."""
-    Path(path).unlink(missing_ok=True)
-    return {}
-
-
 _ASKED: dict[str, Callable[..., dict[str, Any]]] = {
     "look": lambda **request: look(request),
     "time": lambda: {"time": time.time()},
@@ -184,7 +183,6 @@ _ASKED: dict[str, Callable[..., dict[str, Any]]] = {
     "reach": reach,
     "write": write,
     "read": read,
-    "remove": remove,
 }
 
 

@@ -33,6 +33,6 @@ def judge(facts: Facts) -> Finding:
         found = "workers of a DataLoader die there of a bus error"
         problems.append(Finding(WARNING, found, "docker run --shm-size=8g, or num_workers=0"))
     elif facts["free"] < _FULL:
-        do = "see ls -l /dev/shm for what is left over; --fix removes what is torch's"
+        do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
     return verdict(f"{gib(facts['free'])} of {gib(facts['total'])} free in /dev/shm", problems)

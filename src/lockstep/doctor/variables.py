@@ -28,10 +28,10 @@ def gather(folder: Path) -> Facts:
 def judge(facts: Facts) -> Finding:
     """Left over from a launcher, or set for debugging."""
     problems = []
-    left = [f"{name}={facts[name]}" for name in _OF_RANKS if name in facts]
-    if left:
-        found = f"{', '.join(left)}: a script that is started plainly takes itself for a rank"
-        problems.append(Finding(WARNING, found, "unset them in this shell"))
+    if left := [name for name in _OF_RANKS if name in facts]:
+        found = ", ".join(f"{name}={facts[name]}" for name in left)
+        found += ": a script that is started plainly takes itself for a rank"
+        problems.append(Finding(WARNING, found, f"in this shell: unset {' '.join(left)}"))
     for name, (value, what) in _DEBUG.items():
         if facts.get(name) == value:
             problems.append(Finding(WARNING, f"{name}={value}: {what}", "unset it to train"))
