@@ -176,7 +176,7 @@ def test_the_pages_are_few_and_all_on_the_site() -> None:
     english = [page for page in found if not page.name.endswith(".zh-CN.md")]
     words = " ".join(page.read_text(encoding="utf-8") for page in english).split()
     assert len(english) <= 19
-    assert sum(bool(re.search(r"\w", word)) for word in words) <= 29_185
+    assert sum(bool(re.search(r"\w", word)) for word in words) <= 29_335
 
 
 def test_the_readme_is_read_to_the_end() -> None:
