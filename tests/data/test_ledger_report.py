@@ -211,6 +211,20 @@ def test_a_record_whose_length_is_damaged_does_not_hide_those_after_it(bit, tmp_
     assert (len(file.damaged), file.cut) == (1, False)
 
 
+@pytest.mark.parametrize("cut", [0, 5])
+def test_damaged_records_at_the_end_are_told(cut, tmp_path):
+    book = Book(1).steps(0, 6)
+    path = tmp_path / book.write(tmp_path, cut).name
+    data = bytearray(path.read_bytes())
+    for number in (5, 6, 7):
+        data[sum(map(len, book.records[:number])) + 20] ^= 1
+    path.write_bytes(data)
+    file = read_file(path)
+    assert [row.step for row in file.parts[0]] == [0, 1, 2]
+    assert file.cut
+    assert file.damaged == [sum(map(len, book.records[:5]))]
+
+
 @pytest.mark.parametrize("cut", range(1, 120, 7))
 def test_a_file_that_was_cut_off_anywhere_is_read_as_far_as_it_goes(cut, tmp_path):
     whole = read_file(tmp_path / Book(1).steps(0, 3).write(tmp_path).name)

@@ -13,7 +13,7 @@ import pytest
 from launched import launch
 
 from lockstep.errors import SettingError
-from lockstep.launcher import remote
+from lockstep.launcher import hosts, remote
 from lockstep.launcher.hosts import (
     SSH_OPTIONS,
     Host,
@@ -120,6 +120,11 @@ def test_the_address_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Host("localhost").here
     assert Host("me@localhost").here
     assert not Host("another@localhost").here
+    asked: list[str] = []
+    monkeypatch.setattr(hosts, "resolve", lambda name: asked.append(name) or ["203.0.113.7"])
+    far = Host("far")
+    assert [far.here, far.here] == [False, False]
+    assert asked == ["far"]
     assert not Host("203.0.113.7").here
 
 

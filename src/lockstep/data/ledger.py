@@ -654,10 +654,13 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
         else:
             later = range(at + 1, len(data))
             end = next((place for place in later if _end_of_record(data, place)), 0)
+            begin = at + FRAME.size
+            length = FRAME.unpack(data[at:begin])[0] if begin <= len(data) else 0
+            file.cut = not end
+            if end or (length and begin + length < len(data)):
+                file.damaged.append(at)
             if not end:
-                file.cut = True
                 return
-            file.damaged.append(at)
         at = end
 
 

@@ -340,7 +340,6 @@ _LAZY, _CONNECTED = "TORCH_GLOO_LAZY_INIT", 64
 """Up to so many ranks are all connected with each other, and a broken network shows at once."""
 _ours: list[str] = []
 """The variables of Gloo's that are set here, while a run goes on."""
-"""Whether the variable is set by us in this process."""
 
 
 def choose_interface(

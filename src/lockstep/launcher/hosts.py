@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lockstep.distributed.network import is_here, resolve
@@ -65,9 +66,9 @@ class Host:
         """Its name as ssh takes it: an IPv6 address has no brackets there."""
         return self.name.replace("[", "").replace("]", "")
 
-    @property
+    @cached_property
     def here(self) -> bool:
-        """Whether it is this machine, and the user who runs this."""
+        """Whether it is this machine, and the user who runs this; looked up once: it may last."""
         user = self.name.rpartition("@")[0]
         with contextlib.suppress(KeyError, OSError):  # whoever runs this has no name
             if user and user != getpass.getuser():
