@@ -238,17 +238,17 @@ def test_an_ssh_that_does_not_answer() -> None:
 def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
     (tmp_path / "ssh").touch(mode=0o755)
     ssh = [str(tmp_path / "ssh"), "-v"]
-    python = f"{sys.executable} -P -u -m module word"
-    assert Host("root@[fe80::1]").command("module", "word", ssh) == [
+    python = f"{sys.executable} -P -u -m module nonce"
+    assert Host("root@[fe80::1]").command("module", "nonce", ssh) == [
         *ssh,
         *SSH_OPTIONS,
         "root@fe80::1",
         f"exec {python}",
     ]
-    assert Host("localhost").command("module", "word", ["none"]) == python.split()
+    assert Host("localhost").command("module", "nonce", ["none"]) == python.split()
     for missing in (["no such program"], []):
         with pytest.raises(Problem, match="there is no program") as told:
-            Host("203.0.113.7").command("module", "word", missing)
+            Host("203.0.113.7").command("module", "nonce", missing)
         assert "--ssh" in told.value.args[1]
 
 
@@ -279,7 +279,7 @@ def test_a_copy_ends_with_what_asked_for_it(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def cancelled() -> int:
-        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy())
+        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy(None))
         pid = int(await asyncio.to_thread((tmp_path / "began").read_text))
         copying.cancel()
         await asyncio.wait([copying])

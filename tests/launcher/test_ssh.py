@@ -191,7 +191,7 @@ def test_what_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
     (from_launcher, launcher), (reads, target) = os.pipe(), os.pipe()
     gone = threading.Event()
     with os.fdopen(from_launcher, "rb", buffering=0) as source:
-        copying = threading.Thread(target=remote.pass_on, args=(source, target, gone))
+        copying = threading.Thread(target=remote.forward_output, args=(source, target, gone))
         copying.start()
         try:
             os.write(launcher, b"seen")
@@ -241,11 +241,11 @@ def test_what_is_sent_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".gitignore").write_text("data/*\n!data/small\n")
-    assert asyncio.run(ssh._files_of_git()) is None
+    assert ssh._files_of_git() is None
     subprocess.run(["git", "init", "-q"], check=True)
-    files = asyncio.run(ssh._files_of_git()) or b""
+    files = ssh._files_of_git() or b""
     assert sorted(files.split(b"\0")) == [b"", b".gitignore", b"data/small", b"train.py"]
     (tmp_path / ".gitignore").write_text("*\n")
-    assert asyncio.run(ssh._files_of_git()) is None
+    assert ssh._files_of_git() is None
     monkeypatch.setenv("PATH", "")
-    assert asyncio.run(ssh._files_of_git()) is None
+    assert ssh._files_of_git() is None

@@ -333,9 +333,12 @@ def _check_together(ctx: click.Context) -> None:
                     param.opts[0], f"there is no {first.opts[0]}", "add it, or leave this out"
                 )
     report = ctx.params["report"]
-    if report in ("tensorboard", "wandb") and not any(Path(report).glob("*.record")):
-        do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
-        raise SettingError(f"--report {report}", "it takes a folder for the record", do)
+    if report in ("tensorboard", "wandb"):
+        from lockstep.report.reading import SUFFIX
+
+        if not any(Path(report).glob(f"*{SUFFIX}")):
+            do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
+            raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
 

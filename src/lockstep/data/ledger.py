@@ -649,19 +649,20 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
     """Where each whole record begins and ends; behind a damaged one the next is looked for."""
     at = 0
     while at < len(data):
+        begin = at + FRAME.size
         if end := _end_of_record(data, at):
-            yield at + FRAME.size, end
-        else:
-            later = range(at + 1, len(data))
-            end = next((place for place in later if _end_of_record(data, place)), 0)
-            begin = at + FRAME.size
-            length = FRAME.unpack(data[at:begin])[0] if begin <= len(data) else 0
-            file.cut = not end
-            if end or (length and begin + length < len(data)):
-                file.damaged.append(at)
-            if not end:
-                return
-        at = end
+            yield begin, end
+            at = end
+            continue
+        later = range(at + 1, len(data))
+        following = next((place for place in later if _end_of_record(data, place)), None)
+        length = FRAME.unpack(data[at:begin])[0] if begin <= len(data) else 0
+        if following is not None or (length and begin + length < len(data)):
+            file.damaged.append(at)
+        if following is None:
+            file.cut = True
+            return
+        at = following
 
 
 def _end_of_record(data: bytes | mmap.mmap, at: int) -> int:

@@ -76,18 +76,18 @@ class Host:
         own = self.address in ("localhost", socket.gethostname())
         return own or any(map(is_here, resolve(self.address)))
 
-    def command(self, module: str, word: str, ssh: Sequence[str]) -> list[str]:
+    def command(self, module: str, nonce: str, ssh: Sequence[str]) -> list[str]:
         """The command that starts a module of this Python there, by ssh unless it is this machine.
 
         Args:
             module: its name.
-            word: what it is given to begin its answers with.
+            nonce: begins its answers.
             ssh: how ssh is called.
 
         Raises:
             Problem: there is no such ssh.
         """
-        python = [sys.executable, "-P", "-u", "-m", module, word]
+        python = [sys.executable, "-P", "-u", "-m", module, nonce]
         if self.here:
             return python
         if not ssh or not shutil.which(ssh[0]):

@@ -182,10 +182,7 @@ class Console:
     ) -> None:
         self._shown, self._filters = shown, filters or {}
         self._prefix, self._always_logged = Template(prefix), always_logged
-        first, second = Sink(stdout, environ), Sink(stderr, environ)
-        if first.identity == second.identity:
-            second = first  # one row under the lines of both
-        self._sinks = {"stdout": first, "stderr": second}
+        self._sinks = sinks(environ, stdout, stderr)
         self._streams: list[_Stream] = []
         self._lines: deque[str] = deque()
         self._raised: dict[bytes, list[int]] = {}
@@ -499,6 +496,12 @@ class Sink:
             except OSError:  # closed: the reader of a pipe has ended, the terminal is gone
                 self._gone = True
                 self.waiting.clear()
+
+
+def sinks(environ: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> dict[str, Sink]:
+    """By stream; one for both where they go to the same place, so that one row stands there."""
+    first, second = Sink(stdout, environ), Sink(stderr, environ)
+    return {"stdout": first, "stderr": first if first.identity == second.identity else second}
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 It does what the first machine asks for (`hosts`), which comes as lines of JSON on its standard
 input: it looks at what is here, lets the machines find each other, and then starts the launcher,
 whose output it passes on. Answers are lines of its standard output that begin with `MARK` and the
-word that it was started with; the last one says how the launcher ended.
+nonce that it was started with; the last one says how the launcher ended.
 
     {"folder", "script", "here"}   this machine: versions, address, and what is missing; `here`: it
                               is the first one
@@ -194,7 +194,7 @@ def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def pass_on(source: IO[bytes], target: int, gone: threading.Event) -> None:
+def forward_output(source: IO[bytes], target: int, gone: threading.Event) -> None:
     """Copies what the launcher prints; once nobody is there, reads it and throws it away."""
     while data := os.read(source.fileno(), 1 << 16):
         while data and not gone.is_set():
@@ -216,7 +216,7 @@ def watch(
     """Does what the first machine asks for until the launcher has ended; its exit code."""
     gone, kill_at, answer_at = threading.Event(), float("inf"), 0.0
     copying = [
-        threading.Thread(target=pass_on, args=(source, target, gone), daemon=True)
+        threading.Thread(target=forward_output, args=(source, target, gone), daemon=True)
         for target, source in enumerate((launcher.stdout, launcher.stderr), 1)
     ]
     for thread in copying:

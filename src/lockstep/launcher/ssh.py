@@ -39,7 +39,7 @@ from lockstep.launcher.hosts import (
     ssh_failure,
     working_folder,
 )
-from lockstep.launcher.output import Sink, finished_lines, last_state
+from lockstep.launcher.output import Sink, finished_lines, last_state, sinks
 from lockstep.launcher.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Remote:
         self.unfinished = {"stdout": b"", "stderr": b""}
         """By stream, what there is of a line that is not finished."""
         self._said = b""
-        self._started_with: float | None = None
+        self._grace: float | None = None
         """The seconds that its ranks have to end, once the launcher is started."""
         self._beginning: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,12 +126,12 @@ class Remote:
         await asyncio.shield(self._beginning)
 
     async def _start_process(self) -> None:
-        word = secrets.token_hex(8)
-        self._mark = MARK + f"{word} ".encode()
+        nonce = secrets.token_hex(8)
+        self._mark = MARK + f"{nonce} ".encode()
         self._said = b""
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._process = await asyncio.create_subprocess_exec(
-            *self.host.command(self._module, word, self._ssh),
+            *self.host.command(self._module, nonce, self._ssh),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -163,14 +163,17 @@ class Remote:
             do = "the folder must be on a disk that all machines share, or be sent: --copy"
             raise Problem(self.found["missing"], do)
 
-    async def copy(self) -> None:
-        """Sends this folder, without what .gitignore names; a folder there keeps what else it has.
+    async def copy(self, files: bytes | None) -> None:
+        """Sends this folder; the one there keeps what else it has.
+
+        Args:
+            files: the names of what is sent, each with a zero byte behind it; None: all but what
+                .gitignore names.
 
         Raises:
             Problem: it could not be sent.
         """
         folder = working_folder()
-        files = await _files_of_git()
         # A link to a folder there stays a link. An rsync of before 3.2.3 cannot make the folder.
         line = ["rsync", "-azsr", "--keep-dirlinks", "--exclude=.git"]
         line += [f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"]
@@ -251,7 +254,7 @@ class Remote:
         self, arguments: Sequence[str], environment: Mapping[str, str], keep: bool, grace: float
     ) -> None:
         """Starts the launcher there."""
-        self._started_with = grace
+        self._grace = grace
         self.unfinished = dict.fromkeys(self.unfinished, b"")
         rules = {"environment": dict(environment), "keep": keep, "grace": grace}
         self.send(start=list(arguments), **rules)
@@ -271,7 +274,7 @@ class Remote:
                 if self._process.returncode is not None:  # one that ssh has started holds it open
                     break
                 silent += _FINISH_S
-                if self._started_with is not None and stream == "stdout" and silent > SILENT_S:
+                if self._grace is not None and stream == "stdout" and silent > SILENT_S:
                     self.kill()
                 continue
             if not data:
@@ -292,7 +295,7 @@ class Remote:
                 self.code = answer.get("exit")
                 self._answers.put_nowait(answer)
         lines, self.unfinished[stream] = finished_lines(text)
-        if self._started_with is None:
+        if self._grace is None:
             if stream == "stderr":
                 self._said = (self._said + data)[-_MAX_KEPT:]
             return
@@ -321,7 +324,7 @@ class Remote:
             return
         if self._process.stdin:
             self._process.stdin.close()
-        patience = _FINISH_S if self._started_with is None else _END_S + self._started_with
+        patience = _FINISH_S if self._grace is None else _END_S + self._grace
         if await _within(patience, [self.ended()]):
             self.kill()
             await _within(2 * _FINISH_S, [self.ended()])
@@ -329,14 +332,14 @@ class Remote:
             task.cancel()
 
 
-async def _files_of_git() -> bytes | None:
+def _files_of_git() -> bytes | None:
     """What git knows or does not ignore of this folder, each name with a zero byte behind it.
 
     None: there is no git, or this is no working tree of its.
     """
     line = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = await asyncio.to_thread(subprocess.run, line, capture_output=True)
+        done = subprocess.run(line, capture_output=True)
     except FileNotFoundError:
         return None
     # Of a folder that it ignores as a whole git lists nothing.
@@ -378,9 +381,7 @@ class _Run:
     def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
         self._spec, self._say = spec, say
         self._grace = spec.grace
-        stdout, stderr = Sink(1, os.environ), Sink(2, os.environ)
-        same = stdout.identity == stderr.identity
-        self._sinks = {"stdout": stdout, "stderr": stdout if same else stderr}
+        self._sinks = sinks(os.environ)
         self._told: dict[bytes, Host] = {}
         self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
         self._asked_to_end: int | None = None
@@ -409,14 +410,14 @@ class _Run:
             await self._flush()
 
     def _on_signal(self, name: str) -> None:
-        before = self._asked_to_end
+        again = self._asked_to_end is not None
         if name != "SIGUSR1":
             self._asked_to_end = signal.Signals[name]
         if self._running:
             self._send(name, self._remotes)
-        elif self._main and before is None and self._asked_to_end is not None:
+        elif name != "SIGUSR1" and self._main and not again:
             self._main.cancel()
-        elif self._asked_to_end is not None:  # and it takes too long
+        elif name != "SIGUSR1":  # it takes too long
             for remote in self._remotes:
                 remote.kill()
 
@@ -428,9 +429,7 @@ class _Run:
                     remote.send()
             for _ in range(int(HEARTBEAT_S / _TICK_S)):
                 await asyncio.sleep(_TICK_S)
-                for sink in self._sinks.values():
-                    sink.draw(self._row(sink))
-                    sink.flush()
+                self._draw()
 
     async def _show(self, host: Host, stream: str, line: bytes) -> None:
         """Prints a line of a machine, behind its name.
@@ -456,11 +455,14 @@ class _Run:
                         return sink.cut(f"[{remote.host.name}] ".encode() + state)
         return b""
 
+    def _draw(self) -> None:
+        for sink in self._sinks.values():
+            sink.draw(self._row(sink))
+            sink.flush()
+
     async def _flush(self) -> None:
         for _ in range(int(_FINISH_S / _TICK_S)):
-            for sink in self._sinks.values():
-                sink.draw(self._row(sink))
-                sink.flush()
+            self._draw()
             if not any(sink.waiting for sink in self._sinks.values()):
                 return
             await asyncio.sleep(_TICK_S)
@@ -491,7 +493,8 @@ class _Run:
         """
         spec, remotes = self._spec, self._remotes
         if spec.copy:
-            await self._on_all([r for r in remotes if not r.here], Remote.copy)
+            files = await asyncio.to_thread(_files_of_git)
+            await self._on_all([r for r in remotes if not r.here], lambda r: r.copy(files))
         script = None if spec.module else spec.script[0]
         request = {"folder": working_folder(), "script": script}
         await self._on_all(remotes, lambda remote: remote.open(request))

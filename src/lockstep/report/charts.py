@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from lockstep.report.analysis import EVERY_STEP, per_step, work_by_rank
-from lockstep.report.reading import OWN, Floats, Record, Start, evaluation
+from lockstep.report.reading import OWN, Floats, Record, Start, evaluation_name
 from lockstep.step import PHASES
 
 _ORDER = (*OWN, "communication")
@@ -227,7 +227,7 @@ def series(record: Record) -> list[tuple[str, str, str | None, list[Line]]]:
     for number, start in enumerate(starts):
         points: dict[str, list[tuple[float, float]]] = {}
         for told in start.main.logged:
-            kind = "running mean of a pass" if told["training"] else evaluation(told)
+            kind = "running mean of a pass" if told["training"] else evaluation_name(told)
             for name, value in told["logged"].items():
                 points.setdefault(f"{name} ({kind})", []).append((told["step"], value))
         for name, pairs in points.items():

@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float64]
 
 
 _BEGUN = {"ranks": 0.0, "time": 0.0, "host": "", "command": [""]}
-_FORMS: dict[str, dict[str, Any]] = {
+_SCHEMA: dict[str, dict[str, Any]] = {
     "record": _BEGUN,
     "choices": {"choices": [("", "", "")]},
     "logged": {"logged": {"": math.nan}, "training": True, "pass": "", "step": 0.0},
@@ -58,28 +58,28 @@ _FORMS: dict[str, dict[str, Any]] = {
 """What a line that is no row is like: the first of them that it has says of what kind it is."""
 
 
-def _like(value: Any, form: Any) -> bool:
+def _matches(value: Any, form: Any) -> bool:
     """Whether it has the types of the form, and the names of a dict or any names for `""`, the
     length of a tuple, and finite numbers, or any for NaN.
     """
     match form:
         case {"": of}:
-            return isinstance(value, dict) and all(_like(v, of) for v in value.values())
+            return isinstance(value, dict) and all(_matches(v, of) for v in value.values())
         case dict():
             return isinstance(value, dict) and all(
-                _like(value.get(n), of) for n, of in form.items()
+                _matches(value.get(n), of) for n, of in form.items()
             )
         case tuple():
-            return _like(value, [""]) and len(value) == len(form)
+            return _matches(value, [""]) and len(value) == len(form)
         case list():
-            return isinstance(value, list) and all(_like(v, form[0]) for v in value)
+            return isinstance(value, list) and all(_matches(v, form[0]) for v in value)
         case float():
             finite = isinstance(value, int | float) and abs(value) < 2**63
             return finite or (math.isnan(form) and isinstance(value, float))
     return isinstance(value, type(form))
 
 
-def _understood(line: bytes) -> Any:
+def _parse(line: bytes) -> Any:
     """What a line says, a row in floats; None: nothing."""
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         value = json.loads(line)
@@ -87,14 +87,14 @@ def _understood(line: bytes) -> Any:
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         if isinstance(value, list):
             row = [math.nan if number is None else float(number) for number in value]
-            others = sum(row[:_LOSS]) + sum(row[_LOSS + 2 :])  # without the learning rate
+            others = sum(row[:_LOSS]) + sum(row[_LOSS + 2 :])  # loss and rate may be not finite
             whole = len(row) == len(COLUMNS) and row[1] > 0 and math.isfinite(others)
             return row if whole else None
-        kind = next((kind for kind in _FORMS if kind in value), "")
+        kind = next((kind for kind in _SCHEMA if kind in value), "")
         if kind == "kind" and value[kind] == "start":
             kind = "start"
         later = kind == "record" and isinstance(value[kind], int) and value[kind] > FORMAT
-        return value if kind and (later or _like(value, _FORMS[kind])) else None
+        return value if kind and (later or _matches(value, _SCHEMA[kind])) else None
     return None
 
 
@@ -114,14 +114,14 @@ class _Lines:
         whole = data.rfind(b"\n") + 1
         self._at += whole
         for line in data[:whole].splitlines():
-            value = _understood(line)
+            value = _parse(line)
             if value is None:
                 self.unread += 1
             else:
                 yield value
 
 
-def evaluation(told: dict[str, Any]) -> str:
+def evaluation_name(told: dict[str, Any]) -> str:
     """Which one it was: what its pass is called, where that is not the number of the epoch."""
     return re.sub(r"^(epoch \d+)?$", "evaluation", told["pass"])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError, counted
-from lockstep.report.reading import Record, Start, evaluation
+from lockstep.report.reading import Record, Start, evaluation_name
 
 _EVERY_S = 5.0
 
@@ -43,7 +43,7 @@ def scalars(start: Start) -> Iterator[Scalar]:
         for step, value in zip(*start.loss(), strict=True)
     ]
     for told in main.logged:
-        kind = "training" if told["training"] else evaluation(told)
+        kind = "training" if told["training"] else evaluation_name(told)
         step = max((s for s in at if s <= told["step"]), default=None)
         when = begun if step is None else at[step]
         found += [
