@@ -17,7 +17,6 @@ import pytest
 from launched import Launched, launch
 from ranks import HANG_S
 
-from lockstep.launcher.plan import parse_flags
 
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -242,14 +241,12 @@ def test_files_that_a_script_leaves_open_are_complete(tmp_path: Path) -> None:
 
 def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: print('heard it', flush=True))\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('heard it', flush=True)))\n"
         "print('up', flush=True)\n"
         "while True: time.sleep(60)\n"
     )
     flags = ["--signals-to-handle", "SIGUSR1,SIGTERM", "--nproc", "2"]
-    if hasattr(parse_flags(["script.py"]), "shutdown_timeout"):  # since torch 2.12
-        flags += ["--shutdown-timeout", "1"]
     with Launched(["run", *flags, "script.py"], cwd=tmp_path) as launcher:
         assert {launcher.stdout.readline() for _ in range(2)} == {
             f"[rank {rank}] up\n" for rank in range(2)
