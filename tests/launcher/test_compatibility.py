@@ -17,7 +17,6 @@ import pytest
 from launched import Launched, launch
 from ranks import HANG_S
 
-
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = ["--warm", "--no-warm"]
