@@ -314,7 +314,7 @@ def test_a_machine_that_ssh_does_not_reach(tmp_path: Path) -> None:
 def test_a_program_for_ssh_that_is_not_there(tmp_path: Path) -> None:
     ended = launch(["doctor", "--hosts", "nowhere.invalid", "--ssh", "./none"], tmp_path)
     assert ended.returncode == 1
-    assert "nowhere.invalid:\n  error    reached  there is no program './none' here" in ended.stdout
+    assert "nowhere.invalid:\n  error    reached  ./none cannot be started here" in ended.stdout
     assert "do: install OpenSSH's client" in ended.stdout
     assert "Traceback" not in ended.stderr
 

@@ -21,6 +21,7 @@ from lockstep.launcher.hosts import (
     Problem,
     forwarded,
     parse_hosts,
+    ssh_command,
     ssh_failure,
 )
 from lockstep.launcher.plan import check_flags_elsewhere, shutdown_timeout
@@ -70,6 +71,8 @@ def test_a_hostfile(tmp_path: Path) -> None:
         ("my/hosts", "'my/hosts' is no host's name", "there is no file 'my/hosts'"),
         ("a:4:4", "'a:4' is no host's name", "write node1,node2:4"),
         ("fe80::1", "'fe80::1' is no host's name", "in brackets: [fe80::1]"),
+        ("2001:db8:0:1", "'2001:db8:0:1' is no host's name", "in brackets: [2001:db8:0:1]"),
+        ("2001:db8::a:abcd", "'2001:db8::a:abcd' is no host's name", "in brackets"),
         ("::1,b", "'::1' is no host's name", "in brackets: [::1]"),
         ("a,a:2", "a and a are one machine", "once"),
         ("a,me@a", "a and me@a are one machine", "once"),
@@ -210,6 +213,24 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
         ("ssh: Could not resolve hostname node1: Name", "no such name", "spelling"),
         ("ssh: connect to host node1 port 22: Connection refused", "nothing listens", "sshd"),
         ("ssh: connect to host node1 port 22: Connection timed out", "not answer", "ping node1"),
+        (
+            "channel 0: open failed: connect failed: Connection refused\n"
+            "Connection closed by UNKNOWN port 65535",
+            "nothing listens",
+            "sshd",
+        ),
+        (
+            "channel 0: open failed: administratively prohibited: open failed\n"
+            "Connection closed by UNKNOWN port 65535",
+            "forwards nothing",
+            "AllowTcpForwarding",
+        ),
+        (
+            "/bin/sh: 1: exec: nc: not found\nConnection closed by UNKNOWN port 65535",
+            "ProxyCommand",
+            "~/.ssh/config",
+        ),
+        ("kex_exchange_identification: read: Connection reset by peer", "drops", "MaxStartups"),
         ("ssh: connect to host node1 port 22: No route to host", "not answer", "ping node1"),
         (f"bash: line 1: {PYTHON}: No such file or directory", f"{PYTHON} cannot", "same path"),
         (f"zsh:1: no such file or directory: {PYTHON}", f"{PYTHON} cannot", "same path"),
@@ -246,10 +267,28 @@ def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
         f"exec {python}",
     ]
     assert Host("localhost").command("module", "nonce", ["none"]) == python.split()
-    for missing in (["no such program"], []):
-        with pytest.raises(Problem, match="there is no program") as told:
-            Host("203.0.113.7").command("module", "nonce", missing)
-        assert "--ssh" in told.value.args[1]
+
+
+@pytest.mark.parametrize("ssh", ["./none", "./ssh", "."])
+def test_an_ssh_that_cannot_be_started(
+    ssh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ssh").write_text("exec ssh")  # no line with #!
+    Path("ssh").chmod(0o755)
+
+    async def connect() -> None:
+        one = Remote(Host("203.0.113.7"), [ssh])
+        try:
+            await one.connect()
+        finally:
+            await one.close()
+
+    with pytest.raises(Problem, match=f"{ssh} cannot be started here") as told:
+        asyncio.run(connect())
+    assert "--ssh" in told.value.args[1]
+    with pytest.raises(SettingError, match="names no program"):
+        ssh_command(" ")
 
 
 def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(

@@ -113,6 +113,7 @@ def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(tmp_path: Path) -
     try:
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"[{HOST}] 1\n"
+        assert "Traceback" not in done.stderr
         assert alive(pid)
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -138,6 +139,45 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = ANSWERS) -
     return {"module": "there"}
 
 
+@pytest.mark.parametrize("before", ["x" * (1 << 20), "50%\\r"], ids=["long", "bar"])
+@pytest.mark.parametrize("cut", [1, 5, 20, 40])
+def test_an_answer_that_comes_in_two_parts(before: str, cut: int, tmp_path: Path) -> None:
+    """Behind a line that is not finished."""
+    shown: list[bytes] = []
+
+    async def show(host: Host, stream: str, line: bytes) -> None:
+        shown.append(line)
+
+    async def both() -> Remote:
+        one = Remote(Host(HOST), [], show)
+        one._mark, one._answers, one._grace = (
+            b"\x1elockstep 0123456789abcdef ",
+            asyncio.Queue(),
+            1.0,
+        )
+        text = before.replace("\\r", "\r").encode()
+        answer = one._mark + b'{"exit": 7}\n'
+        await one._take("stdout", text + answer[:cut])
+        await one._take("stdout", answer[cut:])
+        await one._take("stdout", b"\n")
+        return one
+
+    assert asyncio.run(both()).code == 7
+    assert b"".join(shown).rstrip(b"\r") in (before.encode(), b"50%")
+
+
+def test_rsync_leaves_a_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ssh of a ControlPersist does, which holds rsync's standard error open."""
+    rsync = tmp_path / "rsync"
+    rsync.write_text("#!/bin/sh\nsleep 1000 & echo $! > left\ncat > names\n")
+    rsync.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0b\0"))
+    os.kill(int(Path("left").read_text()), signal.SIGKILL)
+    assert Path("names").read_bytes() == b"a\0b\0"
+
+
 def test_a_machine_that_gives_no_sign_of_life_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +196,7 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(
 
     found = asyncio.run(lost())
     assert found.code is None
+    assert found._process
     assert not alive(found._process.pid)
 
 

@@ -12,10 +12,10 @@ import math
 import os
 import re
 import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,13 +38,15 @@ FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "
 PORT = 29500
 SHIFTS = 3
 """Each machine tries the way to so many others, so that many take no longer than few."""
-DROPPED = "exchange_identification|Connection closed by UNKNOWN port"
-"""What ssh says where the server ends the connection before anything else."""
 _NAME = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
 
 
 class Problem(Exception):
     """Why nothing can be started on a host: what was found, and what to do."""
+
+
+class Dropped(Problem):
+    """Its ssh server ended the connection before anything else; another try may do."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,17 @@ class Host:
             module: its name.
             nonce: begins its answers.
             ssh: how ssh is called.
-
-        Raises:
-            Problem: there is no such ssh.
         """
         python = [sys.executable, "-P", "-u", "-m", module, nonce]
         if self.here:
             return python
-        if not ssh or not shutil.which(ssh[0]):
-            do = "install OpenSSH's client, or name another program with --ssh"
-            raise Problem(f"there is no program {' '.join(ssh[:1])!r} here", do)
         return [*ssh, *SSH_OPTIONS, self.for_ssh, f"exec {shlex.join(python)}"]
+
+
+def look_up(hosts: Sequence[Host]) -> None:
+    """Looks up all names at once, which may last where no name server answers."""
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        list(threads.map(lambda host: host.here, hosts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,8 @@ def _lines(was_set: str, path: str) -> list[str]:
 
 def _of_part(was_set: str, part: str) -> Host:
     name, processes = part, None
-    if found := re.fullmatch(r"(.*[^:]):([^:\]]*)", part):
+    bare_ipv6 = "[" not in part and ("::" in part or part.count(":") > 2)
+    if not bare_ipv6 and (found := re.fullmatch(r"(.*[^:]):([^:\]]*)", part)):
         name, processes = found[1], found[2]
         if processes not in ("auto", "gpu", "cpu") and not re.fullmatch("0*[1-9][0-9]*", processes):
             do = "write node1:4, or node1:gpu for one for each GPU"
@@ -254,11 +257,14 @@ def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str
 
 
 def ssh_command(text: str) -> list[str]:
-    """The words of --ssh; raises SettingError where a quote has no end."""
+    """The words of --ssh; raises SettingError where there are none, or a quote has no end."""
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise SettingError(f"--ssh {text}", str(error), "write it as for a shell") from None
+    if not words:
+        raise SettingError(f"--ssh {text!r}", "it names no program", "leave it out")
+    return words
 
 
 def working_folder() -> str:
@@ -272,6 +278,8 @@ def working_folder() -> str:
 
 # What went wrong with ssh, by its words
 
+_DROPPED = "exchange_identification|Connection closed by UNKNOWN port"
+"""What ssh says where the server ends the connection before anything else."""
 _NO_PROGRAM = "no such file|not found|does not exist|permission denied|unknown command"
 _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
@@ -297,13 +305,17 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
     ),
     (
-        DROPPED,
-        "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
-        "this machine is barred",
-        "raise MaxStartups in its sshd_config, and see its log",
+        rf"(?s)not found.*(?:{_DROPPED})",
+        "the ProxyCommand that leads to it cannot be started here",
+        "see its entry in ~/.ssh/config",
     ),
     (
-        r"Could not resolve hostname",
+        r"administratively prohibited",
+        "the jump host that leads to it forwards nothing",
+        "set AllowTcpForwarding in the jump host's sshd_config",
+    ),
+    (
+        r"Could not resolve hostname|Name or service not known|failure in name resolution",
         "there is no such name",
         "check its spelling, /etc/hosts, and the Host entries in ~/.ssh/config",
     ),
@@ -322,6 +334,12 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         r"timed out|No route to host|Network is unreachable|not responding",
         "it does not answer",
         "see whether it is up and reached: `ping {address}`; a firewall must let ssh through",
+    ),
+    (  # behind those above: a jump host's reason stands before it
+        _DROPPED,
+        "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
+        "this machine is barred",
+        "raise MaxStartups in its sshd_config, and see its log",
     ),
     (
         r"No module named '?lockstep\.launcher\.remote",
@@ -354,7 +372,8 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     names = {"name": host.name, "address": host.address, "python": python}
     for pattern, found, do in _FAILURES:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
-            return Problem(found.format(**names), do.format(**names))
+            kind = Dropped if pattern == _DROPPED else Problem
+            return kind(found.format(**names), do.format(**names))
     words = (line.strip() for line in reversed(said.splitlines()))
     last = next((line for line in words if line and not line.startswith("rsync error:")), "no word")
     do = f"try it by hand: `ssh {host.name} {python} --version`"

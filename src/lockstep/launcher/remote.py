@@ -59,6 +59,8 @@ _KILL_AFTER_S = 110.0
 _PIECE = 4096
 """A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _FINISH_S = 2.0
+_WRITING = threading.Lock()
+"""Answers go between what the launcher prints: whoever writes has seen that there is room."""
 
 
 def versions() -> dict[str, str]:
@@ -175,7 +177,18 @@ class Input:
 def answer(values: Mapping[str, object], output: int = 1) -> None:
     """Sends an answer; it may be that nobody is there any more."""
     with contextlib.suppress(OSError):
-        os.write(output, MARK + f"{sys.argv[1]} {json.dumps(values)}\n".encode())
+        os.write(output, _line(values))
+
+
+def _line(values: Mapping[str, object]) -> bytes:
+    return MARK + f"{sys.argv[1]} {json.dumps(values)}\n".encode()
+
+
+def write(target: int, data: bytes) -> int:
+    """How many bytes went at once; 0: there was no room within `_LOOK_S`."""
+    with _WRITING if target == 1 else contextlib.nullcontext():
+        writable = select.select([], [target], [], _LOOK_S)[1]
+        return os.write(target, data[:_PIECE]) if writable else 0
 
 
 def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -198,11 +211,10 @@ def forward_output(source: IO[bytes], target: int, gone: threading.Event) -> Non
     """Copies what the launcher prints; once nobody is there, reads it and throws it away."""
     while data := os.read(source.fileno(), 1 << 16):
         while data and not gone.is_set():
-            if select.select([], [target], [], _LOOK_S)[1]:
-                try:
-                    data = data[os.write(target, data[:_PIECE]) :]
-                except OSError:
-                    gone.set()
+            try:
+                data = data[write(target, data) :]
+            except OSError:
+                gone.set()
 
 
 def watch(
@@ -229,9 +241,9 @@ def watch(
             messages = requests.lines(_LOOK_S)
             there = messages is not None and not requests.silent
             if there:
-                if time.monotonic() >= answer_at and select.select([], [1], [], 0)[1]:
-                    answer(ALIVE)
-                    answer_at = time.monotonic() + HEARTBEAT_S
+                with contextlib.suppress(OSError):
+                    if time.monotonic() >= answer_at and write(1, _line(ALIVE)):
+                        answer_at = time.monotonic() + HEARTBEAT_S
                 continue
             gone.set()
             if not keep:

@@ -15,27 +15,29 @@ import contextlib
 import json
 import os
 import random
-import re
 import secrets
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, HostError, counted
 from lockstep.launcher.auth import VARIABLE as TOKEN
 from lockstep.launcher.hosts import (
-    DROPPED,
     PORT,
     SHIFTS,
     SSH_OPTIONS,
+    Dropped,
     Host,
     HostsSpec,
     Problem,
+    look_up,
     ssh_failure,
     working_folder,
 )
@@ -96,10 +98,13 @@ class Remote:
         """The address and port at which it listens."""
         self.unfinished = {"stdout": b"", "stderr": b""}
         """By stream, what there is of a line that is not finished."""
+        self._held = dict(self.unfinished)
+        """By stream, what may be the beginning of an answer."""
         self._said = b""
         self._grace: float | None = None
         """The seconds that its ranks have to end, once the launcher is started."""
-        self._beginning: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._input: asyncio.WriteTransport | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self, **request: Any) -> dict[str, Any]:
@@ -108,41 +113,40 @@ class Remote:
         Raises:
             Problem: there is no ssh, or no answer.
         """
-        for pause in _PAUSES_S:
-            await self._begin()
+        pauses = iter(_PAUSES_S)
+        while True:
+            await self._start_process()
             try:
                 return await self.ask(**request)
-            except Problem:
-                if not re.search(DROPPED.encode(), self._said):
+            except Dropped:
+                if (pause := next(pauses, None)) is None:
                     raise
             await self.close()
             await asyncio.sleep(random.uniform(pause / 2, pause))
-        await self._begin()
-        return await self.ask(**request)
-
-    async def _begin(self) -> None:
-        # Cancelled in the middle, asyncio would wait for all who hold the process's output.
-        self._beginning = asyncio.create_task(self._start_process())
-        await asyncio.shield(self._beginning)
 
     async def _start_process(self) -> None:
         nonce = secrets.token_hex(8)
         self._mark = MARK + f"{nonce} ".encode()
-        self._said = b""
+        self._said, self._tasks = b"", []
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._process = await asyncio.create_subprocess_exec(
-            *self.host.command(self._module, nonce, self._ssh),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        line = self.host.command(self._module, nonce, self._ssh)
+        pipe = subprocess.PIPE
+        # Not asyncio's own: it waits for all who hold the output, also when it closes the loop.
+        self._process = process = _started(
+            line,
+            "install OpenSSH's client, or name another program with --ssh",
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
             start_new_session=True,  # the terminal's keys are for this process
         )
-        assert self._process.stdout
-        assert self._process.stderr
-        self._tasks = [
-            asyncio.create_task(self._read("stdout", self._process.stdout)),
-            asyncio.create_task(self._read("stderr", self._process.stderr)),
-        ]
+        loop = asyncio.get_running_loop()
+        self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        for stream, file in (("stdout", process.stdout), ("stderr", process.stderr)):
+            source = asyncio.StreamReader()
+            protocol = partial(asyncio.StreamReaderProtocol, source)
+            output, _ = await loop.connect_read_pipe(protocol, file)
+            self._tasks.append(asyncio.create_task(self._read(stream, source, output)))
 
     async def open(self, request: Mapping[str, Any]) -> None:
         """Starts the process there, and asks what it finds.
@@ -182,24 +186,21 @@ class Remote:
             line += ["--filter=:- .gitignore"]
         else:
             line += ["--from0", "--files-from=-", "--ignore-missing-args"]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *line,
-                f"{folder}/",
-                f"{self.host.name}:{folder}/",
-                stdin=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        except FileNotFoundError:
-            raise Problem("there is no rsync on this machine", "install it") from None
-        try:
-            said = (await process.communicate(files))[1]
-        finally:
-            if process.returncode is None:  # a signal asks this process to end
-                process.terminate()
-                await process.wait()
+        line += [f"{folder}/", f"{self.host.name}:{folder}/"]
+        with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as said:
+            names.write(files or b"")
+            names.seek(0)
+            process = _started(line, "install it", stdin=names, stderr=said)
+            try:
+                await _exited(process)
+            finally:
+                if process.returncode is None:  # a signal asks this process to end
+                    process.terminate()
+                    await _exited(process)
+            said.seek(0)
+            words = said.read().decode(errors="replace")
         if process.returncode:
-            raise ssh_failure(self.host, process.returncode, said.decode(errors="replace"))
+            raise ssh_failure(self.host, process.returncode, words)
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         """The answer to a request.
@@ -215,7 +216,8 @@ class Remote:
                 await _within(_FINISH_S, [self.ended()])
         if answer is None:
             said = self._said.decode(errors="replace")
-            raise ssh_failure(self.host, self._process.returncode, said)
+            code = self._process.poll() if self._process else None
+            raise ssh_failure(self.host, code, said)
         return answer
 
     async def listen(self, address: str, port: int, instead: bool = False) -> None:
@@ -261,17 +263,30 @@ class Remote:
 
     def send(self, **request: Any) -> None:
         """Sends a request, or a sign of life; nothing when nobody is there."""
-        pipe = self._process.stdin
-        if pipe and self._process.returncode is None and not pipe.transport.is_closing():
-            pipe.write((json.dumps(request) if request else "").encode() + b"\n")
+        if self._runs() and self._input and not self._input.is_closing():
+            self._input.write((json.dumps(request) if request else "").encode() + b"\n")
 
-    async def _read(self, stream: str, source: asyncio.StreamReader) -> None:
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def _read(
+        self, stream: str, source: asyncio.StreamReader, output: asyncio.ReadTransport
+    ) -> None:
+        try:
+            await self._read_all(stream, source)
+        finally:
+            output.close()
+        await self._take(stream, b"\n" if self.unfinished[stream].strip() else b"")
+        if stream == "stdout":
+            self._answers.put_nowait(None)
+
+    async def _read_all(self, stream: str, source: asyncio.StreamReader) -> None:
         silent = 0.0
         while True:
             try:
                 data = await asyncio.wait_for(source.read(1 << 16), _FINISH_S)
             except TimeoutError:
-                if self._process.returncode is not None:  # one that ssh has started holds it open
+                if not self._runs():  # one that ssh has started holds it open
                     break
                 silent += _FINISH_S
                 if self._grace is not None and stream == "stdout" and silent > SILENT_S:
@@ -281,20 +296,22 @@ class Remote:
                 break
             silent = 0.0
             await self._take(stream, data)
-        await self._take(stream, b"\n" if self.unfinished[stream].strip() else b"")
-        if stream == "stdout":
-            self._answers.put_nowait(None)
+        self._held[stream] = b""  # an answer that does not come whole
 
     async def _take(self, stream: str, data: bytes) -> None:
         """Shows the lines that are finished, but for the answers among them."""
-        text = self.unfinished[stream] + data
+        text = self.unfinished[stream] + self._held[stream] + data
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             answer = json.loads(text[at + len(self._mark) : end])
             text = text[:at] + text[end + 1 :]
             if answer != ALIVE:
                 self.code = answer.get("exit")
                 self._answers.put_nowait(answer)
-        lines, self.unfinished[stream] = finished_lines(text)
+        at = text.rfind(self._mark[:1])
+        if at < 0 or not self._mark.startswith(text[at : at + len(self._mark)]):
+            at = len(text)
+        self._held[stream] = text[at:]
+        lines, self.unfinished[stream] = finished_lines(text[:at])
         if self._grace is None:
             if stream == "stderr":
                 self._said = (self._said + data)[-_MAX_KEPT:]
@@ -305,31 +322,40 @@ class Remote:
 
     async def ended(self) -> None:
         """Waits until the launcher there has ended, or the connection has."""
-        await asyncio.wait(self._tasks)
-        while self._process.returncode is None:  # wait() waits for those who hold its output, too
-            await asyncio.sleep(_TICK_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._process:
+            await _exited(self._process)
 
     def kill(self) -> None:
         """Ends the connection at once."""
-        if self._tasks and self._process.returncode is None:
+        if self._process and self._runs():
             with contextlib.suppress(ProcessLookupError):
                 # With a ProxyCommand's process; here the launcher is in the group, and ends itself.
                 (os.kill if self.here else os.killpg)(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Ends what still runs there, and the connection."""
-        if self._beginning is not None:
-            await asyncio.gather(self._beginning, return_exceptions=True)
-        if not self._tasks:
-            return
-        if self._process.stdin:
-            self._process.stdin.close()
+        if self._input:
+            self._input.close()
         patience = _FINISH_S if self._grace is None else _END_S + self._grace
         if await _within(patience, [self.ended()]):
             self.kill()
             await _within(2 * _FINISH_S, [self.ended()])
         for task in self._tasks:
             task.cancel()
+
+
+def _started(line: Sequence[str], do: str, **options: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(line, **options)
+    except OSError as error:
+        raise Problem(f"{line[0]} cannot be started here: {error.strerror}", do) from None
+
+
+async def _exited(process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        await asyncio.sleep(_TICK_S)
 
 
 def _files_of_git() -> bytes | None:
@@ -610,4 +636,5 @@ def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
     Raises:
         HostError: the run cannot be started on some machine; nothing runs then on any.
     """
+    look_up(spec.hosts)
     return asyncio.run(_Run(spec, say).run())
