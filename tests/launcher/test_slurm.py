@@ -12,7 +12,7 @@ import pytest
 from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
 from lockstep.launcher.plan import meeting_given
-from lockstep.launcher.slurm import InJob, Request, become, in_job, job_script, srun
+from lockstep.launcher.slurm import InJob, Request, become, in_job, job_script, srun, submit
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -70,6 +70,8 @@ def test_what_has_no_place() -> None:
     several = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     with pytest.raises(SettingError, match="2 tasks of this machine start it"):
         in_job(STEP | several | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
+    with pytest.raises(SettingError, match="heterogeneous"):
+        in_job(BATCH | {"SLURM_HET_SIZE": "2"})
     with pytest.raises(SettingError, match="4,2 tasks on its machines"):
         in_job(BATCH | {"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "4,2"})
 
@@ -161,25 +163,45 @@ def test_a_folder_that_reads_like_a_pattern(
         job_script(Request(), None, ["train.py"], "train.py")
 
 
+def test_what_is_asked_for_goes_before_variables_of_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's order is command line, variables, lines of the script."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\ncat\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    text = job_script(Request(options=("--partition gpu",)), None, ["train.py"], "train.py")
+    said = submit(text)
+    assert said.endswith(text.strip())
+    given = said.removesuffix(text.strip()).splitlines()
+    assert given[0] == "--job-name=train"
+    assert f"--chdir={tmp_path}/a b" in given
+    assert given[-2:] == ["--partition", "gpu"]
+
+
 _COMMANDS = {
     # The time is over at once, and it waits until it is told; or it is told by others.
     "srun": '[ -z "$SHORT" ] || {{ kill -USR1 $PPID; read -r _ < {folder}/told; }}; exit 143',
     "scancel": "echo scancel $* >> {folder}/log; echo > {folder}/told",
-    "scontrol": "echo scontrol $* >> {folder}/log; echo JobState=RUNNING",
+    "scontrol": "echo scontrol $* >> {folder}/log; echo JobState=RUNNING Requeue=$REQUEUE",
 }
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize("array", [False, True])
-@pytest.mark.parametrize("short", [False, True])
-def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool) -> None:
+@pytest.mark.parametrize(
+    ("array", "short", "requeue"),
+    [(False, False, "1"), (False, True, "1"), (True, False, "1"), (False, False, "0")],
+)
+def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool, requeue: str) -> None:
     os.mkfifo(tmp_path / "told")
     for name, line in _COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line.format(folder=tmp_path)}\n")
         (tmp_path / name).chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.defpath}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"} if array else {}
-    environ |= {"SHORT": "1"} if short else {}
+    environ |= {"REQUEUE": requeue} | ({"SHORT": "1"} if short else {})
     text = job_script(Request(), "1", ["train.py"], "train.py")
     done = subprocess.run(
         ["bash"], input=text, env=environ, capture_output=True, text=True, timeout=60
@@ -187,7 +209,7 @@ def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool) -> None:
     assert done.returncode == 143
     job = "7_3" if array else "7"  # 7 would be all of the array
     told = [f"scancel --signal=TERM {job}"] if short else []
-    requeued = [] if short else [f"scontrol requeue {job}"]
+    requeued = [] if short or requeue == "0" else [f"scontrol requeue {job}"]
     log = (tmp_path / "log").read_text().splitlines()
     assert log == [*told, f"scontrol show job {job}", *requeued]
     assert ("not requeued: the time limit" in done.stderr) is short

@@ -182,6 +182,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The position: the same on every rank, and meaningful on any number of them.
 
+        The number of evaluations differs where only some ranks have evaluated, which is reported.
+
         Inside of an epoch it comes with the order of that epoch where a sampler of the user's gave
         it: asked again, that may give another one.
         """

@@ -77,6 +77,13 @@ def in_job(environ: Mapping[str, str], nproc: str | None = None) -> InJob | None
     in_step = environ.get("SLURM_STEP_NUM_TASKS")
     if in_step and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP:
         return InJob(nproc=nproc or gpus or "1")
+    if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
+        raise SettingError(
+            "lockstep run in a Slurm job",
+            "the job is heterogeneous, and srun starts a step on its first component alone",
+            "ask for one component; or start the launchers yourself: srun --het-group ... "
+            "lockstep run --nnodes ... --rdzv-backend c10d --rdzv-endpoint ...",
+        )
     nodes = int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     nproc = nproc or _tasks(environ)
     if nodes == 1 and environ.get("SLURMD_NODENAME"):
@@ -203,7 +210,7 @@ trap true TERM  # when the job is cancelled or preempted the ranks are told too;
 while kill -0 $! 2>/dev/null; do wait $!; done  # a signal ends the waiting
 wait $!; code=$?
 # Asked to end (128 + 15), but not cancelled: the time was over, or others need the machines.
-if [ $code -eq 143 ] && [[ $(scontrol show job "$job") == *JobState=RUNNING* ]]; then
+if [ $code -eq 143 ] && [[ $(scontrol show job "$job") == *JobState=RUNNING*Requeue=1* ]]; then
     if [ $early -eq 0 ]; then
         scontrol requeue "$job"
     else
@@ -222,7 +229,10 @@ def submit(script: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise _missing("sbatch")
-    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
+    # On its command line: variables such as SBATCH_PARTITION go before the lines of the script.
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    options = [word for line in lines for word in shlex.split(line)[1:]]
+    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
     if done.returncode:
         raise SettingError(
             "lockstep run --slurm",
