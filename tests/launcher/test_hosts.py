@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ from lockstep.launcher.plan import check_flags_elsewhere, shutdown_timeout
 from lockstep.launcher.ssh import Remote
 
 PYTHON = sys.executable
+UNKNOWN = (
+    "kex_exchange_identification: Connection closed by remote host\n"
+    "Connection closed by UNKNOWN port 65535"
+)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +231,24 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
             "AllowTcpForwarding",
         ),
         (
-            "/bin/sh: 1: exec: nc: not found\nConnection closed by UNKNOWN port 65535",
+            "/bin/sh: 1: exec: nc: not found\n" + UNKNOWN,
             "ProxyCommand",
             "~/.ssh/config",
+        ),
+        ("/bin/bash: line 1: /opt/nc: No such file or directory\n" + UNKNOWN, "Proxy", "config"),
+        ("/bin/sh: 1: exec: /opt/nc: Permission denied\n" + UNKNOWN, "Proxy", "config"),
+        (
+            "/bin/sh: 1: gcloud: not found\n"
+            "kex_exchange_identification: Connection closed by remote host\n"
+            "Connection closed by 10.0.0.1 port 22",
+            "drops",
+            "MaxStartups",
+        ),
+        (
+            "Connection timed out during banner exchange\n"
+            "Connection to UNKNOWN port 65535 timed out",
+            "it does not answer, or the jump host",
+            "reached from the jump host",
         ),
         ("kex_exchange_identification: read: Connection reset by peer", "drops", "MaxStartups"),
         ("ssh: connect to host node1 port 22: No route to host", "not answer", "ping node1"),
@@ -267,6 +287,14 @@ def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
         f"exec {python}",
     ]
     assert Host("localhost").command("module", "nonce", ["none"]) == python.split()
+
+
+def test_names_are_looked_up_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3, timeout=600)
+    monkeypatch.setattr(hosts, "resolve", lambda address: [str(together.wait())][:0])
+    three = [Host(name) for name in "abc"]
+    hosts.look_up(three)
+    assert [vars(host)["here"] for host in three] == [False] * 3
 
 
 @pytest.mark.parametrize("ssh", ["./none", "./ssh", "."])

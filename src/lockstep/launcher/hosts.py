@@ -10,12 +10,13 @@ import contextlib
 import getpass
 import math
 import os
+import queue
 import re
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,7 @@ SSH_OPTIONS = (
 FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 """How the variables begin that all machines get."""
 PORT = 29500
+_LOOKING_UP = 64
 SHIFTS = 3
 """Each machine tries the way to so many others, so that many take no longer than few."""
 _NAME = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
@@ -71,6 +73,9 @@ class Host:
     @cached_property
     def here(self) -> bool:
         """Whether it is this machine, and the user who runs this; looked up once: it may last."""
+        return self._is_here()
+
+    def _is_here(self) -> bool:
         user = self.name.rpartition("@")[0]
         with contextlib.suppress(KeyError, OSError):  # whoever runs this has no name
             if user and user != getpass.getuser():
@@ -94,8 +99,23 @@ class Host:
 
 def look_up(hosts: Sequence[Host]) -> None:
     """Looks up all names at once, which may last where no name server answers."""
-    with ThreadPoolExecutor(len(hosts)) as threads:
-        list(threads.map(lambda host: host.here, hosts))
+    waiting: queue.SimpleQueue[Host] = queue.SimpleQueue()
+    for host in hosts:
+        waiting.put(host)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                host = waiting.get_nowait()
+                # Not by `host.here`: Python 3.11 has one lock for that property of all hosts.
+                vars(host)["here"] = host._is_here()
+
+    # Daemons, so that Ctrl-C does not wait for them.
+    threads = [threading.Thread(target=work, daemon=True) for _ in hosts[:_LOOKING_UP]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +325,8 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
     ),
     (
-        rf"(?s)not found.*(?:{_DROPPED})",
+        rf"(?i)(?:{_NO_PROGRAM}|cannot execute).*\s+(?:kex_exchange_identification: .*\s+)?"
+        r"Connection closed by UNKNOWN port",
         "the ProxyCommand that leads to it cannot be started here",
         "see its entry in ~/.ssh/config",
     ),
@@ -323,6 +344,11 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         r"Connection refused",
         "nothing listens for ssh there",
         "start sshd on it, or give its port in ~/.ssh/config",
+    ),
+    (
+        r"Connection to UNKNOWN port \S+ timed out",
+        "it does not answer, or the jump host or ProxyCommand that leads to it does not",
+        "see whether it is up, and reached from the jump host",
     ),
     (
         r"Connection to .* timed out",  # words of ssh's for what happens after it is connected

@@ -60,7 +60,7 @@ _PIECE = 4096
 """A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _FINISH_S = 2.0
 _WRITING = threading.Lock()
-"""Answers go between what the launcher prints: whoever writes has seen that there is room."""
+"""Answers but the last go between what the launcher prints: who writes has seen room for it."""
 
 
 def versions() -> dict[str, str]:
