@@ -163,7 +163,7 @@ def test_a_folder_that_reads_like_a_pattern(
         job_script(Request(), None, ["train.py"], "train.py")
 
 
-def test_what_is_asked_for_goes_before_variables_of_sbatch(
+def test_options_override_the_variables_of_sbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm's order is command line, variables, lines of the script."""
@@ -190,10 +190,8 @@ _COMMANDS = {
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize(
-    ("array", "short", "requeue"),
-    [(False, False, "1"), (False, True, "1"), (True, False, "1"), (False, False, "0")],
-)
+@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize(("short", "requeue"), [(False, "1"), (True, "1"), (False, "0")])
 def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool, requeue: str) -> None:
     os.mkfifo(tmp_path / "told")
     for name, line in _COMMANDS.items():

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.distributed.network import is_here
 from lockstep.doctor import DEADLINE_S, variables
 from lockstep.doctor.base import ERROR, Finding
-from lockstep.launcher.hosts import FORWARDED, SHIFTS, Host, look_up, working_folder
+from lockstep.launcher.hosts import FORWARDED, SHIFTS, Host, resolve_all, working_folder
 from lockstep.launcher.ssh import Remote, on_all
 
 Answers = dict[str, dict[str, Any]]
@@ -46,7 +46,7 @@ def look(
         fix: mend on each what can be mended.
     """
     asked = {"folder": str(folder), "files": files, "fix": fix}
-    look_up(hosts)
+    resolve_all(hosts)
     asking = _Asking([Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts])
     asyncio.run(asking.all(folder, asked))
     return asking.machines, asking.failed

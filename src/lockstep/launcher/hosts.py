@@ -10,7 +10,6 @@ import contextlib
 import getpass
 import math
 import os
-import queue
 import re
 import shlex
 import socket
@@ -37,7 +36,6 @@ SSH_OPTIONS = (
 FORWARDED = ("CUDA_", "GLOO_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_")
 """How the variables begin that all machines get."""
 PORT = 29500
-_LOOKING_UP = 64
 SHIFTS = 3
 """Each machine tries the way to so many others, so that many take no longer than few."""
 _NAME = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
@@ -97,21 +95,15 @@ class Host:
         return [*ssh, *SSH_OPTIONS, self.for_ssh, f"exec {shlex.join(python)}"]
 
 
-def look_up(hosts: Sequence[Host]) -> None:
-    """Looks up all names at once, which may last where no name server answers."""
-    waiting: queue.SimpleQueue[Host] = queue.SimpleQueue()
-    for host in hosts:
-        waiting.put(host)
+def resolve_all(hosts: Iterable[Host]) -> None:
+    """Resolves all names at the same time: each takes seconds where no name server answers."""
 
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                host = waiting.get_nowait()
-                # Not by `host.here`: Python 3.11 has one lock for that property of all hosts.
-                vars(host)["here"] = host._is_here()
+    def look(host: Host) -> None:
+        # Not by `host.here`: Python 3.11 has one lock for that property of all hosts.
+        vars(host)["here"] = host._is_here()
 
     # Daemons, so that Ctrl-C does not wait for them.
-    threads = [threading.Thread(target=work, daemon=True) for _ in hosts[:_LOOKING_UP]]
+    threads = [threading.Thread(target=look, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -361,7 +353,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "it does not answer",
         "see whether it is up and reached: `ping {address}`; a firewall must let ssh through",
     ),
-    (  # behind those above: a jump host's reason stands before it
+    (  # behind the others: of a jump host, ssh prints the reason first and then this
         _DROPPED,
         "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
         "this machine is barred",

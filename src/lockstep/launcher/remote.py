@@ -60,7 +60,8 @@ _PIECE = 4096
 """A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _FINISH_S = 2.0
 _WRITING = threading.Lock()
-"""Answers but the last go between what the launcher prints: who writes has seen room for it."""
+"""Held from select() to write() on standard output, where answers and the launcher's lines mix; but
+not for the last answer, after those."""
 
 
 def versions() -> dict[str, str]:

@@ -229,7 +229,7 @@ def submit(script: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise _missing("sbatch")
-    # On its command line: variables such as SBATCH_PARTITION go before the lines of the script.
+    # On its command line, too: variables such as SBATCH_PARTITION override the script's lines.
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
     options = [word for line in lines for word in shlex.split(line)[1:]]
     done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)

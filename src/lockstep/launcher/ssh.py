@@ -37,7 +37,7 @@ from lockstep.launcher.hosts import (
     Host,
     HostsSpec,
     Problem,
-    look_up,
+    resolve_all,
     ssh_failure,
     working_folder,
 )
@@ -329,7 +329,7 @@ class Remote:
 
     def kill(self) -> None:
         """Ends the connection at once."""
-        if self._process and self._runs():
+        if self._process and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 # With a ProxyCommand's process; here the launcher is in the group, and ends itself.
                 (os.kill if self.here else os.killpg)(self._process.pid, signal.SIGKILL)
@@ -636,5 +636,5 @@ def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
     Raises:
         HostError: the run cannot be started on some machine; nothing runs then on any.
     """
-    look_up(spec.hosts)
+    resolve_all(spec.hosts)
     return asyncio.run(_Run(spec, say).run())
