@@ -27,6 +27,7 @@ def test_this_machine_has_loopback() -> None:
     assert address_reaching(None) is None
     assert resolve("127.0.0.1") == ["127.0.0.1"]
     assert resolve("no.such.host.invalid") == []
+    assert (resolve("a..b"), address_reaching("a..b")) == ([], None)  # no name for a look-up
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,9 @@ def test_a_submitted_job_has_a_rank_for_each_gpu(jobs: Slurm, tmp_path: Path) ->
     folder = tmp_path / "a %j"  # which is a pattern to sbatch
     folder.mkdir()
     (folder / "train.py").write_text(TRAINS)
-    job, output = submitted(jobs, folder, "--sbatch", "--gpus=3", epochs=2)
+    asked = ["--sbatch", "--gpus=3", "--sbatch", "--comment it's train.py"]
+    job, output = submitted(jobs, folder, *asked, epochs=2)
+    assert "Comment=it's train.py" in jobs.ask("scontrol", "show", "job", job)
     until(lambda: jobs.state(job) in ("COMPLETED", "FAILED"))
     assert jobs.state(job) == "COMPLETED", said(output)
     assert "BEGINS ANEW 3" in said(output)

@@ -168,7 +168,7 @@ def test_a_missing_rank(place: Place, tmp_path: Path) -> None:
 def test_rank_0_missing(place: Place) -> None:
     init_method, environment = place
     shifted = environment(3)
-    outcomes = run_ranks(try_to_join, 2, init_method, 1, environment=lambda p: shifted(p + 1))
+    outcomes = run_ranks(try_to_join, 2, init_method, 6, environment=lambda p: shifted(p + 1))
     if init_method is None and "TORCHELASTIC_RUN_ID" not in shifted(0):
         same(
             outcomes,
@@ -177,7 +177,7 @@ def test_rank_0_missing(place: Place) -> None:
             "look at the output of rank 0",
         )
     else:
-        same(outcomes, MissingRankError, "rank 0 did not come within 1 s")
+        same(outcomes, MissingRankError, "rank 0 did not come within 6 s")
 
 
 @pytest.mark.parametrize("doubled", [0, 1])
@@ -352,6 +352,14 @@ def test_something_that_listens_but_is_no_store(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Endpoint("127.0.0.1", silent.getsockname()[1], False)
         with pytest.raises(MasterUnreachableError, match="not a torch store"):
+            rendezvous.connect(endpoint, 0.3)
+
+
+def test_a_store_that_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "answers_as_store", lambda connection: True)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:  # there is room for one
+        endpoint = Endpoint("127.0.0.1", full.getsockname()[1], False)
+        with pytest.raises(MasterUnreachableError, match="no answer"):
             rendezvous.connect(endpoint, 0.3)
 
 

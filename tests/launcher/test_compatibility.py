@@ -348,6 +348,7 @@ with open(f"weights{fabric.global_rank}", "w") as file:
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("package", "source"), [("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)]
 )

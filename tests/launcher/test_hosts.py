@@ -79,6 +79,7 @@ def test_a_hostfile(tmp_path: Path) -> None:
         ("2001:db8:0:1", "'2001:db8:0:1' is no host's name", "in brackets: [2001:db8:0:1]"),
         ("2001:db8::a:abcd", "'2001:db8::a:abcd' is no host's name", "in brackets"),
         ("::1,b", "'::1' is no host's name", "in brackets: [::1]"),
+        ("me@::1", "'me@::1' is no host's name", "in brackets: me@[::1]"),
         ("a,a:2", "a and a are one machine", "once"),
         ("a,me@a", "a and me@a are one machine", "once"),
     ],
@@ -247,6 +248,43 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
             "Connection to UNKNOWN port 65535 timed out",
             "it does not answer, or the jump host",
             "reached from the jump host",
+        ),
+        (
+            "Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out",
+            "never says",
+            "sshd hangs",
+        ),
+        (
+            "banner exchange: Connection to 10.0.0.1 port 22: Connection timed out",
+            "never says",
+            "sshd hangs",
+        ),
+        (
+            "ssh_dispatch_run_fatal: Connection to 10.0.0.1 port 22: Connection timed out",
+            "MTU",
+            "ping -M do",
+        ),
+        (
+            "Idle sessions are timed out\nhostname: Name or service not known\n"
+            f"{PYTHON}: No module named 'lockstep'",
+            "has no Lockstep",
+            "same environment",
+        ),
+        (
+            "Idle sessions are timed out after 15 minutes.\n" + UNKNOWN,
+            "drops",
+            "MaxStartups",
+        ),
+        (
+            "Warning: Identity file /key not accessible: No such file or directory.\n" + UNKNOWN,
+            "drops",
+            "MaxStartups",
+        ),
+        ("nc: connect to 10.0.0.1 port 22: Connection refused\n" + UNKNOWN, "nothing", "sshd"),
+        (
+            "Control socket connect(/tmp/x): Connection refused\nConnectionRefusedError: [Errno 1]",
+            "exit code 255: ConnectionRefusedError",
+            f"ssh me@node1 {PYTHON}",
         ),
         ("kex_exchange_identification: read: Connection reset by peer", "drops", "MaxStartups"),
         ("ssh: connect to host node1 port 22: No route to host", "not answer", "ping node1"),

@@ -98,6 +98,29 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, war
         assert psutil.wait_procs(processes, timeout=LEAVE_S)[1] == []
 
 
+_INTERRUPTS = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--standalone"]])
+def test_ctrl_c_while_torch_imports_what_it_can_do_without(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    """Torch passes over all that goes wrong while it imports numpy."""
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
+    (tmp_path / "script.py").touch()
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = launch(["run", *flags, "script.py"], tmp_path, env=environ, fresh=True)
+    assert done.returncode == 130, done.stderr
+
+
 def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     deaf = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)"
     with started(tmp_path, deaf + WAITS, "--nproc=2") as (launcher, processes):

@@ -12,7 +12,16 @@ import pytest
 from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
 from lockstep.launcher.plan import meeting_given
-from lockstep.launcher.slurm import InJob, Request, become, in_job, job_script, srun, submit
+from lockstep.launcher.slurm import (
+    InJob,
+    Request,
+    become,
+    in_job,
+    job_script,
+    sbatch_options,
+    srun,
+    submit,
+)
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -117,25 +126,45 @@ def test_the_job_script() -> None:
     request = Request(
         nodes=2, gpus_per_node=4, time="1:00:00", options=("--partition=gpu", "--job-name x")
     )
-    text = job_script(request, "4", ["train.py", "--name", "two words"], "a/train.py")
+    options = sbatch_options(request, "a/train.py")
+    text = job_script(options, "4", ["train.py", "--name", "two words\n#SBATCH --x='"])
     lines = text.splitlines()
     for line in ("nodes=2", "gpus-per-node=4", "time=1:00:00", "requeue", "partition=gpu"):
         assert f"#SBATCH --{line}" in lines
     names = [line for line in lines if "--job-name" in line]
-    assert names == ["#SBATCH --job-name=train", "#SBATCH --job-name x"]  # the last one counts
-    assert "'two words' &" in text
+    assert names == ["#SBATCH --job-name=train", "#SBATCH --job-name=x"]  # the last one counts
+    assert "--name 'two words\n" in text
     assert "--nproc=4 train.py" in text
 
 
 @pytest.mark.parametrize("option", ["--gres=gpu:4", "--gpus=8", "--gpus-per-task=4"])
 def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
-    text = job_script(Request(options=(option,)), None, ["train.py"], "train.py")
+    options = sbatch_options(Request(options=(option,)), "train.py")
+    text = job_script(options, None, ["train.py"])
     assert "-m lockstep run train.py &" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "line"),
+    [
+        ("-p gpu", "-pgpu", "-pgpu"),
+        ("--qos high", "--qos=high", "--qos=high"),
+        ("--exclusive", "--exclusive", "--exclusive"),
+        ("--comment=first train.py", "--comment=first train.py", "--comment='first train.py'"),
+        ("--comment it's", "--comment=it's", """--comment='it'"'"'s'"""),
+    ],
+)
+def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
+    options = sbatch_options(Request(options=(text,)), "train.py")
+    assert options[-1] == word
+    assert f"#SBATCH {line}" in job_script(options, None, ["train.py"]).splitlines()
 
 
 @pytest.mark.parametrize(
     ("option", "found"),
     [
+        ("--wait", "until the job has ended"),
+        ("-W", "until the job has ended"),
         ("", "that is no option"),
         (" ", "that is no option"),
         ("partition=gpu", "that is no option"),
@@ -146,7 +175,7 @@ def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
 )
 def test_options_that_a_job_cannot_have(option: str, found: str) -> None:
     with pytest.raises(SettingError, match=found):
-        job_script(Request(options=("--nodelist=a", option)), "2", ["train.py"], "train.py")
+        sbatch_options(Request(options=("--nodelist=a", option)), "train.py")
 
 
 def test_a_folder_that_reads_like_a_pattern(
@@ -155,12 +184,12 @@ def test_a_folder_that_reads_like_a_pattern(
     for name in ("a %j", "a\\j"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a %j")
-    lines = job_script(Request(), None, ["train.py"], "train.py").splitlines()
+    lines = job_script(sbatch_options(Request(), "train.py"), None, ["train.py"]).splitlines()
     assert f"#SBATCH --output='{tmp_path}/a %%j/%x-%j.out'" in lines
     assert f"#SBATCH --chdir='{tmp_path}/a %j'" in lines
     monkeypatch.chdir(tmp_path / "a\\j")
     with pytest.raises(SettingError, match="backslash"):
-        job_script(Request(), None, ["train.py"], "train.py")
+        sbatch_options(Request(), "train.py")
 
 
 def test_options_override_the_variables_of_sbatch(
@@ -172,13 +201,14 @@ def test_options_override_the_variables_of_sbatch(
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    text = job_script(Request(options=("--partition gpu",)), None, ["train.py"], "train.py")
-    said = submit(text)
+    options = sbatch_options(Request(options=("--partition gpu",)), "train.py")
+    text = job_script(options, None, ["train.py"])
+    said = submit(text, options)
     assert said.endswith(text.strip())
     given = said.removesuffix(text.strip()).splitlines()
     assert given[0] == "--job-name=train"
     assert f"--chdir={tmp_path}/a b" in given
-    assert given[-2:] == ["--partition", "gpu"]
+    assert given[-1] == "--partition=gpu"
 
 
 _COMMANDS = {
@@ -200,7 +230,7 @@ def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool, requeue: str) 
     environ = {"PATH": f"{tmp_path}:{os.defpath}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"} if array else {}
     environ |= {"REQUEUE": requeue} | ({"SHORT": "1"} if short else {})
-    text = job_script(Request(), "1", ["train.py"], "train.py")
+    text = job_script([], "1", ["train.py"])
     done = subprocess.run(
         ["bash"], input=text, env=environ, capture_output=True, text=True, timeout=60
     )

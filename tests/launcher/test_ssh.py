@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from lockstep.launcher.hosts import Host, Problem
 from lockstep.launcher.ssh import Remote
 
 HOST = "203.0.113.7"
+DROPS = "kex_exchange_identification: Connection closed by remote host"
 EXECUTES = '#!/bin/sh\nfor last; do :; done\n{first}\nexec sh -c "$last"\n'
 ANSWERS = """
 import json, sys, time
@@ -174,6 +176,71 @@ def test_rsync_leaves_a_process_behind(tmp_path: Path, monkeypatch: pytest.Monke
     assert Path("names").read_bytes() == b"a\0b\0"
 
 
+def test_rsync_is_tried_again_where_the_server_drops_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    rsync = tmp_path / "rsync"
+    rsync.write_text(
+        "#!/bin/sh\necho . >> tries; cat > names\n"
+        f'[ $(wc -l < tries) -gt 1 ] || {{ echo "{DROPS}" >&2; exit 255; }}\n'
+    )
+    rsync.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0b\0"))
+    assert Path("names").read_bytes() == b"a\0b\0"
+
+
+def test_an_rsync_that_does_not_end_when_it_is_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rsync = tmp_path / "rsync"
+    rsync.write_text("#!/bin/sh\ntrap '' TERM INT\necho $$ > pid; mv pid begun\ncat told\n")
+    rsync.chmod(0o755)
+    os.mkfifo(tmp_path / "told")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ssh, "_FINISH_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def asked_to_end() -> None:
+        copying = asyncio.create_task(Remote(Host(HOST), ["ssh"]).copy(b""))
+        while not Path("begun").exists():
+            await asyncio.sleep(0.01)
+        copying.cancel()
+        await asyncio.wait([copying])
+
+    asyncio.run(asked_to_end())
+    assert not alive(int(Path("begun").read_text()))
+
+
+def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_FINISH_S", 0.3)
+    first = "(while :; do echo . >&2; sleep 0.1; done) & echo $! > left"
+    monkeypatch.chdir(tmp_path)
+
+    async def ended() -> None:
+        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        await one.connect()
+        one._input.close()  # type: ignore[union-attr]
+        await asyncio.wait_for(one.ended(), 600)
+        await one.close()
+
+    asyncio.run(ended())
+    os.kill(int(Path("left").read_text()), signal.SIGKILL)
+
+
+def test_no_room_for_the_names_of_what_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(Problem, match="No such file or directory") as told:
+        asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0"))
+    assert "TMPDIR" in told.value.args[1]
+
+
 def test_a_machine_that_gives_no_sign_of_life_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,9 +268,8 @@ def test_a_server_that_drops_connections_is_tried_again(
     drops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
-    said = "kex_exchange_identification: Connection closed by remote host"
     first = (
-        f'echo . >> tries; [ $(wc -l < tries) -le {drops} ] && {{ echo "{said}" >&2; exit 255; }}'
+        f'echo . >> tries; [ $(wc -l < tries) -le {drops} ] && {{ echo "{DROPS}" >&2; exit 255; }}'
     )
     monkeypatch.chdir(tmp_path)
 
@@ -221,6 +287,24 @@ def test_a_server_that_drops_connections_is_tried_again(
             asyncio.run(asked())
         assert "MaxStartups" in told.value.args[1]
     assert len((tmp_path / "tries").read_text().split()) == min(drops + 1, 3)
+
+
+def test_all_tries_together_have_the_time_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_PAUSES_S", (1000.0,))
+    first = f'echo "{DROPS}" >&2; exit 255'
+
+    async def asked() -> None:
+        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        one.patience = 60.0
+        try:
+            await asyncio.wait_for(one.connect(), 600)
+        finally:
+            await one.close()
+
+    with pytest.raises(Problem, match="drops the connection"):
+        asyncio.run(asked())
 
 
 def test_what_nobody_reads_does_not_keep_the_launcher_waiting() -> None:

@@ -22,7 +22,7 @@ from lockstep.launcher.plan import (
     parse_flags,
 )
 from lockstep.launcher.ssh import run_on_hosts
-from lockstep.launcher.worker import Script
+from lockstep.launcher.worker import Script, nothing_collected
 from lockstep.settings import seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
@@ -61,7 +61,8 @@ class RunCommand(click.Command):
 
 def torchrun_options() -> list[click.Option]:
     """Every flag of torchrun, read from its own parser."""
-    from torch.distributed.run import get_args_parser
+    with nothing_collected():
+        from torch.distributed.run import get_args_parser
 
     return [
         click.Option(
@@ -236,8 +237,10 @@ def command(
             _end(ctx, run_on_hosts(on_all, _say), script, args)
         return
     if elsewhere["slurm"]:
-        text = _job_script(ctx, (script, *args), elsewhere)
-        click.echo(text if dry_run else slurm.submit(text))
+        options = _sbatch_options(ctx, script, elsewhere)
+        arguments = _arguments(ctx, (script, *args))
+        text = slurm.job_script(options, ctx.params["nproc"], arguments)
+        click.echo(text if dry_run else slurm.submit(text, options))
         return
     job = None
     if not meeting_given(torchrun, os.environ):
@@ -300,23 +303,19 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
     )
 
 
-def _job_script(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> str:
-    """The job that is to be submitted."""
+def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> list[str]:
+    """What the job asks for that is to be submitted."""
     from lockstep.launcher.script import check_script
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
-    check_script(Script(path=script[0], module=ctx.params["module"]))
-    return slurm.job_script(
-        slurm.Request(
-            nodes=given["nodes"] or 1,
-            gpus_per_node=given["gpus_per_node"],
-            time=given["time"],
-            options=given["sbatch"],
-        ),
-        ctx.params["nproc"],
-        _arguments(ctx, script),
-        script[0],
+    check_script(Script(path=script, module=ctx.params["module"]))
+    request = slurm.Request(
+        nodes=given["nodes"] or 1,
+        gpus_per_node=given["gpus_per_node"],
+        time=given["time"],
+        options=given["sbatch"],
     )
+    return slurm.sbatch_options(request, script)
 
 
 def _is_given(ctx: click.Context, param: click.Parameter) -> bool:

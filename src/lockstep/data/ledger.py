@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import mmap
+import re
 import secrets
 import struct
 import time
@@ -51,6 +52,8 @@ if TYPE_CHECKING:  # reading needs no torch
 
 FORMAT = 1
 FRAME = struct.Struct("<II")
+_KIND = re.compile(rb"S|J\{")
+"""How a record begins behind its frame: a step, or JSON."""
 STEP = struct.Struct("<QHIQI")
 """Number of the step, of the loader, epoch, which global batch of it, samples on all ranks."""
 NO_LOADER = 0xFFFF
@@ -654,7 +657,7 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
             yield begin, end
             at = end
             continue
-        later = range(at + 1, len(data))
+        later = (kind.start() - FRAME.size for kind in _KIND.finditer(data, begin + 1))
         following = next((place for place in later if _end_of_record(data, place)), None)
         length = FRAME.unpack(data[at:begin])[0] if begin <= len(data) else 0
         if following is not None or (length and begin + length < len(data)):
@@ -668,7 +671,7 @@ def _records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int
 def _end_of_record(data: bytes | mmap.mmap, at: int) -> int:
     """Where the record that begins there ends; 0: none does."""
     begin = at + FRAME.size
-    if data[begin : begin + 1] not in (b"S", b"J"):
+    if not _KIND.match(data, begin):
         return 0
     length, checksum = FRAME.unpack(data[at:begin])
     end = begin + length

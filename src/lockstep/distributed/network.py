@@ -76,7 +76,7 @@ def address_reaching(host: str | None = _ANY_OUTSIDE_ADDRESS) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):
         return None
 
 
@@ -84,7 +84,7 @@ def resolve(host: str) -> list[str]:
     """What a host name or address resolves to, IPv4 first; empty when it does not."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a label is empty or has over 63 characters
         return []
     return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
 

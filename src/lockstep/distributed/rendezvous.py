@@ -278,8 +278,9 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
             wait_for_workers=False,
             timeout=timedelta(seconds=max(deadline - time.monotonic(), _ATTEMPT_S)),
         )
-    except RuntimeError:
-        raise network.unreachable("rank 0", endpoint, network.CUT, address=address) from None
+    except RuntimeError as error:
+        reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
+        raise network.unreachable("rank 0", endpoint, reason, address=address) from None
 
 
 def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:

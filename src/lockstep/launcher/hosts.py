@@ -163,6 +163,7 @@ class HostsSpec:
 
     def describe(self) -> str:
         """What would be started, for `--dry-run`."""
+        resolve_all(self.hosts)
         lines = [f"{counted(len(self.hosts), 'host')}, in {working_folder()}:"]
         address = self.flag("--master-addr") or "ADDRESS"
         port = int(self.flag("--master-port") or PORT)
@@ -230,7 +231,8 @@ def _of_part(was_set: str, part: str) -> Host:
 
 def _check_name(was_set: str, name: str, do: str) -> None:
     if name.count(":") > 1 and "[" not in name:
-        do = f"write an IPv6 address in brackets: [{name}]"
+        user, at, address = name.rpartition("@")
+        do = f"write an IPv6 address in brackets: {user}{at}[{address}]"
     if not _NAME.fullmatch(name):
         found = f"{name!r} is no host's name" if name else "a host's name is missing"
         raise SettingError(was_set, found, do)
@@ -292,8 +294,40 @@ def working_folder() -> str:
 
 _DROPPED = "exchange_identification|Connection closed by UNKNOWN port"
 """What ssh says where the server ends the connection before anything else."""
+_OF_SSH = re.compile(
+    r"ssh: |ssh_|channel \d+: |kex_|banner exchange: |Connection |Timeout, |Host key |@ |Received |"
+    r"(?:\S+: )?Permission denied \("
+)
+"""How ssh's own lines begin, in which it says why it ends; others are a banner's or a shell's."""
+_OF_PROXY = re.compile(r"(?!Warning: )[\w./-]+: |\(UNKNOWN\) ")  # the latter: traditional nc's
+"""How the line of a ProxyCommand begins that stands before ssh says that it has ended."""
 _NO_PROGRAM = "no such file|not found|does not exist|permission denied|unknown command"
-_FAILURES: tuple[tuple[str, str, str], ...] = (
+_THERE: tuple[tuple[str, str, str], ...] = (
+    (
+        rf"(?i){{python}}.*(?:{_NO_PROGRAM})|(?:{_NO_PROGRAM}).*{{python}}",
+        "{python} cannot be started there",
+        "make the same environment there, at the same path, or start from one that all machines "
+        "have",
+    ),
+    (
+        r"No module named '?lockstep\.launcher\.remote",
+        "its Lockstep is older than this one",
+        "install the same version there, for {python}",
+    ),
+    (
+        r"No module named '?lockstep|nknown option:? -P",
+        "{python} has no Lockstep there",
+        "make the same environment there, at the same path: the first machine's Python is used",
+    ),
+    (
+        r"Too many levels of symbolic links",
+        "a folder that is sent is a link there, and rsync follows none that lead out of the folder",
+        "name it in .gitignore, or make it a folder there",
+    ),
+    (r"rsync.*not found", "it has no rsync", "install rsync there, or copy the folder yourself"),
+)
+"""What the machine says once ssh has reached it."""
+_WAY: tuple[tuple[str, str, str], ...] = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one that this machine knows: it was set up anew, or another "
@@ -306,13 +340,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "log in once and compare the key: `ssh {name}`",
     ),
     (
-        rf"(?i){{python}}.*(?:{_NO_PROGRAM})|(?:{_NO_PROGRAM}).*{{python}}",
-        "{python} cannot be started there",
-        "make the same environment there, at the same path, or start from one that all machines "
-        "have",
-    ),
-    (
-        r"Permission denied \([a-z]|Too many authentication failures",  # rsync has (13) there
+        r"Permission denied \([a-z]|Too many authentication failures",
         "it lets nobody in without a password",
         "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
     ),
@@ -343,6 +371,11 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "see whether it is up, and reached from the jump host",
     ),
     (
+        r"during banner exchange|banner exchange: .* timed out",
+        "something accepts the connection and never says that it is an ssh server",
+        "see whether its sshd hangs, and whether that is its port",
+    ),
+    (
         r"Connection to .* timed out",  # words of ssh's for what happens after it is connected
         "its ssh server answers, and then nothing comes through: it hangs, or packets are longer "
         "than the way carries (MTU)",
@@ -359,23 +392,8 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "this machine is barred",
         "raise MaxStartups in its sshd_config, and see its log",
     ),
-    (
-        r"No module named '?lockstep\.launcher\.remote",
-        "its Lockstep is older than this one",
-        "install the same version there, for {python}",
-    ),
-    (
-        r"No module named '?lockstep|nknown option:? -P",
-        "{python} has no Lockstep there",
-        "make the same environment there, at the same path: the first machine's Python is used",
-    ),
-    (
-        r"Too many levels of symbolic links",
-        "a folder that is sent is a link there, and rsync follows none that lead out of the folder",
-        "name it in .gitignore, or make it a folder there",
-    ),
-    (r"rsync.*not found", "it has no rsync", "install rsync there, or copy the folder yourself"),
 )
+"""What ssh says itself."""
 
 
 def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
@@ -388,8 +406,12 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     """
     python = sys.executable
     names = {"name": host.name, "address": host.address, "python": python}
-    for pattern, found, do in _FAILURES:
+    for pattern, found, do in _THERE:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
+            return Problem(found.format(**names), do.format(**names))
+    own = _of_ssh(said)
+    for pattern, found, do in _WAY:
+        if re.search(pattern, own):
             kind = Dropped if pattern == _DROPPED else Problem
             return kind(found.format(**names), do.format(**names))
     words = (line.strip() for line in reversed(said.splitlines()))
@@ -398,3 +420,15 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     if code is None:
         do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
     return Problem(f"{'no answer in time' if code is None else f'exit code {code}'}: {last}", do)
+
+
+def _of_ssh(said: str) -> str:
+    """The lines that are ssh's own, and that of the ProxyCommand whose end it tells."""
+    lines = [line.strip() for line in said.splitlines()]
+    own: list[str] = []
+    for before, line in zip(["", *lines], lines, strict=False):
+        if _OF_SSH.match(line):
+            if re.search(_DROPPED, line) and _OF_PROXY.match(before) and before not in own:
+                own.append(before)
+            own.append(line)
+    return "\n".join(own)

@@ -60,8 +60,7 @@ _PIECE = 4096
 """A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _FINISH_S = 2.0
 _WRITING = threading.Lock()
-"""Held from select() to write() on standard output, where answers and the launcher's lines mix; but
-not for the last answer, after those."""
+"""Held from select() to write() on standard output, where answers and the launcher's lines mix."""
 
 
 def versions() -> dict[str, str]:
@@ -177,7 +176,7 @@ class Input:
 
 def answer(values: Mapping[str, object], output: int = 1) -> None:
     """Sends an answer; it may be that nobody is there any more."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), _WRITING:
         os.write(output, _line(values))
 
 
@@ -257,6 +256,7 @@ def watch(
             launcher.kill()
     for thread in copying:  # a process that the ranks have left behind may hold its output open
         thread.join(_FINISH_S)
+    gone.set()
     return code if code >= 0 else 128 - code
 
 

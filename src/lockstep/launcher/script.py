@@ -69,7 +69,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     """
     _open_closed_streams()
     environ = dict(os.environ)
-    spec, flags, hints = _read(spec, environ)
+    with worker.nothing_collected():
+        spec, flags, hints = _read(spec, environ)
     script = spec.script
     cold = _why_cold(spec, flags, hints, environ)
     # So many ranks this machine gets, where it takes no look at the machine to know.

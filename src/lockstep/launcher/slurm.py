@@ -147,21 +147,21 @@ class Request:
     """Others of sbatch's, such as `--partition=gpu`."""
 
 
-def job_script(request: Request, nproc: str | None, arguments: Sequence[str], script: str) -> str:
-    """The job script, which also says what happens when the job's time is over.
+def sbatch_options(request: Request, script: str) -> list[str]:
+    """What sbatch is asked for, each option a word of its own; the last of two counts.
 
     Args:
         request: what the job asks for.
-        nproc: processes on each machine; None: one a GPU that the job has there, else one.
-        arguments: of `lockstep run`, but for --nproc; the script and its own are among them.
         script: its name.
 
     Raises:
         SettingError: an option of sbatch's, or a working folder, that such a job cannot have.
     """
     folder = os.getcwd()
-    _check(request.options, folder)
-    options = {
+    if re.search(r"[\\\n]", folder):
+        found = "sbatch can name no file in a folder with a backslash or a line's end in its name"
+        raise SettingError(f"--slurm in {folder!r}", found, "start it in another folder")
+    own = {
         "job-name": Path(script).stem,
         "nodes": request.nodes,
         "ntasks-per-node": 1,
@@ -173,30 +173,51 @@ def job_script(request: Request, nproc: str | None, arguments: Sequence[str], sc
         "requeue": "",
         "signal": f"B:USR1@{_WARNING_S}",
     }
-    lines = ["#!/bin/bash"]
-    for name, value in options.items():
-        if value is not None:
-            lines.append(f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" if value else ""))
-    lines += [f"#SBATCH {option}" for option in request.options]  # the last of two counts
+    options = [
+        f"--{name}={value}" if value else f"--{name}"
+        for name, value in own.items()
+        if value is not None
+    ]
+    return options + [_option(text.strip()) for text in request.options]
+
+
+def _option(text: str) -> str:
+    """What one --sbatch gives, in one word: sbatch would take one by itself for the script."""
+    was_set, (name, _, value) = f"--sbatch {text!r}", text.partition(" ")
+    if not text.startswith("-"):
+        do = "write it as in --sbatch --partition=gpu"
+        raise SettingError(was_set, "that is no option", do)
+    if re.match("-n|--nt", text):
+        raise SettingError(
+            was_set,
+            "each machine of the job has one task, the launcher, which starts the ranks there",
+            "say with --nproc how many ranks, and with --nodes how many machines",
+        )
+    if text in ("-W", "--wait"):
+        found = "sbatch would say nothing, not even the job's number, until the job has ended"
+        raise SettingError(was_set, found, "leave it out; `squeue --me` shows the job")
+    if "=" in name or not value:
+        return text
+    return f"{name}={value}" if name.startswith("--") else name + value
+
+
+def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:
+    """The job script, which also says what happens when the job's time is over.
+
+    Args:
+        options: as `sbatch_options` gives them.
+        nproc: processes on each machine; None: one a GPU that the job has there, else one.
+        arguments: of `lockstep run`, but for --nproc; the script and its own are among them.
+    """
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
     run = shlex.join(srun(InJob(nproc=nproc), arguments))
     body = _BODY.format(token=TOKEN, saving=_SAVING_S, warning=_WARNING_S, srun=run)
     return "\n".join([*lines, body])
 
 
-def _check(options: Sequence[str], folder: str) -> None:
-    for option in options:
-        if not option.startswith("-"):
-            do = "write it as in --sbatch --partition=gpu"
-            raise SettingError(f"--sbatch {option!r}", "that is no option", do)
-        if re.match("-n|--nt", option):
-            raise SettingError(
-                f"--sbatch {option}",
-                "each machine of the job has one task, the launcher, which starts the ranks there",
-                "say with --nproc how many ranks, and with --nodes how many machines",
-            )
-    if re.search(r"[\\\n]", folder):
-        found = "sbatch can name no file in a folder with a backslash or a line's end in its name"
-        raise SettingError(f"--slurm in {folder!r}", found, "start it in another folder")
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return name + equals + shlex.quote(value) if value else shlex.quote(option)
 
 
 _BODY = """
@@ -221,17 +242,19 @@ exit $code
 """
 
 
-def submit(script: str) -> str:
+def submit(script: str, options: Sequence[str]) -> str:
     """Hands a job script to sbatch; what it prints.
+
+    Args:
+        script: as `job_script` gives it.
+        options: those in it, for sbatch's command line: variables such as SBATCH_PARTITION go
+            before the script's lines.
 
     Raises:
         SettingError: there is no sbatch, or it refuses the job.
     """
     if not shutil.which("sbatch"):
         raise _missing("sbatch")
-    # On its command line, too: variables such as SBATCH_PARTITION override the script's lines.
-    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-    options = [word for line in lines for word in shlex.split(line)[1:]]
     done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
     if done.returncode:
         raise SettingError(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import math
 import os
 import random
 import secrets
@@ -22,9 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, HostError, counted
@@ -111,23 +113,38 @@ class Remote:
         """Starts the process there; its answer to a first request.
 
         Raises:
-            Problem: there is no ssh, or no answer.
+            Problem: there is no ssh, or no answer within `patience`, all tries together.
         """
+        until = time.monotonic() + self.patience
+
+        async def attempt() -> dict[str, Any]:
+            await self._start_process()
+            self.send(**request)
+            return await self._answer(until - time.monotonic())
+
+        return await self._until_not_dropped(attempt, until)
+
+    async def _until_not_dropped(
+        self, attempt: Callable[[], Coroutine[Any, Any, T]], until: float = math.inf
+    ) -> T:
+        """Tries again, after a pause each time, until `time.monotonic()` would pass `until`."""
         pauses = iter(_PAUSES_S)
         while True:
-            await self._start_process()
             try:
-                return await self.ask(**request)
+                return await attempt()
             except Dropped:
-                if (pause := next(pauses, None)) is None:
+                pause = random.uniform(0.5, 1.0) * next(pauses, math.inf)
+                if pause == math.inf or time.monotonic() + pause > until:
                     raise
             await self.close()
-            await asyncio.sleep(random.uniform(pause / 2, pause))
+            await asyncio.sleep(pause)
 
     async def _start_process(self) -> None:
         nonce = secrets.token_hex(8)
         self._mark = MARK + f"{nonce} ".encode()
         self._said, self._tasks = b"", []
+        self.unfinished = dict.fromkeys(self.unfinished, b"")
+        self._held = dict(self.unfinished)
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         line = self.host.command(self._module, nonce, self._ssh)
         pipe = subprocess.PIPE
@@ -187,16 +204,21 @@ class Remote:
         else:
             line += ["--from0", "--files-from=-", "--ignore-missing-args"]
         line += [f"{folder}/", f"{self.host.name}:{folder}/"]
-        with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as said:
-            names.write(files or b"")
-            names.seek(0)
-            process = _started(line, "install it", stdin=names, stderr=said)
+        await self._until_not_dropped(partial(self._copy, line, files or b""))
+
+    async def _copy(self, line: Sequence[str], files: bytes) -> None:
+        with _temporary(files) as names, _temporary() as said:
+            process = self._process = _started(
+                line, "install rsync", stdin=names, stderr=said, start_new_session=True
+            )
             try:
                 await _exited(process)
             finally:
                 if process.returncode is None:  # a signal asks this process to end
                     process.terminate()
-                    await _exited(process)
+                    if await _within(_FINISH_S, [_exited(process)]):
+                        self.kill()
+                        await _exited(process)
             said.seek(0)
             words = said.read().decode(errors="replace")
         if process.returncode:
@@ -209,9 +231,12 @@ class Remote:
             Problem: there is none.
         """
         self.send(**request)
+        return await self._answer(self.patience)
+
+    async def _answer(self, seconds: float) -> dict[str, Any]:
         answer = None
         with contextlib.suppress(TimeoutError):
-            answer = await asyncio.wait_for(self._answers.get(), self.patience)
+            answer = await asyncio.wait_for(self._answers.get(), seconds)
             if answer is None:
                 await _within(_FINISH_S, [self.ended()])
         if answer is None:
@@ -281,14 +306,18 @@ class Remote:
             self._answers.put_nowait(None)
 
     async def _read_all(self, stream: str, source: asyncio.StreamReader) -> None:
-        silent = 0.0
-        while True:
+        silent, left = 0.0, _FINISH_S
+        while left > 0:
+            runs, begun = self._runs(), time.monotonic()
             try:
                 data = await asyncio.wait_for(source.read(1 << 16), _FINISH_S)
             except TimeoutError:
-                if not self._runs():  # one that ssh has started holds it open
-                    break
-                silent += _FINISH_S
+                data = None
+            waited = time.monotonic() - begun
+            if not runs:  # what it has left behind may hold the output open, and write
+                left -= waited
+            if data is None:
+                silent += waited
                 if self._grace is not None and stream == "stdout" and silent > SILENT_S:
                     self.kill()
                 continue
@@ -350,7 +379,22 @@ def _started(line: Sequence[str], do: str, **options: Any) -> subprocess.Popen[b
     try:
         return subprocess.Popen(line, **options)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            do = "allow more open files here: `ulimit -n`"
         raise Problem(f"{line[0]} cannot be started here: {error.strerror}", do) from None
+
+
+@contextlib.contextmanager
+def _temporary(content: bytes = b"") -> Iterator[IO[bytes]]:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            file.write(content)
+            file.seek(0)
+        except OSError as error:
+            found = f"no file for rsync can be written here: {error.strerror}"
+            raise Problem(found, "make room in /tmp, or set TMPDIR to another folder") from None
+        yield file
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:
