@@ -30,7 +30,8 @@ def test_what_is_said_is_what_the_page_shows(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (`.*`) \|", table, re.M)
     kept = {file for row in rows for file in files(row)}
     assert made - {"rank_<r>"} <= kept
-    assert kept - made == {"rank_<r>/error.json"}
+    # Where the first rank that is ended closes its connections, the other one may raise.
+    assert kept - made <= {"rank_<r>/error.json", "rank_<r>/elastic_error.json"}
 
 
 def test_the_verdicts_are_texts_of_ours() -> None:

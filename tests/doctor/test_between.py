@@ -302,7 +302,9 @@ def test_two_machines_that_are_this_one(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_ssh_does_not_reach(tmp_path: Path) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'Could not resolve hostname' >&2\nexit 255\n")
+    (tmp_path / "ssh").write_text(
+        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: unknown' >&2\nexit 255\n"
+    )
     (tmp_path / "ssh").chmod(0o755)
     ended = launch(["doctor", "--hosts", "nowhere.invalid", "--ssh", "./ssh"], tmp_path)
     assert ended.returncode == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _GLOO = """
-import datetime, os, signal, sys, time
+import datetime, os, select, signal, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -198,11 +198,12 @@ sum(range(10**7))
 a_second = int(10**7 / (time.process_time() - began))
 print("FAULT", flush=True)
 if rank == 1:
-    sum(range(20 * a_second))  # one call of C, which never lets go of the lock
+    sum(range(8 * a_second))  # one call of C, which never lets go of the lock
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """,
         exit_code=0,
+        flags=("--hang-after", "1"),
         says=("rank 1 is in C code that holds Python.s lock", r"script.py:\d+: sum\(range"),
     ),
     Fault(
@@ -210,14 +211,16 @@ dist.destroy_process_group()
         _GLOO
         + """
 print("FAULT", flush=True)
-end = time.monotonic() + 13
-while rank == 1 and time.monotonic() < end:
+told = os.open("told", os.O_RDWR)
+while rank == 1 and not select.select([told], [], [], 0)[0]:
     pass
 dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """,
         exit_code=0,
+        flags=("--hang-after", "1"),
         says=("rank 1 works on", "rank 0 .*waits", r"script.py:\d+: (while|pass)"),
+        waits_for_words=True,
     ),
     Fault(
         "all_reduce against barrier",
@@ -430,14 +433,16 @@ if rank == 0:
         + """
 train(3)
 print("FAULT", flush=True)
-end = time.monotonic() + 14
-while rank == 0 and time.monotonic() < end:
+told = os.open("told", os.O_RDWR)
+while rank == 0 and not select.select([told], [], [], 0)[0]:
     sum(range(10000))
 dist.barrier()
 dist.destroy_process_group()
 """,
         exit_code=0,
+        flags=("--hang-after", "1"),
         says=("rank 0 works on", r"rank 1.*barrier"),
+        waits_for_words=True,
     ),
     Fault(
         "a slow rank",

@@ -18,13 +18,37 @@ from launched import Launched, in_control_group, with_shared_memory
 from memory_group import memory_group
 from ranks import HANG_S, LEAVE_S
 
+RARE = {
+    "a debugger stops a rank in a call of C",
+    "poll in C that holds the GIL, in a thread",
+    "poll in C that lets the GIL go, which another thread holds",
+    "poll in C beside a thread that seldom lets the GIL go",
+    "short naps in C that hold the GIL",
+    "sleep in C that holds the GIL",
+    "a semaphore that C waits for with the GIL",
+    "an answer of a licence server that C waits for with the GIL",
+    "a child process works, started from C",
+    "a timer comes to a group of the main threads",
+}
+"""Close to others, which are tried each time."""
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.name, marks=pytest.mark.thorough if f.name in RARE else ())
+        for f in FAULTS
+    ],
+)
 def test_the_verdict_is_right(fault: Fault, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(fault.script)
     limit = fault.memory_bytes
     with memory_group(limit) if limit else contextlib.nullcontext() as group:
         check(fault, tmp_path, group)
+
+
+def test_the_rare_ones_are_faults() -> None:
+    assert {fault.name for fault in FAULTS} >= RARE
 
 
 def check(fault: Fault, folder: Path, group: Path | None) -> None:

@@ -237,7 +237,10 @@ BY_PROCESS = """
 """
 
 
-@pytest.mark.parametrize("how", ["mp.start_processes", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "how",
+    ["mp.start_processes", pytest.param("fork", marks=pytest.mark.thorough), "spawn"],
+)
 def test_a_deadlock_among_them_is_told(tmp_path: Path, how: str) -> None:
     source, call = DEADLOCK, DEADLOCK.splitlines()[-1]
     if how != "mp.start_processes":

@@ -408,7 +408,9 @@ def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
     assert "UsageError" in done.stderr.splitlines()[-4]
 
 
-@pytest.mark.parametrize("called", ["main", "lambda: main()"])
+@pytest.mark.parametrize(
+    "called", ["main", pytest.param("lambda: main()", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )

@@ -302,6 +302,7 @@ def train_all(names: list[str]) -> dict[str, Any]:
     return {name: train(name) for name in names}
 
 
+@pytest.mark.thorough
 def test_odd_models_compute_what_one_device_computes():
     names = list(MODELS)
     alone = run_ranks(train_all, 1, names)[0]
