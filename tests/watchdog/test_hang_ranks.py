@@ -277,7 +277,7 @@ def save(group: dist.ProcessGroup) -> None:
         (endless_loop, "working"),
         (sleeps, "blocked"),
         (reads, "blocked"),
-        (holds_the_lock, "gil"),
+        pytest.param(holds_the_lock, "gil", marks=pytest.mark.thorough),  # also in tests/faults
         (waits_for_data, "loading"),
         (joins_late, "blocked"),
         (constructs_late, "blocked"),
