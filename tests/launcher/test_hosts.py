@@ -281,6 +281,33 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
             "MaxStartups",
         ),
         ("nc: connect to 10.0.0.1 port 22: Connection refused\n" + UNKNOWN, "nothing", "sshd"),
+        ("zsh:1: command not found: nc\n" + UNKNOWN, "ProxyCommand", "~/.ssh/config"),
+        (
+            "2026/11/28 01:00:00 socat[1] E connect(5, AF=2 10.0.0.1:22, 16): Connection refused\n"
+            + UNKNOWN,
+            "nothing listens",
+            "sshd",
+        ),
+        (
+            "localhost [127.0.0.1] 2899 (?) : Connection refused\n" + UNKNOWN,
+            "nothing listens",
+            "sshd",
+        ),
+        (
+            "bash: connect: Connection refused\n"
+            "bash: line 1: /dev/tcp/10.0.0.1/22: Connection refused\n"
+            "bash: line 1: 3: Bad file descriptor\n" + UNKNOWN,
+            "nothing listens",
+            "sshd",
+        ),
+        (
+            "Unable to negotiate with 10.0.0.1 port 22: no matching host key type found.\n"
+            + UNKNOWN,
+            "drops the connection, as where many begin at once or this machine is barred; before "
+            "that it said: Unable to negotiate with 10.0.0.1 port 22: no matching host key type",
+            "MaxStartups",
+        ),
+        ("Connection to this system is watched, and timed out.\n" + UNKNOWN, "drops", "Max"),
         (
             "Control socket connect(/tmp/x): Connection refused\nConnectionRefusedError: [Errno 1]",
             "exit code 255: ConnectionRefusedError",

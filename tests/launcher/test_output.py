@@ -29,9 +29,11 @@ from lockstep.errors import SettingError, name_ranks
 from lockstep.launcher.output import (
     COLUMNS,
     Console,
+    Ending,
     choose_streams,
     console_for,
     last_state,
+    sinks,
     tail,
 )
 
@@ -263,14 +265,36 @@ def test_every_byte_is_in_the_file(tmp_path: Path) -> None:
 def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     code = "import os; [os.write(1, b'x' * 99 + b'\\n') for i in range(20000)]"
-    with Console(stdout=writing, stderr=writing) as console:
+    with piped() as (_, err, found), Console(stdout=writing, stderr=err) as console:
         assert start(console, tmp_path, 0, code).wait(timeout=HANG_S) == 0
+    assert re.fullmatch(rb"lockstep: the last \d+ bytes of output were not taken here\n", found[1])
     assert len(logged(tmp_path, 0)) == 2_000_000
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         shown = file.read()
     assert shown.endswith(b"\n")
     assert set(shown.splitlines()) == {b"[rank 0] " + b"x" * 99}
+
+
+def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ended = 100.0, []
+    monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
+    sink = sinks({})["stdout"]
+    sink.waiting += bytes(50)
+    ending = Ending([sink])
+    for second in range(40):
+        now = 100.0 + second
+        if second != 20:  # it may take nothing for a moment
+            del sink.waiting[:1]
+        ended.append(ending.over())
+    assert ended.index(True) == 30
+    ending = Ending([sink])
+    now += 1.9
+    assert not ending.over()
+    now += 2.0
+    assert ending.over()
+    sink.waiting.clear()
+    assert Ending([sink]).over()
 
 
 def test_ranks_outlive_the_reader_of_the_console(tmp_path: Path) -> None:

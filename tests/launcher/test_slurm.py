@@ -150,7 +150,9 @@ def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
         ("-p gpu", "-pgpu", "-pgpu"),
         ("--qos high", "--qos=high", "--qos=high"),
         ("--exclusive", "--exclusive", "--exclusive"),
+        ("--partition\t gpu", "--partition=gpu", "--partition=gpu"),
         ("--comment=first train.py", "--comment=first train.py", "--comment='first train.py'"),
+        ("--comment 'a --b'", "--comment=a --b", "--comment='a --b'"),
         ("--comment it's", "--comment=it's", """--comment='it'"'"'s'"""),
     ],
 )
@@ -164,6 +166,10 @@ def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
     ("option", "found"),
     [
         ("--wait", "until the job has ended"),
+        ("--partition=p --qos=high", "these are two options"),
+        ("--hold --comment=x", "these are two options"),
+        ("-H -p p", "these are two options"),
+        ("--comment=a\\b", "no backslash"),
         ("-W", "until the job has ended"),
         ("", "that is no option"),
         (" ", "that is no option"),

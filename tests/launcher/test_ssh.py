@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from launched import Launched, launch
 from namespaces import until
 
 from lockstep.launcher import remote, ssh
-from lockstep.launcher.hosts import Host, Problem
+from lockstep.launcher.hosts import Dropped, Host, Problem
 from lockstep.launcher.ssh import Remote
 
 HOST = "203.0.113.7"
@@ -228,8 +229,26 @@ def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
         await asyncio.wait_for(one.ended(), 600)
         await one.close()
 
-    asyncio.run(ended())
-    os.kill(int(Path("left").read_text()), signal.SIGKILL)
+    try:
+        asyncio.run(ended())
+    finally:
+        os.kill(int(Path("left").read_text()), signal.SIGKILL)
+
+
+def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    until, tries = time.monotonic() + 0.5, iter([Dropped("drops", "")])
+
+    async def attempt() -> None:
+        for error in tries:
+            raise error
+        await asyncio.sleep(max(until - time.monotonic(), 0.0))
+        raise Problem("no answer in time", "")
+
+    with pytest.raises(Dropped):
+        asyncio.run(Remote(Host(HOST), ["ssh"])._until_not_dropped(attempt, until))
 
 
 def test_no_room_for_the_names_of_what_is_copied(
@@ -299,7 +318,7 @@ def test_all_tries_together_have_the_time_of_one(
         one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
         one.patience = 60.0
         try:
-            await asyncio.wait_for(one.connect(), 600)
+            await asyncio.wait_for(one.connect(), 400)  # less than a pause
         finally:
             await one.close()
 

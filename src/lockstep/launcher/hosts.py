@@ -295,12 +295,14 @@ def working_folder() -> str:
 _DROPPED = "exchange_identification|Connection closed by UNKNOWN port"
 """What ssh says where the server ends the connection before anything else."""
 _OF_SSH = re.compile(
-    r"ssh: |ssh_|channel \d+: |kex_|banner exchange: |Connection |Timeout, |Host key |@ |Received |"
-    r"(?:\S+: )?Permission denied \("
+    r"\S*ssh\S*: |dbclient: |channel \d+: |kex_|banner exchange: |Timeout, server |Host key |"
+    r"Connection (?:to \S+ port|closed by|reset by|timed out)|@ +WARNING: |Received disconnect |"
+    r".*Permission denied \([a-z]"
 )
 """How ssh's own lines begin, in which it says why it ends; others are a banner's or a shell's."""
-_OF_PROXY = re.compile(r"(?!Warning: )[\w./-]+: |\(UNKNOWN\) ")  # the latter: traditional nc's
-"""How the line of a ProxyCommand begins that stands before ssh says that it has ended."""
+_OF_PROXY = re.compile(r"(?!Warning: |Load key )(?:[\w./-]+:(?:\d+:)? |.*: [A-Z][a-z ]+\.?$)")
+"""A ProxyCommand's lines: a shell's, or those that end in a reason."""
+_OF_PROXY_LINES = 4
 _NO_PROGRAM = "no such file|not found|does not exist|permission denied|unknown command"
 _THERE: tuple[tuple[str, str, str], ...] = (
     (
@@ -412,8 +414,11 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
     own = _of_ssh(said)
     for pattern, found, do in _WAY:
         if re.search(pattern, own):
-            kind = Dropped if pattern == _DROPPED else Problem
-            return kind(found.format(**names), do.format(**names))
+            found, do = found.format(**names), do.format(**names)
+            if pattern != _DROPPED:
+                return Problem(found, do)
+            before = _before_the_drop(said)[-1:]
+            return Dropped("; before that it said: ".join([found, *before]), do)
     words = (line.strip() for line in reversed(said.splitlines()))
     last = next((line for line in words if line and not line.startswith("rsync error:")), "no word")
     do = f"try it by hand: `ssh {host.name} {python} --version`"
@@ -423,12 +428,13 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
 
 
 def _of_ssh(said: str) -> str:
-    """The lines that are ssh's own, and that of the ProxyCommand whose end it tells."""
-    lines = [line.strip() for line in said.splitlines()]
-    own: list[str] = []
-    for before, line in zip(["", *lines], lines, strict=False):
-        if _OF_SSH.match(line):
-            if re.search(_DROPPED, line) and _OF_PROXY.match(before) and before not in own:
-                own.append(before)
-            own.append(line)
-    return "\n".join(own)
+    """The lines that are ssh's own, and those of a ProxyCommand whose end it tells."""
+    own = [line for line in said.splitlines() if _OF_SSH.match(line)]
+    return "\n".join([line for line in _before_the_drop(said) if _OF_PROXY.match(line)] + own)
+
+
+def _before_the_drop(said: str) -> list[str]:
+    """The last few lines before ssh says that the connection was dropped, if it says so."""
+    lines = said.splitlines()
+    end = next((n for n, line in enumerate(lines) if re.search(_DROPPED, line)), 0)
+    return lines[max(end - _OF_PROXY_LINES, 0) : end]

@@ -48,7 +48,7 @@ _READ_BYTES = 1 << 16
 _WRITE_BYTES = 4096
 """A pipe that poll() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _TICK_S = 0.05
-_FINISH_S = 2.0
+_FINISH_S, _FINISH_ALL_S = 2.0, 30.0
 _TAIL_BYTES = 1 << 16
 _LAST_WORDS_S = 1.0
 """A rank that has written nothing more for so long has said what ended it."""
@@ -192,7 +192,8 @@ class Console:
         os.set_blocking(self._waker, False)
         self._drained = threading.Event()
         self._drained.set()
-        self._draw_at = self._drain_until = self._stop_at = math.inf
+        self._draw_at = self._drain_until = math.inf
+        self._ending: Ending | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
     def __enter__(self) -> Console:
@@ -201,11 +202,14 @@ class Console:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drains the streams, gives the console 2 s to take the rest, and ends the thread."""
+        """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
-        self._stop_at = time.monotonic() + _FINISH_S
+        self._ending = Ending(self._sinks.values())
         self._wake_up()
         self._thread.join()
+        if left := len(self._sinks["stdout"].waiting):
+            self._lines.append(f"lockstep: the last {left} bytes of output were not taken here")
+            self._announce_all()
         os.close(self._wake)
         os.close(self._waker)
 
@@ -293,7 +297,7 @@ class Console:
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            soon = min(self._draw_at, self._drain_until, self._stop_at) < math.inf
+            soon = min(self._draw_at, self._drain_until) < math.inf or self._ending is not None
             soon = soon or any(stream.last_words for stream in self._streams)
             for descriptor, _ in poll.poll(_TICK_S * 1000 if soon else None):
                 if descriptor == self._wake:
@@ -303,8 +307,7 @@ class Console:
             self._tick(sinks)
 
     def _over(self) -> bool:
-        waiting = any(sink.waiting for sink in self._sinks.values())
-        return self._stop_at < math.inf and (not waiting or time.monotonic() >= self._stop_at)
+        return self._ending is not None and self._ending.over()
 
     def _announce_all(self) -> None:
         sink = self._sinks["stderr"]
@@ -496,6 +499,25 @@ class Sink:
             except OSError:  # closed: the reader of a pipe has ended, the terminal is gone
                 self._gone = True
                 self.waiting.clear()
+
+
+class Ending:
+    """How long sinks are waited for that have not taken all: while they take some every 2 s.
+
+    After 30 s they are given up: they may be a terminal on a slow line.
+    """
+
+    def __init__(self, sinks: Collection[Sink]) -> None:
+        self._sinks, self._waiting = sinks, math.inf
+        self._give_up_at = time.monotonic() + _FINISH_ALL_S
+        self._stop_at = time.monotonic() + _FINISH_S
+
+    def over(self) -> bool:
+        """Whether they have taken all, or are given up; asked again and again."""
+        waiting, now = sum(len(sink.waiting) for sink in self._sinks), time.monotonic()
+        if waiting < self._waiting:
+            self._waiting, self._stop_at = waiting, min(now + _FINISH_S, self._give_up_at)
+        return not waiting or now >= self._stop_at
 
 
 def sinks(environ: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> dict[str, Sink]:

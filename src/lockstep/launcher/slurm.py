@@ -183,22 +183,29 @@ def sbatch_options(request: Request, script: str) -> list[str]:
 
 def _option(text: str) -> str:
     """What one --sbatch gives, in one word: sbatch would take one by itself for the script."""
-    was_set, (name, _, value) = f"--sbatch {text!r}", text.partition(" ")
-    if not text.startswith("-"):
+    was_set = f"--sbatch {text!r}"
+    found = re.fullmatch(r"(--[\w-]+|-\w)(=|\s*)(.*)", text, re.DOTALL)
+    if not found:
         do = "write it as in --sbatch --partition=gpu"
         raise SettingError(was_set, "that is no option", do)
-    if re.match("-n|--nt", text):
+    name, between, value = found.groups()
+    if re.match("-n|--nt", name):
         raise SettingError(
             was_set,
             "each machine of the job has one task, the launcher, which starts the ranks there",
             "say with --nproc how many ranks, and with --nodes how many machines",
         )
-    if text in ("-W", "--wait"):
-        found = "sbatch would say nothing, not even the job's number, until the job has ended"
-        raise SettingError(was_set, found, "leave it out; `squeue --me` shows the job")
-    if "=" in name or not value:
-        return text
-    return f"{name}={value}" if name.startswith("--") else name + value
+    if name in ("-W", "--wait"):
+        why = "sbatch would say nothing, not even the job's number, until the job has ended"
+        raise SettingError(was_set, why, "leave it out; `squeue --me` shows the job")
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    elif re.search(r"\s--?[A-Za-z]", between + value):
+        raise SettingError(was_set, "these are two options", "give each its own --sbatch")
+    if re.search(r"[\\\n]", value):
+        why = "sbatch takes no backslash or line's end there"
+        raise SettingError(was_set, why, "write it without")
+    return name + ("=" if name.startswith("--") and (between or value) else "") + value
 
 
 def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:

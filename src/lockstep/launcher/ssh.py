@@ -43,7 +43,7 @@ from lockstep.launcher.hosts import (
     ssh_failure,
     working_folder,
 )
-from lockstep.launcher.output import Sink, finished_lines, last_state, sinks
+from lockstep.launcher.output import Ending, Sink, finished_lines, last_state, sinks
 from lockstep.launcher.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
 
 T = TypeVar("T")
@@ -57,6 +57,8 @@ _END_S = 20.0
 _PAUSES_S = (1.0, 2.0, 4.0)
 """Before a machine is tried again whose ssh server drops connections (MaxStartups)."""
 _FINISH_S = 2.0
+_READS = 64
+"""More than it takes to read what a process has written that has ended."""
 _CLOCK_S = 5.0
 """As `watchdog.first_failure` allows for."""
 _TICK_S = 0.05
@@ -128,14 +130,19 @@ class Remote:
         self, attempt: Callable[[], Coroutine[Any, Any, T]], until: float = math.inf
     ) -> T:
         """Tries again, after a pause each time, until `time.monotonic()` would pass `until`."""
-        pauses = iter(_PAUSES_S)
+        pauses, dropped = iter(_PAUSES_S), None
         while True:
             try:
                 return await attempt()
-            except Dropped:
+            except Dropped as error:
+                dropped = error
                 pause = random.uniform(0.5, 1.0) * next(pauses, math.inf)
                 if pause == math.inf or time.monotonic() + pause > until:
                     raise
+            except Problem:
+                if dropped and time.monotonic() >= until:  # cut short, and it tells nothing
+                    raise dropped from None
+                raise
             await self.close()
             await asyncio.sleep(pause)
 
@@ -215,7 +222,7 @@ class Remote:
                 await _exited(process)
             finally:
                 if process.returncode is None:  # a signal asks this process to end
-                    process.terminate()
+                    os.killpg(process.pid, signal.SIGTERM)
                     if await _within(_FINISH_S, [_exited(process)]):
                         self.kill()
                         await _exited(process)
@@ -306,16 +313,20 @@ class Remote:
             self._answers.put_nowait(None)
 
     async def _read_all(self, stream: str, source: asyncio.StreamReader) -> None:
-        silent, left = 0.0, _FINISH_S
-        while left > 0:
+        silent, left, reads = 0.0, _FINISH_S, 0
+        while True:
             runs, begun = self._runs(), time.monotonic()
             try:
-                data = await asyncio.wait_for(source.read(1 << 16), _FINISH_S)
+                patience = _FINISH_S if left > 0 else _FINISH_S / 4
+                data = await asyncio.wait_for(source.read(1 << 16), patience)
             except TimeoutError:
                 data = None
             waited = time.monotonic() - begun
             if not runs:  # what it has left behind may hold the output open, and write
                 left -= waited
+                reads += 1
+                if reads > _READS or (data is None and left <= 0):
+                    break
             if data is None:
                 silent += waited
                 if self._grace is not None and stream == "stdout" and silent > SILENT_S:
@@ -531,11 +542,11 @@ class _Run:
             sink.flush()
 
     async def _flush(self) -> None:
-        for _ in range(int(_FINISH_S / _TICK_S)):
-            self._draw()
-            if not any(sink.waiting for sink in self._sinks.values()):
-                return
+        ending = Ending(self._sinks.values())
+        self._draw()
+        while not ending.over():
             await asyncio.sleep(_TICK_S)
+            self._draw()
 
     async def _on_all(
         self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
