@@ -320,7 +320,9 @@ def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str, int]]:
     return {name: trained(options, sizes) for name, options in cases.items()}
 
 
-@pytest.mark.parametrize("sizes", [(2,), (1, 1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2,), marks=pytest.mark.thorough), (1, 1, 1), (2, 2)]
+)
 def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
     results = run_ranks(all_trained, sum(sizes), sizes)
     peers = 2 if sizes == (2, 2) else sum(sizes)

@@ -173,7 +173,7 @@ def results(folder: Path) -> dict[str, str]:
         (IMAGENET, ("--multiprocessing-distributed", *URL)),
         (LIBRARY, ()),
         (BY_HAND, ()),
-        (PROCESSES, ()),
+        pytest.param(PROCESSES, (), marks=pytest.mark.thorough),
     ],
     ids=["tutorial", "imagenet", "library", "by hand", "processes"],
 )

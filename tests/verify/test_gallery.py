@@ -125,7 +125,15 @@ def verify(script: Path, folder: Path, *, nproc: int = 2, command: bool = False)
     return verdict
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+FIRST = {planted.codes.split()[0]: planted for planted in reversed(PLANTED)}
+"""Of each cause."""
+EACH = [
+    pytest.param(each, id=each.name, marks=() if each in FIRST.values() else THOROUGH)
+    for each in PLANTED
+]
+
+
+@pytest.mark.parametrize("planted", EACH)
 def test_a_planted_defect_is_found_and_named(planted: Planted, tmp_path: Path) -> None:
     script = GALLERY / planted.name / f"{planted.name}_wrong.py"
     verdict = verify(script, tmp_path, nproc=planted.nproc, command=planted.command)
@@ -137,17 +145,7 @@ def test_a_planted_defect_is_found_and_named(planted: Planted, tmp_path: Path) -
     assert not any("world.prepare" in text for text in finding["seen"])
 
 
-FIRST = {planted.codes.split()[0]: planted for planted in reversed(PLANTED)}
-"""Of each cause."""
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        pytest.param(each, id=each.name, marks=() if each in FIRST.values() else THOROUGH)
-        for each in PLANTED
-    ],
-)
+@pytest.mark.parametrize("planted", EACH)
 def test_the_repaired_script_is_equal(planted: Planted, tmp_path: Path) -> None:
     script = GALLERY / planted.name / f"{planted.name}_right.py"
     verdict = verify(script, tmp_path, nproc=planted.nproc)

@@ -273,7 +273,15 @@ def ended(made: Path) -> bool:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-@pytest.mark.parametrize("call", [sem_wait, sem_timedwait, poll, nanosleep])
+@pytest.mark.parametrize(
+    "call",
+    [
+        sem_wait,
+        sem_timedwait,
+        pytest.param(poll, marks=pytest.mark.thorough),
+        pytest.param(nanosleep, marks=pytest.mark.thorough),
+    ],
+)
 def test_no_call_of_c_is_cut_short(
     call: Callable[[Any, int], int], busy: bool, tmp_path: Path
 ) -> None:
