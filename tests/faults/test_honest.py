@@ -6,6 +6,7 @@ Each checks that its own calls, signals and threads do what they do without a su
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ PROGRAMS = sorted(Path(__file__).with_name("honest").glob("*.py"))
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_an_honest_run_is_neither_ended_nor_harmed(program: Path, tmp_path: Path) -> None:
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # they leave files
-    done = launch(["run", "--nproc", "2", str(program)], cwd=tmp_path, env=environ)
+    # They leave files, and put sockets there, whose names may not be long.
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "TMPDIR": folder}
+        done = launch(["run", "--nproc", "2", str(program)], cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert "HONEST OK" in done.stdout
     assert "deadlock" not in done.stderr
