@@ -144,6 +144,9 @@ def test_flags_that_contradict(flag: str) -> None:
     with pytest.raises(SettingError, match="with --hosts"):
         check_flags_elsewhere(["--max-restarts", "1", flag, "2"], "--hosts")
     check_flags_elsewhere(["--max-restarts", "1", "--master-port", "2"], "--hosts")
+    for port in ("abc", "0", "65536"):
+        with pytest.raises(SettingError, match="master-port"):
+            check_flags_elsewhere(["--master-port", port], "--hosts")
 
 
 def test_the_variables_that_are_sent() -> None:
@@ -331,6 +334,23 @@ def test_what_ssh_says_is_explained(said: str, found: str, do: str) -> None:
     explained = ssh_failure(Host("me@node1"), 255, said)
     assert found in explained.args[0]
     assert do in explained.args[1]
+
+
+def test_why_rsync_fails_is_told_and_not_that_it_ends() -> None:
+    said = (
+        "mkdir: cannot create directory '/srv': Read-only file system\n"
+        "rsync: connection unexpectedly closed (0 bytes received so far) [sender]\n"
+        "rsync error: error in rsync protocol data stream (code 12) at io.c(231) [sender=3.2.7]\n"
+    )
+    found, do = ssh_failure(Host("node1"), 12, said, advice="make room").args
+    assert found == "exit code 12: mkdir: cannot create directory '/srv': Read-only file system"
+    assert do == "make room"
+
+
+def test_the_ssh_that_was_given_is_the_one_to_try() -> None:
+    ssh = ["ssh", "-F", "a b"]
+    for said in ("what?", "Host key verification failed."):
+        assert "`ssh -F 'a b' me@node1" in ssh_failure(Host("me@node1"), 255, said, ssh).args[1]
 
 
 def test_an_ssh_that_does_not_answer() -> None:

@@ -262,7 +262,10 @@ def test_every_byte_is_in_the_file(tmp_path: Path) -> None:
         assert logged(tmp_path, rank, "stderr") == b"\x1b[31mred\r\n"
 
 
-def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(tmp_path: Path) -> None:
+def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.launcher.output._PATIENCE_S", 0.5)
     reading, writing = os.pipe()
     code = "import os; [os.write(1, b'x' * 99 + b'\\n') for i in range(20000)]"
     with piped() as (_, err, found), Console(stdout=writing, stderr=err) as console:
@@ -280,21 +283,41 @@ def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> Non
     now, ended = 100.0, []
     monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
     sink = sinks({})["stdout"]
-    sink.waiting += bytes(50)
+    sink.waiting += bytes(5)
     ending = Ending([sink])
-    for second in range(40):
-        now = 100.0 + second
-        if second != 20:  # it may take nothing for a moment
-            del sink.waiting[:1]
+    for _ in range(5):
         ended.append(ending.over())
-    assert ended.index(True) == 30
-    ending = Ending([sink])
-    now += 1.9
-    assert not ending.over()
-    now += 2.0
+        now += 50
+        del sink.waiting[:1]
+    assert ended == [False] * 5
     assert ending.over()
-    sink.waiting.clear()
-    assert Ending([sink]).over()
+    sink.waiting += b"x"
+    assert not Ending([sink], hurry=True).over()
+
+
+def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
+    sink = sinks({})["stdout"]
+    sink.waiting += bytes(5)
+    patient, hurried = Ending([sink]), Ending([sink], hurry=True)
+    assert not patient.over()
+    assert not hurried.over()
+    now += 3
+    del sink.waiting[:1]
+    assert not patient.over()
+    assert hurried.over()
+    now += 61
+    assert patient.over()
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with piped() as (_, err, found), Console(stdout=full, stderr=err) as console:
+        assert start(console, tmp_path, 0, "print('a')").wait() == 0
+    os.close(full)
+    assert found[1] == b"lockstep: the output ends early: No space left on device\n"
+    assert logged(tmp_path, 0) == b"a\n"
 
 
 def test_ranks_outlive_the_reader_of_the_console(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
     check_script(Script(path=script[0], module=ctx.params["module"]))
-    here = Path.cwd()
+    here = _here()
     if given["copy"] and here in (Path("/"), Path.home().resolve()):
         found = f"all of {here} would be sent"
         raise SettingError("--copy", found, "start the run in the project's own folder")
@@ -303,8 +303,17 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
     )
 
 
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        found = "it has been removed"
+        raise SettingError("the working folder", found, "start it in one that exists") from None
+
+
 def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> list[str]:
     """What the job asks for that is to be submitted."""
+    _here()
     from lockstep.launcher.script import check_script
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")

@@ -129,6 +129,7 @@ def launch_agent(
             rendezvous.close(agent.failure.headline)
         elif agent.interrupted is not None:
             rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
+        console.hurry = agent.interrupted is not None
     return agent
 
 

@@ -303,6 +303,8 @@ _OF_SSH = re.compile(
 _OF_PROXY = re.compile(r"(?!Warning: |Load key )(?:[\w./-]+:(?:\d+:)? |.*: [A-Z][a-z ]+\.?$)")
 """A ProxyCommand's lines: a shell's, or those that end in a reason."""
 _OF_PROXY_LINES = 4
+_OF_RSYNC = re.compile(r"rsync error: |rsync: connection unexpectedly closed|\[\w+\] ")
+"""How rsync ends, whatever the reason."""
 _NO_PROGRAM = "no such file|not found|does not exist|permission denied|unknown command"
 _THERE: tuple[tuple[str, str, str], ...] = (
     (
@@ -334,12 +336,12 @@ _WAY: tuple[tuple[str, str, str], ...] = (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one that this machine knows: it was set up anew, or another "
         "machine answers in its place",
-        "make sure which, then `ssh-keygen -R {address}` and `ssh {name}`",
+        "make sure which, then `ssh-keygen -R {address}` and `{ssh}`",
     ),
     (
         r"Host key verification failed",
         "its host key is not known here",
-        "log in once and compare the key: `ssh {name}`",
+        "log in once and compare the key: `{ssh}`",
     ),
     (
         r"Permission denied \([a-z]|Too many authentication failures",
@@ -398,16 +400,20 @@ _WAY: tuple[tuple[str, str, str], ...] = (
 """What ssh says itself."""
 
 
-def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
-    """What ssh's failure means.
+def ssh_failure(
+    host: Host, code: int | None, said: str, ssh: Sequence[str] = ("ssh",), advice: str = ""
+) -> Problem:
+    """What the failure of ssh, or of rsync over it, means.
 
     Args:
         host: the machine.
-        code: ssh's exit code; None: it has not answered in time.
+        code: the exit code; None: it has not answered in time.
         said: what was printed to its standard error.
+        ssh: how it is called.
+        advice: what to do where no known cause is found; else ssh is to be tried by hand.
     """
-    python = sys.executable
-    names = {"name": host.name, "address": host.address, "python": python}
+    python, call = sys.executable, f"{shlex.join(ssh)} {host.for_ssh}"
+    names = {"name": host.name, "address": host.address, "python": python, "ssh": call}
     for pattern, found, do in _THERE:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
             return Problem(found.format(**names), do.format(**names))
@@ -420,8 +426,8 @@ def ssh_failure(host: Host, code: int | None, said: str) -> Problem:
             before = _before_the_drop(said)[-1:]
             return Dropped("; before that it said: ".join([found, *before]), do)
     words = (line.strip() for line in reversed(said.splitlines()))
-    last = next((line for line in words if line and not line.startswith("rsync error:")), "no word")
-    do = f"try it by hand: `ssh {host.name} {python} --version`"
+    last = next((line for line in words if line and not _OF_RSYNC.match(line)), "no word")
+    do = advice or f"try it by hand: `{call} {python} --version`"
     if code is None:
         do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
     return Problem(f"{'no answer in time' if code is None else f'exit code {code}'}: {last}", do)

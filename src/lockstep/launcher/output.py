@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import re
@@ -48,7 +49,8 @@ _READ_BYTES = 1 << 16
 _WRITE_BYTES = 4096
 """A pipe that poll() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
 _TICK_S = 0.05
-_FINISH_S, _FINISH_ALL_S = 2.0, 30.0
+_PATIENCE_S, _HURRY_S = 60.0, 2.0
+"""How long a console may take nothing at the end; and all of it, after Ctrl-C."""
 _TAIL_BYTES = 1 << 16
 _LAST_WORDS_S = 1.0
 """A rank that has written nothing more for so long has said what ended it."""
@@ -194,6 +196,8 @@ class Console:
         self._drained.set()
         self._draw_at = self._drain_until = math.inf
         self._ending: Ending | None = None
+        self.hurry = False
+        """The run was asked to end: no slow console is waited for."""
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
 
     def __enter__(self) -> Console:
@@ -204,11 +208,11 @@ class Console:
     def __exit__(self, *_: object) -> None:
         """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
-        self._ending = Ending(self._sinks.values())
+        self._ending = Ending(self._sinks.values(), self.hurry)
         self._wake_up()
         self._thread.join()
-        if left := len(self._sinks["stdout"].waiting):
-            self._lines.append(f"lockstep: the last {left} bytes of output were not taken here")
+        if lost := self._sinks["stdout"].lost:
+            self._lines.append(f"lockstep: {lost}")
             self._announce_all()
         os.close(self._wake)
         os.close(self._waker)
@@ -431,6 +435,7 @@ class Sink:
         """The last that was passed on does not end its line."""
         self._row = b""
         """What stands under the lines."""
+        self._error: str | None = None
         self._colour = not environ.get("NO_COLOR")
         try:
             found = os.fstat(descriptor)
@@ -496,27 +501,37 @@ class Sink:
                 del self.waiting[: os.write(self.descriptor, piece[: end or None])]
             except BlockingIOError:
                 return
-            except OSError:  # closed: the reader of a pipe has ended, the terminal is gone
+            except OSError as error:
+                # Mostly closed: the reader of a pipe has ended, the terminal is gone.
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    self._error = error.strerror
                 self._gone = True
                 self.waiting.clear()
 
+    @property
+    def lost(self) -> str:
+        """What somebody who reads it misses, in words; empty: nothing."""
+        if self._error:
+            return f"the output ends early: {self._error}"
+        left = len(self.waiting)
+        return f"the last {left} bytes of output were not taken here" if left else ""
+
 
 class Ending:
-    """How long sinks are waited for that have not taken all: while they take some every 2 s.
+    """How long sinks are waited for that have not taken all: while they take some each minute.
 
-    After 30 s they are given up: they may be a terminal on a slow line.
+    In a `hurry`, for 2 s: they may be a terminal on a slow line.
     """
 
-    def __init__(self, sinks: Collection[Sink]) -> None:
-        self._sinks, self._waiting = sinks, math.inf
-        self._give_up_at = time.monotonic() + _FINISH_ALL_S
-        self._stop_at = time.monotonic() + _FINISH_S
+    def __init__(self, sinks: Collection[Sink], hurry: bool = False) -> None:
+        self._sinks, self._hurry, self._waiting = sinks, hurry, math.inf
+        self._stop_at = time.monotonic() + (_HURRY_S if hurry else _PATIENCE_S)
 
     def over(self) -> bool:
         """Whether they have taken all, or are given up; asked again and again."""
         waiting, now = sum(len(sink.waiting) for sink in self._sinks), time.monotonic()
-        if waiting < self._waiting:
-            self._waiting, self._stop_at = waiting, min(now + _FINISH_S, self._give_up_at)
+        if waiting < self._waiting and not self._hurry:
+            self._waiting, self._stop_at = waiting, now + _PATIENCE_S
         return not waiting or now >= self._stop_at
 
 

@@ -216,7 +216,7 @@ def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
     """Refuses torchrun's flags that say which node this is, where `option` says that.
 
     Raises:
-        SettingError: one of them is given.
+        SettingError: one of them is given, or a value is none that torchrun takes.
     """
     given = next((flag for flag in torchrun if flag.replace("_", "-") in _OF_ONE_NODE), None)
     if given:
@@ -225,6 +225,10 @@ def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
             f"{option} numbers the machines, and says how they meet",
             "leave it out; --master-addr and --master-port may say where the first one is reached",
         )
+    port = parse_flags([*torchrun, "script"]).master_port if torchrun else None
+    if port is not None and not 0 < port < 1 << 16:
+        do = "give a number from 1 to 65535"
+        raise SettingError(f"--master-port {port}", "there is no such port", do)
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

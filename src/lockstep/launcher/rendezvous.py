@@ -511,7 +511,12 @@ class TorchsRendezvous(Rendezvous):
     can_publish = False
 
     def _handler(self) -> RendezvousHandler:
-        return get_rendezvous_handler(self._parameters)
+        try:
+            return get_rendezvous_handler(self._parameters)
+        except ValueError as error:
+            backend = self._parameters.backend
+            do = "give one that torch has, such as c10d or static"
+            raise errors.SettingError(f"--rdzv-backend {backend}", str(error), do) from None
 
     @property
     def use_agent_store(self) -> bool:

@@ -172,8 +172,8 @@ class Remote:
             output, _ = await loop.connect_read_pipe(protocol, file)
             self._tasks.append(asyncio.create_task(self._read(stream, source, output)))
 
-    async def open(self, request: Mapping[str, Any]) -> None:
-        """Starts the process there, and asks what it finds.
+    async def open(self, request: Mapping[str, Any], copied: bool) -> None:
+        """Starts the process there, and asks what it finds, after the folder was `copied` or not.
 
         Raises:
             Problem: it could not be started, or something is missing.
@@ -189,6 +189,8 @@ class Remote:
                 raise Problem(f"{name} {there} there, {here} here", do)
         if self.found["missing"]:
             do = "the folder must be on a disk that all machines share, or be sent: --copy"
+            if copied:
+                do = "--copy sends what is in this folder and not ignored by git"
             raise Problem(self.found["missing"], do)
 
     async def copy(self, files: bytes | None) -> None:
@@ -229,7 +231,8 @@ class Remote:
             said.seek(0)
             words = said.read().decode(errors="replace")
         if process.returncode:
-            raise ssh_failure(self.host, process.returncode, words)
+            advice = f"see whether {working_folder()} can be written on it, and has room"
+            raise ssh_failure(self.host, process.returncode, words, self._ssh, advice)
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         """The answer to a request.
@@ -249,7 +252,7 @@ class Remote:
         if answer is None:
             said = self._said.decode(errors="replace")
             code = self._process.poll() if self._process else None
-            raise ssh_failure(self.host, code, said)
+            raise ssh_failure(self.host, code, said, self._ssh)
         return answer
 
     async def listen(self, address: str, port: int, instead: bool = False) -> None:
@@ -542,11 +545,13 @@ class _Run:
             sink.flush()
 
     async def _flush(self) -> None:
-        ending = Ending(self._sinks.values())
+        ending = Ending(self._sinks.values(), self._asked_to_end is not None)
         self._draw()
         while not ending.over():
             await asyncio.sleep(_TICK_S)
             self._draw()
+        if lost := self._sinks["stdout"].lost:
+            self._say(lost)
 
     async def _on_all(
         self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
@@ -578,7 +583,7 @@ class _Run:
             await self._on_all([r for r in remotes if not r.here], lambda r: r.copy(files))
         script = None if spec.module else spec.script[0]
         request = {"folder": working_folder(), "script": script}
-        await self._on_all(remotes, lambda remote: remote.open(request))
+        await self._on_all(remotes, lambda remote: remote.open(request, spec.copy))
         names: dict[str, str] = {}
         for remote in remotes:
             first = names.setdefault(remote.found["machine"], remote.host.name)
