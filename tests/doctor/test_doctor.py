@@ -127,6 +127,18 @@ def test_a_fault_is_found(name: str, fault: dict[str, Any], level: str, words: s
     assert doctor.exit_code(findings) == (1 if level == ERROR else 0)
 
 
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [({}, "no way to other machines"), ({"lan": ["10.0.0.1"]}, "no default route: lan (10.0.0.1)")],
+)
+def test_a_machine_without_a_default_route(others: dict[str, list[str]], words: str) -> None:
+    facts = SOUND["network"] | {"interface": None, "variables": {}}
+    facts |= {"interfaces": {"lo": ["127.0.0.1"]} | others}
+    finding = import_module("lockstep.doctor.network").judge(facts)
+    assert finding.level == OK
+    assert finding.found.startswith(words)
+
+
 def test_a_machine_without_gpus_is_sound() -> None:
     assert gpus.judge({"gpus": [], "nvml": None}).level == OK
     found = gpus.judge({"gpus": [GPU], "nvml": "nvidia-ml-py is not installed"})

@@ -64,3 +64,10 @@ def test_a_rank_that_fails_before_init(tmp_path: Path) -> None:
     lines = "  ValueError: odd", "  train.py:3: raise ValueError('odd')", "exit code 1"
     assert set(lines) <= set(error.evidence)
     assert note.text.startswith("no rank came to lockstep.init")
+
+
+def test_a_record_that_cannot_be_written_is_told_where_the_script_does_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = launch(["run", "--report", "train.py/x", "train.py"], tmp_path)
+    assert done.returncode == 0
+    assert "lockstep: no record is written: train.py/x: Not a directory\n" in done.stderr

@@ -9,7 +9,9 @@ from lockstep.distributed.network import (
     LOOPBACK,
     address_reaching,
     interface_of,
+    is_loopback_address,
     listening_socket,
+    listing,
     local_addresses,
     nccl_matches,
 )
@@ -45,12 +47,11 @@ def gather(folder: Path) -> Facts:
 
 def judge(facts: Facts) -> Finding:
     """No loopback, no way out, or a variable that names what is not there."""
-    problems = []
+    problems, names = [], facts["interfaces"]
     if facts["loopback_problem"]:
         found = f"loopback does not work: {facts['loopback_problem']}"
         problems.append(Finding(ERROR, found, "as root: ip link set lo up"))
     for variable, value in facts["variables"].items():
-        names = facts["interfaces"]
         gloo = variable.startswith("GLOO")
         given = value.split(",") if gloo else [value]
         there = [any(n == g if gloo else nccl_matches(g, n) for n in names) for g in given]
@@ -58,8 +59,9 @@ def judge(facts: Facts) -> Finding:
             found = f"{variable}={value}, and there is no such interface"
             problems.append(Finding(ERROR, found, f"choose of {', '.join(names)}, or unset it"))
     if facts["interface"] is None:
+        others = {n: own for n, own in names.items() if own and not is_loopback_address(own[0])}
         summary = "no way to other machines; runs on this one use loopback"
-        return verdict(summary, problems)
+        return verdict(f"no default route: {listing(others)}" if others else summary, problems)
     summary = f"{facts['interface']} ({facts['address']}) has the default route"
     summary += f", {facts['mbits']} Mb/s" if facts["mbits"] else ""
     if facts["mtu"] is not None:

@@ -229,7 +229,7 @@ class Agent(api.SimpleElasticAgent):
         self.attempts.append(attempt)
         self._alone, self._marks = None, []
         self._supervisor = None  # that of the last attempt has its verdict
-        self._journal.start(attempt, self._plan.script)
+        self._journal.start(self._announce, attempt, self._plan.script)
         for worker in workers:
             self._start(worker_group, worker, attempt)
             self._await_starts(attempt, at_most=_STARTS_IN_FLIGHT)

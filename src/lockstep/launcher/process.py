@@ -90,8 +90,8 @@ class Journal:
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.launcher.record"
         self._path = Path(folder, name) if folder else None
 
-    def write(self, kind: str, text: str = "", **more: object) -> None:
-        """Adds a line; one that cannot be written is left out, as ranks say that by themselves.
+    def write(self, kind: str, text: str = "", **more: object) -> str:
+        """Adds a line; why it could not be written, or nothing.
 
         Args:
             kind: `start`, `finding`, `restart`; how a start has ended: `end` (well), `failure` or
@@ -100,19 +100,24 @@ class Journal:
             more: `ranks` and `command` of a start, `exit_code` of a failure.
         """
         if self._path is None:
-            return
+            return ""
         line = {"kind": kind, "text": text, "host": socket.gethostname(), "time": time.time()}
         line |= more
-        with contextlib.suppress(OSError):
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            return f"{self._path.parent}: {error.strerror}"
+        return ""
 
-    def start(self, attempt: Attempt, script: Script) -> None:
+    def start(self, announce: Callable[[str], object], attempt: Attempt, script: Script) -> None:
         """The ranks are about to be started; the machine of rank 0 writes it down."""
         if attempt.node == 0:
             command = [script.path, *script.arguments]
-            self.write("start", ranks=attempt.world_size, command=command)
+            why_not = self.write("start", ranks=attempt.world_size, command=command)
+            if why_not:  # a script may be one that says nothing of it
+                announce(f"no record is written: {why_not}")
 
     def end(self, failure: FirstFailure | None) -> None:
         """The ranks have ended, and this was why."""
