@@ -29,7 +29,7 @@ from lockstep.errors import SettingError, name_ranks
 from lockstep.launcher.output import (
     COLUMNS,
     Console,
-    Ending,
+    FlushDeadline,
     choose_streams,
     console_for,
     last_state,
@@ -284,15 +284,15 @@ def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
     sink = sinks({})["stdout"]
     sink.waiting += bytes(5)
-    ending = Ending([sink])
+    deadline = FlushDeadline([sink])
     for _ in range(5):
-        ended.append(ending.over())
+        ended.append(deadline.over())
         now += 50
         del sink.waiting[:1]
     assert ended == [False] * 5
-    assert ending.over()
+    assert deadline.over()
     sink.waiting += b"x"
-    assert not Ending([sink], hurry=True).over()
+    assert not FlushDeadline([sink], hurry=True).over()
 
 
 def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
     sink = sinks({})["stdout"]
     sink.waiting += bytes(5)
-    patient, hurried = Ending([sink]), Ending([sink], hurry=True)
+    patient, hurried = FlushDeadline([sink]), FlushDeadline([sink], hurry=True)
     assert not patient.over()
     assert not hurried.over()
     now += 3

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from lockstep.errors import SettingError, not_among
 from lockstep.launcher import slurm
-from lockstep.launcher.hosts import HostsSpec, forwarded, parse_hosts, ssh_command
+from lockstep.launcher.hosts import HostsSpec, current_folder, forwarded, parse_hosts, ssh_command
 from lockstep.launcher.plan import (
     HangRules,
     LaunchSpec,
@@ -282,7 +282,7 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
     check_script(Script(path=script[0], module=ctx.params["module"]))
-    here = _here()
+    here = Path(current_folder())
     if given["copy"] and here in (Path("/"), Path.home().resolve()):
         found = f"all of {here} would be sent"
         raise SettingError("--copy", found, "start the run in the project's own folder")
@@ -303,28 +303,20 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
     )
 
 
-def _here() -> Path:
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        found = "it has been removed"
-        raise SettingError("the working folder", found, "start it in one that exists") from None
-
-
 def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> list[str]:
     """What the job asks for that is to be submitted."""
-    _here()
     from lockstep.launcher.script import check_script
 
-    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
-    check_script(Script(path=script, module=ctx.params["module"]))
     request = slurm.Request(
         nodes=given["nodes"] or 1,
         gpus_per_node=given["gpus_per_node"],
         time=given["time"],
         options=given["sbatch"],
     )
-    return slurm.sbatch_options(request, script)
+    options = slurm.sbatch_options(request, script)
+    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
+    check_script(Script(path=script, module=ctx.params["module"]))
+    return options
 
 
 def _is_given(ctx: click.Context, param: click.Parameter) -> bool:

@@ -64,6 +64,11 @@ def listing(addresses: Mapping[str, Sequence[str]]) -> str:
     return ", ".join(f"{name} ({', '.join(own)})" for name, own in addresses.items())
 
 
+def facing_outward(addresses: Addresses) -> dict[str, Sequence[str]]:
+    """Those interfaces that other machines may reach, with their addresses."""
+    return {n: own for n, own in addresses.items() if own and not is_loopback_address(own[0])}
+
+
 def address_reaching(host: str | None = _ANY_OUTSIDE_ADDRESS) -> str | None:
     """The own address from which packets to `host` would leave; nothing is sent.
 
@@ -379,7 +384,7 @@ def choose_interface(
     reaching = _owner(addresses, lambda address: address == address_reaching_master)
     if reaching is not None and not is_loopback_address(addresses[reaching][0]):
         return reaching, f"{trap}; {reaching} ({address_reaching_master}) reaches the master"
-    outward = [name for name, own in addresses.items() if own and not is_loopback_address(own[0])]
+    outward = list(facing_outward(addresses))
     if len(outward) == 1:
         return outward[0], f"{trap}; {outward[0]} is the only interface to the outside"
     raise SettingError(

@@ -8,8 +8,8 @@ from pathlib import Path
 from lockstep.distributed.network import (
     LOOPBACK,
     address_reaching,
+    facing_outward,
     interface_of,
-    is_loopback_address,
     listening_socket,
     listing,
     local_addresses,
@@ -59,7 +59,7 @@ def judge(facts: Facts) -> Finding:
             found = f"{variable}={value}, and there is no such interface"
             problems.append(Finding(ERROR, found, f"choose of {', '.join(names)}, or unset it"))
     if facts["interface"] is None:
-        others = {n: own for n, own in names.items() if own and not is_loopback_address(own[0])}
+        others = facing_outward(names)
         summary = "no way to other machines; runs on this one use loopback"
         return verdict(f"no default route: {listing(others)}" if others else summary, problems)
     summary = f"{facts['interface']} ({facts['address']}) has the default route"

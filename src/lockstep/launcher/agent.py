@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +173,9 @@ class Agent(api.SimpleElasticAgent):
         self._grace = shutdown_timeout(getattr(flags, "shutdown_timeout", None), os.environ)
         self._plan, self._zygote, self._folder, self._variables = plan, zygote, folder, variables
         self._console, self._announce, self._rdzv = console, console.announce, rendezvous
-        self._journal = Journal({**os.environ, **variables}.get("LOCKSTEP_REPORT"))
+        report = {**os.environ, **variables}.get("LOCKSTEP_REPORT")
+        self._journal = Journal(report, console.announce)
         # By a method of this agent's the supervisor would hold it, and with it the store.
-        self._find = partial(self._journal.find, console.announce)
         self._memory = memory
         self._marks: list[int] = []
         rendezvous.joiners_wait = self._round_goes_on
@@ -229,7 +228,7 @@ class Agent(api.SimpleElasticAgent):
         self.attempts.append(attempt)
         self._alone, self._marks = None, []
         self._supervisor = None  # that of the last attempt has its verdict
-        self._journal.start(self._announce, attempt, self._plan.script)
+        self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start(worker_group, worker, attempt)
             self._await_starts(attempt, at_most=_STARTS_IN_FLIGHT)
@@ -305,7 +304,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self._own = []
         self._supervisor = Supervisor(
-            processes, self._plan.hang, attempt.folder, self._find, self._exchange
+            processes, self._plan.hang, attempt.folder, self._journal.find, self._exchange
         )
 
     def _watch_own(self, attempt: Attempt) -> None:
@@ -313,7 +312,7 @@ class Agent(api.SimpleElasticAgent):
         own = started_by(attempt.processes[0])
         if [process.pid for process in own] != [process.pid for process in self._own]:
             processes, rules = own or attempt.processes, self._plan.hang
-            self._supervisor = Supervisor(processes, rules, attempt.folder, self._find)
+            self._supervisor = Supervisor(processes, rules, attempt.folder, self._journal.find)
             self._own = own
         for known, now in zip(self._own, own, strict=True):
             known.code = now.code

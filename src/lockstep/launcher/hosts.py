@@ -287,7 +287,16 @@ def working_folder() -> str:
     with contextlib.suppress(OSError):
         if os.path.isabs(name) and os.path.samefile(name, "."):
             return name
-    return os.getcwd()
+    return current_folder()
+
+
+def current_folder() -> str:
+    """This folder, without symbolic links; raises SettingError where it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        found = "it has been removed"
+        raise SettingError("the working folder", found, "start it in one that exists") from None
 
 
 # What went wrong with ssh, by its words
@@ -306,7 +315,7 @@ _OF_PROXY_LINES = 4
 _OF_RSYNC = re.compile(r"rsync error: |rsync: connection unexpectedly closed|\[\w+\] ")
 """How rsync ends, whatever the reason."""
 _NO_PROGRAM = "no such file|not found|does not exist|permission denied|unknown command"
-_THERE: tuple[tuple[str, str, str], ...] = (
+_REMOTE_FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         rf"(?i){{python}}.*(?:{_NO_PROGRAM})|(?:{_NO_PROGRAM}).*{{python}}",
         "{python} cannot be started there",
@@ -331,7 +340,7 @@ _THERE: tuple[tuple[str, str, str], ...] = (
     (r"rsync.*not found", "it has no rsync", "install rsync there, or copy the folder yourself"),
 )
 """What the machine says once ssh has reached it."""
-_WAY: tuple[tuple[str, str, str], ...] = (
+_SSH_FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one that this machine knows: it was set up anew, or another "
@@ -414,11 +423,11 @@ def ssh_failure(
     """
     python, call = sys.executable, f"{shlex.join(ssh)} {host.for_ssh}"
     names = {"name": host.name, "address": host.address, "python": python, "ssh": call}
-    for pattern, found, do in _THERE:
+    for pattern, found, do in _REMOTE_FAILURES:
         if re.search(pattern.replace("{python}", re.escape(python)), said):
             return Problem(found.format(**names), do.format(**names))
     own = _of_ssh(said)
-    for pattern, found, do in _WAY:
+    for pattern, found, do in _SSH_FAILURES:
         if re.search(pattern, own):
             found, do = found.format(**names), do.format(**names)
             if pattern != _DROPPED:

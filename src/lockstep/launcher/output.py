@@ -195,7 +195,7 @@ class Console:
         self._drained = threading.Event()
         self._drained.set()
         self._draw_at = self._drain_until = math.inf
-        self._ending: Ending | None = None
+        self._deadline: FlushDeadline | None = None
         self.hurry = False
         """The run was asked to end: no slow console is waited for."""
         self._thread = threading.Thread(target=self._run, name="lockstep-logs", daemon=True)
@@ -208,7 +208,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
-        self._ending = Ending(self._sinks.values(), self.hurry)
+        self._deadline = FlushDeadline(self._sinks.values(), self.hurry)
         self._wake_up()
         self._thread.join()
         if lost := self._sinks["stdout"].lost:
@@ -291,7 +291,7 @@ class Console:
 
     def _run(self) -> None:
         sinks = set(self._sinks.values())
-        while not self._over():
+        while self._deadline is None or not self._deadline.over():
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             full = any(len(sink.waiting) > _MAX_WAITING for sink in sinks)
@@ -301,7 +301,7 @@ class Console:
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            soon = min(self._draw_at, self._drain_until) < math.inf or self._ending is not None
+            soon = min(self._draw_at, self._drain_until) < math.inf or self._deadline is not None
             soon = soon or any(stream.last_words for stream in self._streams)
             for descriptor, _ in poll.poll(_TICK_S * 1000 if soon else None):
                 if descriptor == self._wake:
@@ -309,9 +309,6 @@ class Console:
                 elif descriptor in readable:
                     self._read(readable[descriptor])
             self._tick(sinks)
-
-    def _over(self) -> bool:
-        return self._ending is not None and self._ending.over()
 
     def _announce_all(self) -> None:
         sink = self._sinks["stderr"]
@@ -517,7 +514,7 @@ class Sink:
         return f"the last {left} bytes of output were not taken here" if left else ""
 
 
-class Ending:
+class FlushDeadline:
     """How long sinks are waited for that have not taken all: while they take some each minute.
 
     In a `hurry`, for 2 s: they may be a terminal on a slow line.

@@ -84,9 +84,11 @@ class Journal:
 
     Args:
         folder: of the record; None: nothing is written. It must be said outside of the script.
+        announce: called with what the user should read.
     """
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, announce: Callable[[str], object]) -> None:
+        self._announce = announce
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.launcher.record"
         self._path = Path(folder, name) if folder else None
 
@@ -111,13 +113,13 @@ class Journal:
             return f"{self._path.parent}: {error.strerror}"
         return ""
 
-    def start(self, announce: Callable[[str], object], attempt: Attempt, script: Script) -> None:
+    def start(self, attempt: Attempt, script: Script) -> None:
         """The ranks are about to be started; the machine of rank 0 writes it down."""
         if attempt.node == 0:
             command = [script.path, *script.arguments]
-            why_not = self.write("start", ranks=attempt.world_size, command=command)
-            if why_not:  # a script may be one that says nothing of it
-                announce(f"no record is written: {why_not}")
+            # Told here, as a script may be one that says nothing of it.
+            if why_not := self.write("start", ranks=attempt.world_size, command=command):
+                self._announce(f"no record is written: {why_not}")
 
     def end(self, failure: FirstFailure | None) -> None:
         """The ranks have ended, and this was why."""
@@ -127,9 +129,9 @@ class Journal:
             kind = "interrupted" if failure.kind == "interrupted" else "failure"
             self.write(kind, render(failure), exit_code=failure.exit_code)
 
-    def find(self, announce: Callable[[str], object], text: str) -> None:
+    def find(self, text: str) -> None:
         """Announces a finding, and adds it."""
-        announce(text)
+        self._announce(text)
         self.write("finding", text)
 
 

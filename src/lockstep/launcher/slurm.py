@@ -24,6 +24,7 @@ from typing import NoReturn
 from lockstep.distributed.topology import detect, expand_tasks
 from lockstep.errors import SettingError
 from lockstep.launcher.auth import VARIABLE as TOKEN
+from lockstep.launcher.hosts import current_folder
 
 _INTERACTIVE_STEP = "4294967290"
 """The step in which salloc's shell may run (SLURM_INTERACTIVE_STEP in slurm.h)."""
@@ -157,7 +158,7 @@ def sbatch_options(request: Request, script: str) -> list[str]:
     Raises:
         SettingError: an option of sbatch's, or a working folder, that such a job cannot have.
     """
-    folder = os.getcwd()
+    folder = current_folder()
     if re.search(r"[\\\n]", folder):
         found = "sbatch can name no file in a folder with a backslash or a line's end in its name"
         raise SettingError(f"--slurm in {folder!r}", found, "start it in another folder")
@@ -173,11 +174,8 @@ def sbatch_options(request: Request, script: str) -> list[str]:
         "requeue": "",
         "signal": f"B:USR1@{_WARNING_S}",
     }
-    options = [
-        f"--{name}={value}" if value else f"--{name}"
-        for name, value in own.items()
-        if value is not None
-    ]
+    given = {name: value for name, value in own.items() if value is not None}
+    options = [f"--{name}={value}" if value else f"--{name}" for name, value in given.items()]
     return options + [_option(text.strip()) for text in request.options]
 
 

@@ -43,7 +43,7 @@ from lockstep.launcher.hosts import (
     ssh_failure,
     working_folder,
 )
-from lockstep.launcher.output import Ending, Sink, finished_lines, last_state, sinks
+from lockstep.launcher.output import FlushDeadline, Sink, finished_lines, last_state, sinks
 from lockstep.launcher.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
 
 T = TypeVar("T")
@@ -545,9 +545,9 @@ class _Run:
             sink.flush()
 
     async def _flush(self) -> None:
-        ending = Ending(self._sinks.values(), self._asked_to_end is not None)
+        deadline = FlushDeadline(self._sinks.values(), self._asked_to_end is not None)
         self._draw()
-        while not ending.over():
+        while not deadline.over():
             await asyncio.sleep(_TICK_S)
             self._draw()
         if lost := self._sinks["stdout"].lost:
