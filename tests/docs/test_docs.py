@@ -169,15 +169,7 @@ def test_its_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), target
 
 
-def test_the_pages_are_few_and_all_on_the_site() -> None:
+def test_every_page_is_on_the_site() -> None:
     found = sorted((pages.ROOT / "docs").glob("*.md"))
     site = (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert sorted(re.findall(r"[\w.-]+\.md$", site, re.M)) == [page.name for page in found]
-    english = [page for page in found if not page.name.endswith(".zh-CN.md")]
-    words = " ".join(page.read_text(encoding="utf-8") for page in english).split()
-    assert len(english) <= 19
-    assert sum(bool(re.search(r"\w", word)) for word in words) <= 29_335
-
-
-def test_the_readme_is_read_to_the_end() -> None:
-    assert len(README.read_text(encoding="utf-8").split()) <= 1_200
