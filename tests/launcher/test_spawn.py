@@ -139,7 +139,7 @@ def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
     [
         ("raise", "ValueError: a bad sample"),
         ("exit", "sys.exit(5)"),
-        ("die", "exit code 3, without an exception"),
+        ("die", "exit code 3; no exception was recorded"),
     ],
 )
 @in_clean_process

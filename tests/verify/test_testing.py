@@ -157,7 +157,7 @@ def end(how: str) -> None:
     [
         ("raise", "ValueError: no such file"),
         ("exit", "a bad configuration"),
-        ("die", "exit code 3, without an exception"),
+        ("die", "exit code 3; no exception was recorded"),
     ],
 )
 @in_clean_process

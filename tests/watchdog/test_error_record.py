@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,14 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.errors import SettingError
-from lockstep.watchdog.exit_status import ErrorRecord, describe, exit_code, read_record, record
+from lockstep.watchdog.exit_status import (
+    ErrorRecord,
+    Reserve,
+    describe,
+    exit_code,
+    read_record,
+    record,
+)
 
 RANK = """
 import sys
@@ -69,6 +77,12 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
         ("import os\nx = 1\n(", "SyntaxError: '(' was never closed", 3, 1),
         ("class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E", "E: (its", 4, 1),
         ("raise KeyboardInterrupt", "KeyboardInterrupt", 1, -2),
+        (
+            "try:\n    1 / 0\nexcept Exception as error:\n    raise SystemExit(1) from error",
+            "sys.exit(1) while handling ZeroDivisionError: division by zero",
+            2,
+            1,
+        ),
     ],
 )
 def test_what_is_written(
@@ -111,6 +125,119 @@ def test_the_exceptions_before_it(tmp_path: Path) -> None:
         """,
     )
     assert found.chain == ("RuntimeError: Connection closed by peer", "KeyError: 'key'")
+
+
+def test_an_exception_group_is_told_as_its_first_exception(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        import asyncio
+
+        async def read(name):
+            raise OSError(f"{name} is broken")
+
+        async def main():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(read("a"))
+                tasks.create_task(read("b"))
+
+        try:
+            asyncio.run(main())
+        except ExceptionGroup as group:
+            raise ExceptionGroup("an epoch", [group]) from None
+        """,
+    )
+    where = "(the only exception in ExceptionGroup: an epoch)"
+    assert found.headline == f"OSError: a is broken {where}"
+    assert found.line == 'train.py:5: raise OSError(f"{name} is broken")'
+    assert (found.type, found.message, found.exit_code) == ("OSError", "a is broken", 1)
+    assert "b is broken" in found.traceback
+
+
+def test_an_exception_group_whose_exceptions_were_never_raised_has_its_own_line() -> None:
+    try:
+        raise ExceptionGroup("bad samples", [ValueError("3"), ValueError("5")])
+    except ExceptionGroup as group:
+        made = describe(group)
+    where = "(the first of 2 exceptions in ExceptionGroup: bad samples)"
+    assert made.headline == f"ValueError: 3 {where}"
+    assert made.line is not None
+    assert 'raise ExceptionGroup("bad samples"' in made.line
+
+
+def test_a_group_that_ends_a_script_from_an_except_block() -> None:
+    try:
+        try:
+            raise ExceptionGroup("tasks", [ValueError("3")])
+        except ExceptionGroup as group:
+            raise SystemExit(2) from group
+    except SystemExit as end:
+        made = describe(end)
+    assert made.headline == "sys.exit(2) while handling ValueError: 3"
+
+
+def test_of_a_very_long_message_both_ends_are_kept() -> None:
+    made = describe(ValueError(f"bad batch {'x' * 2_000_000} of sample 7"))
+    assert made.headline.startswith("ValueError: bad batch xxx")
+    assert made.message.endswith("of sample 7")
+    assert "characters are left out here" in made.message
+    assert len(json.dumps(made.__dict__)) < 500_000
+
+
+OUT_OF_EVERYTHING = """
+import resource, sys
+from pathlib import Path
+from lockstep.watchdog.exit_status import Reserve, record
+
+folder = Path(sys.argv[1])
+reserve = Reserve()
+held = []
+try:
+    exec(compile((folder / "train.py").read_text(), folder / "train.py", "exec"))
+except BaseException as error:
+    reserve.release()
+    record(error, folder)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "headline", "line"),
+    [
+        (
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+            "while True:\n    held.append(open('/dev/null'))",
+            "OSError: [Errno 24] Too many open files",
+            "train.py:3: held.append(open('/dev/null'))",
+        ),
+        (
+            "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)\n"
+            "while True:\n    held.append(bytearray(1 << 16))",
+            "MemoryError",
+            "train.py:4: held.append(bytearray(1 << 16))",
+        ),
+    ],
+    ids=["descriptors", "memory"],
+)
+def test_who_is_out_of_descriptors_or_memory_can_still_say_so(
+    tmp_path: Path, code: str, headline: str, line: str
+) -> None:
+    (tmp_path / "train.py").write_text(code)
+    arguments = [sys.executable, "-c", OUT_OF_EVERYTHING, str(tmp_path)]
+    subprocess.run(arguments, check=True, stderr=subprocess.PIPE)
+    found = read_record(tmp_path)
+    assert found is not None
+    assert found.headline.startswith(headline)
+    assert found.line == line
+
+
+def test_a_descriptor_that_the_program_has_made_its_own_is_not_closed(tmp_path: Path) -> None:
+    reserve = Reserve()
+    with open(tmp_path / "own", "w") as file:
+        os.dup2(file.fileno(), reserve._descriptor)
+    reserve.release()
+    os.fstat(reserve._descriptor)
+    os.close(reserve._descriptor)
 
 
 LOADER = """

@@ -16,6 +16,7 @@ from lockstep.watchdog.exit_status import (
 )
 from lockstep.watchdog.first_failure import first_failure, lost_node, lost_peer, render
 from lockstep.watchdog.messages import Row, Verdict
+from lockstep.watchdog.printed_error import PrintedError
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.stacks import Frame
 
@@ -168,14 +169,65 @@ CASES = {
         "exit",
         (1,),
         code=3,
-        says=("exit code 3, without an exception (os._exit", "giving up"),
+        says=("exit code 3; no exception was recorded\n", "giving up"),
     ),
     "a program of its own, with a traceback": Case(
-        [exited(1, 1, 10.0, last_lines=("Traceback (most recent call last):", "ValueError: x"))],
+        [
+            exited(
+                1,
+                1,
+                10.0,
+                last_lines=("Traceback (most recent call last):", "ValueError: x"),
+                printed=PrintedError("ValueError: x", "train.py:5: f()", ("ValueError: x",)),
+            )
+        ],
         "exit",
         (1,),
-        says=("exit code 1, after a traceback in stderr.log", "ValueError: x"),
-        silent=("without an exception",),
+        says=(
+            "exit code 1; no exception was recorded. The last traceback in its standard error: "
+            "ValueError: x\n  train.py:5: f()",
+        ),
+        silent=("its last lines",),
+    ),
+    "a lost peer in a traceback that was only printed is a consequence": Case(
+        [
+            exited(
+                0,
+                1,
+                10.0,
+                printed=PrintedError("RuntimeError: gone", None, ("RuntimeError", CLOSED)),
+            ),
+            exited(1, 3, 10.1),
+        ],
+        "exit",
+        (1,),
+        code=3,
+        says=("no exception was recorded", "rank 0 (Connection closed by peer)"),
+    ),
+    "out of descriptors": Case(
+        [raised(1, "[Errno 24] Too many open files: 'a.png'", 10.0, "OSError")],
+        "exception",
+        (1,),
+        says=("what to do: raise the limit of open files (ulimit -n",),
+    ),
+    "out of descriptors, only printed": Case(
+        [
+            exited(
+                1,
+                1,
+                10.0,
+                printed=PrintedError("OSError: x", None, ("OSError: x", "Too many open files")),
+            )
+        ],
+        "exit",
+        (1,),
+        says=("what to do: raise the limit of open files (ulimit -n",),
+    ),
+    "out of memory in Python": Case(
+        [raised(1, "", 10.0, "MemoryError")],
+        "exception",
+        (1,),
+        says=("what to do: give the run more memory",),
     ),
     "an excepthook has chosen another code": Case(
         [raised(1, "bad", 10.0, "ValueError", code=9)], "exception", (1,), code=9

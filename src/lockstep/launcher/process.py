@@ -29,6 +29,7 @@ from lockstep.launcher.worker import Script
 from lockstep.launcher.zygote import give_terminal
 from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.first_failure import FirstFailure, render
+from lockstep.watchdog.printed_error import printed_error
 from lockstep.watchdog.probe import RETURNED, UNLIKE, read_heartbeat
 from lockstep.watchdog.snapshot import read_process
 from lockstep.watchdog.stacks import own_line, parse_frames
@@ -164,6 +165,8 @@ _WORDS = {
 _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call first\):\n")
 _THAT_END = {signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _LAST_LINES = 20
+_TAIL_LINES = 100_000
+"""In which the last traceback is looked for."""
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 """Handlers that no user has set."""
 
@@ -226,17 +229,20 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     log = kernel_log_on(process.pid, root) if oom and process.pid else None
     heartbeat = read_heartbeat(folder)
     ends = [at for number, at in process.sent.items() if number in _THAT_END]
+    error = read_record(folder) if code else None
+    errors = tail(folder, _TAIL_LINES) if code else []
     return ExitStatus(
         rank=process.rank,
         host=socket.gethostname(),
         time=process.ended_at,
         code=code,
         how=in_words(code),
-        error=read_record(folder) if code else None,
+        error=error,
         oom="certain" if log else oom,
         oom_detail=log or "",
         crash_line=crash_line(folder) if code < 0 else None,
-        last_lines=tuple(tail(folder, _LAST_LINES, "stderr")) if code else (),
+        last_lines=tuple(errors[-_LAST_LINES:]),
+        printed=printed_error(errors) if error is None and code > 0 else None,
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
         peak_bytes=process.peak_bytes,
         asked_to_end=min(ends, default=None),

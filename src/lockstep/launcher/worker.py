@@ -166,11 +166,13 @@ def run_recorded(
     folder = Path(os.environ[FOLDER])
     from lockstep.watchdog import exit_status, probe
 
+    reserve = exit_status.Reserve()
     try:
         installed = probe.install(folder)
         body(folder)
         installed.warn_if_alone()
     except BaseException as error:
+        reserve.release()
         error.__traceback__ = _of_the_program(error.__traceback__)
         if not isinstance(error, SystemExit):
             # As the interpreter does: what runs at exit asks by them whether the program failed.

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from lockstep.errors import LockstepError, source_line
 from lockstep.watchdog.messages import Verdict
+from lockstep.watchdog.printed_error import PrintedError
 from lockstep.watchdog.probe import write_whole
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.stacks import Frame, Stack, own_line, parse_frames
@@ -70,6 +71,8 @@ class ExitStatus:
     """Where Python was at a fatal signal, `file:line: code`."""
     last_lines: tuple[str, ...] = ()
     """The end of its standard error."""
+    printed: PrintedError | None = None
+    """The last traceback in its standard error, where it has recorded no exception."""
     step: int | None = None
     """Steps it had made."""
     peak_bytes: int | None = None
@@ -138,12 +141,34 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RECORD = "error.json"
 """In a rank's folder: what it raised."""
 _CHAIN = 5
+_RESERVED_BYTES = 4 << 20
+_MAX_HALF = 50_000
+"""Characters at the beginning and at the end of a message that are kept: a batch, or a file, may be
+in it."""
 # What torch raises with the traceback of another process or thread in its message: its
 # ExceptionWrapper, and `mp.spawn`.
 _ELSEWHERE = re.compile(
     r"Caught .* in ((?:DataLoader worker process|replica) \d+)"
     r"|\s*(-- Process \d+) terminated with the following error"
 )
+
+
+class Reserve:
+    """A file descriptor and memory with which a rank that has run out of them can still say so."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open(os.devnull, os.O_RDONLY)
+        self._device = os.fstat(self._descriptor).st_rdev
+        # Of zeros that nobody writes to the system only counts the addresses.
+        self._memory: bytearray | None = bytearray(_RESERVED_BYTES)
+
+    def release(self) -> None:
+        """Gives both back to this process."""
+        self._memory = None
+        with contextlib.suppress(OSError):
+            # A program that has closed all descriptors may use the number for a file of its own.
+            if os.fstat(self._descriptor).st_rdev == self._device:
+                os.close(self._descriptor)
 
 
 def record(error: BaseException, folder: Path) -> None:
@@ -154,7 +179,10 @@ def record(error: BaseException, folder: Path) -> None:
         folder: of this rank.
     """
     with contextlib.suppress(Exception):  # the exception itself must still be seen
-        made = describe(error)
+        try:
+            made = describe(error)
+        except Exception:
+            made = _describe_briefly(error)
         write_whole(folder / RECORD, json.dumps(asdict(made)))
         elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
@@ -173,18 +201,51 @@ def read_record(folder: Path) -> ErrorRecord | None:
 
 
 def describe(error: BaseException) -> ErrorRecord:
-    """An exception as values; its time is now."""
+    """An exception as values; its time is now. Of a group, the first exception in it."""
+    groups, cause = _unpacked(error)
     return ErrorRecord(
-        type=_type_name(error),
-        message=_message(error),
-        headline=_headline(error),
-        line=_line(error),
+        type=_type_name(cause),
+        message=_message(cause),
+        headline=_headline(cause) + _place_in(groups),
+        line=_line(cause, groups),
         time=time.time(),
         exit_code=exit_code(error),
-        traceback="".join(traceback.format_exception(error)),
-        chain=tuple(f"{_type_name(e)}: {_message(e)}" for e in _chain(error)),
-        from_lockstep=isinstance(error, LockstepError),
+        traceback=_cut("".join(traceback.format_exception(error))),
+        chain=tuple(f"{_type_name(e)}: {_message(e)}" for e in _chain(cause)),
+        from_lockstep=isinstance(cause, LockstepError),
     )
+
+
+def _describe_briefly(error: BaseException) -> ErrorRecord:
+    """What can be said of an exception where memory or descriptors do not suffice for more."""
+    name = _type_name(error)
+    return ErrorRecord(
+        type=name, message="", headline=name, line=None, time=time.time(), exit_code=1
+    )
+
+
+def _unpacked(error: BaseException) -> tuple[list[BaseException], BaseException]:
+    """The exception groups around an error, the innermost first, and the error.
+
+    Of several exceptions in a group it is the first: `asyncio.TaskGroup` lists those of its tasks
+    in the order in which they were raised.
+    """
+    groups: list[BaseException] = []
+    while isinstance(error, BaseExceptionGroup):
+        groups.insert(0, error)
+        error = error.exceptions[0]
+    return groups, error
+
+
+def _place_in(groups: list[BaseException]) -> str:
+    """Words that say in which exception group an error was, the outermost one; empty: in none."""
+    if not groups:
+        return ""
+    group: Any = groups[-1]
+    count = len(group.exceptions)
+    which = "the only exception" if count == 1 else f"the first of {count} exceptions"
+    name = f"{_type_name(group)}: {group.message}".partition("\n")[0]
+    return f" ({which} in {_cut(name)})"
 
 
 def exit_code(error: BaseException) -> int:
@@ -208,9 +269,17 @@ def _type_name(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        return _cut(str(error))
     except Exception:
         return "(its message cannot be shown)"
+
+
+def _cut(text: str) -> str:
+    """A text without its middle where it is too long to be searched, sent and read."""
+    left_out = len(text) - 2 * _MAX_HALF
+    if left_out <= 0:
+        return text
+    return f"{text[:_MAX_HALF]}... ({left_out} characters are left out here) ...{text[-_MAX_HALF:]}"
 
 
 def _headline(error: BaseException) -> str:
@@ -233,8 +302,12 @@ def _headline(error: BaseException) -> str:
 
 def _handled(error: BaseException) -> BaseException | None:
     """What a script that ends itself in an `except` block has caught there: the true cause."""
-    shown = isinstance(error, SystemExit) and not error.__suppress_context__
-    return error.__context__ if shown else None
+    if not isinstance(error, SystemExit):
+        return None
+    handled = None if error.__suppress_context__ else error.__context__
+    if error.__cause__ is not None:  # raise SystemExit(1) from error
+        handled = error.__cause__
+    return None if handled is None else _unpacked(handled)[1]
 
 
 def _end_of_traceback(message: str) -> str | None:
@@ -244,18 +317,21 @@ def _end_of_traceback(message: str) -> str | None:
     return next((text for text in lines if text and not text[0].isspace()), None)
 
 
-def _line(error: BaseException) -> str | None:
+def _line(error: BaseException, groups: Iterable[BaseException] = ()) -> str | None:
+    """The user's innermost line that an error, or the groups around it, passed through."""
     if isinstance(error, LockstepError) and error.line:
         return error.line
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return source_line(error.filename, error.lineno)
-    remote = parse_frames(_message(error))[::-1]
+    frames = list(parse_frames(_message(error))[::-1])  # of another process or thread
     handled = _handled(error)
-    before = () if handled is None else _stack(handled.__traceback__)
-    frame = own_line((*remote, *before, *_stack(error.__traceback__)))
-    return (
-        None if frame is None or frame.file.startswith("<") else source_line(frame.file, frame.line)
-    )
+    for each in (handled, error, *groups):
+        if each is not None:
+            frames += _stack(each.__traceback__)
+    frame = own_line(tuple(frames))
+    if frame is None or frame.file.startswith("<"):
+        return None
+    return source_line(frame.file, frame.line)
 
 
 def _stack(trace: TracebackType | None) -> Stack:
@@ -271,3 +347,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             return
         yield before
         error = before
+        if isinstance(error, BaseExceptionGroup):
+            error = _unpacked(error)[1]
+            yield error

@@ -27,7 +27,7 @@ from lockstep.watchdog.messages import Verdict, details
 
 FailureKind = Literal[
     "exception",
-    "exit",  # with a code, and without an exception
+    "exit",  # with a code, and no exception was recorded
     "signal",
     "oom",  # the kernel's out-of-memory killer
     "left",  # exit code 0 while others still waited
@@ -145,6 +145,8 @@ def _lost_peer_text(end: ExitStatus) -> str | None:
         return lost_peer([end.error.message, *end.error.chain])
     if end.code == -signal.SIGABRT:  # C++ in a thread of its own, such as NCCL's watchdog
         return lost_peer(end.last_lines)
+    if end.printed is not None:
+        return lost_peer(end.printed.text)
     return None
 
 
@@ -181,7 +183,7 @@ def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
         headline=headline,
         exit_code=code,
         step=end.step,
-        line=error.line if error else end.crash_line,
+        line=_line(end),
         details=details,
         advice=_advice(kind, end, alone),
     )
@@ -200,16 +202,25 @@ def _of_stopped(end: ExitStatus, time: float) -> FirstFailure:
     )
 
 
+def _line(end: ExitStatus) -> str | None:
+    if end.error is not None:
+        return end.error.line
+    return end.printed.line if end.printed is not None else end.crash_line
+
+
 def _how(end: ExitStatus) -> str:
     if end.code <= 0:
         return end.how
-    if any(text.startswith("Traceback (most recent call last)") for text in end.last_lines):
-        return f"{end.how}, after a traceback in stderr.log"
-    return f"{end.how}, without an exception (os._exit, or code that is not Python)"
+    without = f"{end.how}; no exception was recorded"
+    if end.printed is None:
+        return without
+    return f"{without}. The last traceback in its standard error: {end.printed.headline}"
 
 
 def _last_lines(end: ExitStatus) -> tuple[str, ...]:
     shown = end.last_lines[-_MAX_LAST_LINES:]
+    if end.printed is not None and any(end.printed.headline in text for text in shown):
+        return ()  # the headline of the failure has it
     return ("its last lines:", *(f"  {text}" for text in shown)) if shown else ()
 
 
@@ -405,6 +416,12 @@ _BY_TEXT = {
         f"/dev/shm, shared memory, is full: {_SHARED_MEMORY}"
     ),
     r"Bus error|out of shared memory|No space left.*/dev/shm": _SHARED_MEMORY,
+    r"Too many open files|received 0 items of ancdata": (
+        "raise the limit of open files (ulimit -n 65536), close what the script has opened and no "
+        "longer needs, or let DataLoader workers share tensors by "
+        "torch.multiprocessing.set_sharing_strategy('file_system')"
+    ),
+    r"\bMemoryError\b|DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory": _MEMORY,
     r"Expected to have finished reduction in the prior iteration": (
         "parameters got no gradient in this step: leave them out of the model, use their "
         "output, or pass find_unused_parameters=True to DDP"
@@ -467,7 +484,10 @@ _NETWORK = (
 def _advice(kind: FailureKind, end: ExitStatus, alone: bool) -> tuple[str, ...]:
     """What to do about a rank's failure; empty where the failure says it itself."""
     error = end.error
-    texts = [f"{error.type}: {error.message}", *error.chain] if error else end.last_lines
+    if error is not None:
+        texts = [f"{error.type}: {error.message}", *error.chain]
+    else:
+        texts = [*(end.printed.text if end.printed else ()), *end.last_lines]
     # The system names no file where there is no room for a semaphore.
     semaphores = re.findall(r"_multiprocessing\.SemLock\(", error.traceback) if error else []
     joined = "\n".join([*texts, *semaphores])
