@@ -71,8 +71,9 @@ class FSDP(Strategy):
     """Average the gradients of every micro-batch, so that only this rank's part of them is kept
     between micro-batches; else whole ones are, and nothing is sent before the last."""
     find_unused_parameters: bool = False
-    """Ranks may use different parameters in a step: a zero gradient is sent for the others. Needs a
-    newer torch than 2.11."""
+    """Ranks may use different parameters in a step: each sends zeros for those it has not used.
+    Those that no rank has used keep the gradient None, as on one device; one small all-reduce in
+    each step tells which. Needs a newer torch than 2.11."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
 
@@ -132,10 +133,13 @@ class FSDP(Strategy):
             unit.register_forward_hook(outputs.after)
         keep_whole = not self.reshard_after_forward
         held = Sharded(
-            units, mesh, run, keep_whole=keep_whole, accumulate_shards=self.accumulate_shards
+            units,
+            mesh,
+            run,
+            keep_whole=keep_whole,
+            accumulate_shards=self.accumulate_shards,
+            find_unused_parameters=self.find_unused_parameters,
         )
-        if self.find_unused_parameters:
-            held.root.set_reduce_scatter_unused_params(True)
         after = dict(module.named_parameters())
         return Wrapped(
             module=module,
@@ -147,7 +151,7 @@ class FSDP(Strategy):
             units=units,
             replicas=held.replicas,
             before_backward=held.before_backward,
-            after_backward=held.end_keeping,
+            after_backward=held.after_backward,
             before_step=held.before_step,
             after_step=MovingBuffers(module, run.step).follow,
             release=held.release,

@@ -33,6 +33,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError, some
 from lockstep.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
+from lockstep.strategies.fsdp_unused import UnusedParameters
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,6 +51,8 @@ class Sharded:
     """Gathered parameters stay until the last micro-batch is through."""
     accumulate_shards: bool
     """Gradients are averaged in every micro-batch."""
+    find_unused_parameters: bool
+    """Ranks may use different parameters."""
 
     def __post_init__(self) -> None:
         self._units: list[Any] = list(self.units.values())
@@ -58,6 +61,11 @@ class Sharded:
         """What forward passes compute with; the gradients of micro-batches add up there."""
         torch_compat.make_fsdp_root(root)
         self._shards: dict[str, DTensor] = dict(root.named_parameters())
+        self._unused: UnusedParameters | None = None
+        if self.find_unused_parameters:
+            root.set_reduce_scatter_unused_params(True)
+            whole = [self.whole[name] for name in self._shards]
+            self._unused = UnusedParameters([*root.parameters()], whole)
         # Torch keeps the object of a storage, so it is another one if this is not the same.
         self._storages = {name: p.untyped_storage() for name, p in self._shards.items()}
         self._hooked: set[str] = set()
@@ -82,6 +90,14 @@ class Sharded:
         if isinstance(loss, DTensor):
             raise _outside_of_forward("the loss is a DTensor, as parameters are")
         self.follow()
+        if self._unused is not None:
+            self._unused.before_backward()
+
+    def after_backward(self) -> None:
+        """Lets units go, and drops zeros that stand for no gradient; for `world.backward`."""
+        self.end_keeping()
+        if self._unused is not None and self._last:
+            self._unused.end_round()
 
     def follow(self) -> None:
         """Sets torch to what the present micro-batch needs."""
@@ -91,6 +107,8 @@ class Sharded:
             if not self._last:  # the batch before was left in its middle
                 for parameter in self.whole.values():
                     parameter.grad = None
+                if self._unused is not None:
+                    self._unused.forget_round()
         last = step.current.last
         if last is self._last:
             return
@@ -143,6 +161,8 @@ class Sharded:
                 "compute the loss of every micro-batch from what the model returns, in tensors, "
                 "tuples, lists or dicts",
             )
+        if self._unused is not None:
+            self._unused.before_step()
         if check_due(self.run.step.number + 1):
             self._refuse_gradients()
             self._check_shards()
@@ -233,6 +253,8 @@ class Sharded:
         self._check_failed()
         if torch.is_grad_enabled():
             self.follow()
+            if self._unused is not None:
+                self._unused.before_forward()
             if self.keep_whole and not self.run.step.current.first:
                 self._freeze_shards()
         self._running = True
