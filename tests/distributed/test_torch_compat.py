@@ -258,8 +258,15 @@ def test_a_shallow_copy_is_torchs_and_shares_no_list_of_weights():
 def test_a_module_says_that_it_was_compiled():
     layer = nn.Linear(1, 1)
     assert not torch_compat.is_compiled_in_place(layer)
+    assert not torch_compat.is_compiled(layer)
+    around = torch.compile(layer, backend="eager")
+    assert torch_compat.is_compiled(around)
+    assert torch_compat.without_compile(around) is layer
+    assert torch_compat.without_compile(layer) is layer
+    assert not torch_compat.is_compiled_in_place(around)
     layer.compile(backend="eager")
     assert torch_compat.is_compiled_in_place(layer)
+    assert torch_compat.is_compiled(layer)
 
 
 def test_a_backward_pass_is_seen():

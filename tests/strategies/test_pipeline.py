@@ -459,6 +459,38 @@ class Backwards(nn.Module):
         return self.second(self.first(x))
 
 
+class LeavesOutTheLast(nn.Module):
+    """Its last layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.spare = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def cut_without_the_spare() -> list[Any]:
+    with lockstep.init("pipeline", micro_batch_size=1) as world:
+        data = TensorDataset(torch.ones(4, 3))
+        made = LeavesOutTheLast()
+        made.spare = nn.Linear(3, 3000)  # by its size it would be a stage
+        model, _ = world.prepare(made, DataLoader(data, 2))
+        world.backward(model(torch.ones(2, 3)).sum())
+        compiled = torch.compile(LeavesOutTheLast(), backend="eager")
+        after = torch.compile(model, backend="eager")
+        with torch.no_grad():
+            same = torch.equal(after(torch.ones(2, 3)), model(torch.ones(2, 3)))
+        return [refused(world.prepare, compiled), same]
+
+
+@pytest.mark.thorough
+def test_a_submodule_that_is_not_called_begins_no_stage_and_a_compiled_whole_is_refused():
+    for refusal, same in run_ranks(cut_without_the_spare, 2):
+        assert "with LeavesOutTheLast compiled" in refusal
+        assert same
+
+
 def use(make: Any, cut: str) -> None:
     with lockstep.init(Pipeline(split=[cut], num_micro_batches=1)) as world:
         model = world.prepare(make())
@@ -470,6 +502,7 @@ def use(make: Any, cut: str) -> None:
     [
         (Skipping, "b", "a skip connection"),
         (Backwards, "first", "not called in the order they are registered"),
+        (LeavesOutTheLast, "spare", "the forward pass ended without a call of spare"),
     ],
 )
 def test_models_that_cannot_be_cut_there(make, cut, message):

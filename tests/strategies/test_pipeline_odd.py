@@ -206,6 +206,29 @@ class Choosing(nn.Linear):
         return super().forward(x + sometimes if 5 < self.calls < 8 else x)
 
 
+class MaskedByNeed(nn.Module):
+    """Makes a mask only where there is something to hide, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MaskedLayer() for _ in range(4))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        mask = None if keep.all() else keep.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class MaskedLayer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        y = torch.tanh(super().forward(x))
+        return y if mask is None else y * mask
+
+
 def normed() -> nn.Module:
     """No parameters, but statistics that move."""
     norms = [nn.BatchNorm1d(LENGTH, affine=False, momentum=None) for _ in range(4)]
@@ -243,6 +266,10 @@ MODELS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "interrupted": (layers, ["3"], {"interrupt": True}),
     "masked by the loop": (layers, ["3"], {"mask": True}),
     "lengths": (layers, ["3"], {"lengths": True}),
+    "masked by need": (MaskedByNeed, ["layers.2"], {"keep": True}),
+    "masked by need, interleaved": (
+        MaskedByNeed, ["layers.1", "layers.2", "layers.3"], {"keep": True}
+    ),
     "autocast, interleaved": (layers, ["1", "3", "4"], {"autocast": True}),
 }  # fmt: skip
 
@@ -281,21 +308,34 @@ def train(name: str) -> dict[str, Any]:
                 x = x.masked_fill(hidden[..., None], 0.0)
                 wanted = wanted.masked_fill(~hidden[..., None], 0.0)
             with torch.autocast("cpu", enabled="autocast" in ways and turn % 3 == 1):
-                output = model(x)
+                output = model(x, *kept(ways, x, full=FULL[turn % len(FULL)]))
             world.backward(F.mse_loss(output.to(wanted.dtype), wanted))
             if "interrupt" in ways:
-                outputs += evaluate(model, test)
+                outputs += evaluate(model, test, ways)
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
-        outputs += evaluate(model, test)
+        outputs += evaluate(model, test, ways)
         state = {k.removeprefix("module."): v.clone() for k, v in model.state_dict().items()}
         return {"weights": {k: v for k, v in state.items() if not v.is_meta}, "outputs": outputs}
 
 
-def evaluate(model: nn.Module, loader: Any) -> list[Tensor]:
+FULL = (1, 1, 1, 1, 0, 1, 0, 0, 0)
+"""Which micro-batches hide nothing: the form of what is sent repeats at times, and changes."""
+
+
+def kept(ways: dict[str, Any], x: Tensor, *, full: int) -> list[Tensor]:
+    """What a model with a mask is called with besides the input."""
+    if "keep" not in ways:
+        return []
+    keep = torch.ones(*x.shape[:2], 1, dtype=torch.int64)
+    keep[:, -1] = full
+    return [keep]
+
+
+def evaluate(model: nn.Module, loader: Any, ways: dict[str, Any]) -> list[Tensor]:
     with torch.inference_mode():
-        return [model(x).clone() for (x,) in loader]
+        return [model(x, *kept(ways, x, full=turn % 2)).clone() for turn, (x,) in enumerate(loader)]
 
 
 def train_all(names: list[str]) -> dict[str, Any]:
@@ -360,6 +400,16 @@ def test_random_numbers_are_shared_where_they_must_be_and_differ_where_they_shou
     assert first.pop("of the loop") == second.pop("of the loop")
     assert 0.15 < first.pop("kept") < 0.35  # a quarter; half, where both stages drop the same
     assert first == {"hidden where it is judged": True, "drawn anew": True}
+
+
+def test_a_form_that_depends_on_values():
+    name = "masked by need"
+    alone = run_ranks(train, 1, name)[0]
+    for rank in run_ranks(train, 2, name):
+        for a, b in zip(rank["outputs"], alone["outputs"], strict=True):
+            torch.testing.assert_close(a, b)
+        for key, value in rank["weights"].items():
+            torch.testing.assert_close(value, alone["weights"][key], msg=key)
 
 
 def refused(fn: Any, *args: Any, **kwargs: Any) -> str:

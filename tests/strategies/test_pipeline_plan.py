@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from itertools import pairwise, product
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.pipeline.schedule import Action, order
 from lockstep.strategies.pipeline.split import balanced, measure, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.pipeline.strategy import check_compiled_parts
 
 SIZES = [
     (schedule, positions, per_rank, micro_batches)
@@ -248,7 +250,7 @@ def test_costs_follow_what_is_measured():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     names = ["0", "1", "2", "3"]
-    costs, reason = measure(model, names, [lambda: [torch.randn(128, 64), torch.zeros(128)]])
+    costs, reason, _ = measure(model, names, [lambda: [torch.randn(128, 64), torch.zeros(128)]])
     assert "measured" in reason
     assert sum(costs) == pytest.approx(2)
     assert max(costs) == costs[0]
@@ -263,7 +265,7 @@ def test_parts_that_train_nothing_or_write_to_their_input_are_measured():
     writing = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     statistics = nn.BatchNorm1d(4, affine=False)
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), writing, statistics)
-    costs, reason = measure(model, ["0", "1", "2"], [lambda: torch.randn(8, 4)])
+    costs, reason, _ = measure(model, ["0", "1", "2"], [lambda: torch.randn(8, 4)])
     assert "measured" in reason
     assert all(cost > 0 for cost in costs)
 
@@ -276,16 +278,67 @@ class Named(nn.Sequential):
 @pytest.mark.parametrize("kind", [dict, UserDict])  # the second is what tokenizers give
 def test_entries_of_a_batch_are_the_arguments_by_name(kind: Any):
     model = Named(nn.Linear(3, 5), nn.Linear(5, 2))
-    _, reason = measure(model, ["0", "1"], [lambda: kind(x=torch.zeros(2, 3))])
+    _, reason, _ = measure(model, ["0", "1"], [lambda: kind(x=torch.zeros(2, 3))])
     assert "measured" in reason
 
 
 def test_costs_without_a_usable_example_are_those_of_parameters():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     for examples in ([], [lambda: {"images": torch.zeros(2, 3)}]):
-        costs, reason = measure(model, ["0", "1"], examples)
+        costs, reason, _ = measure(model, ["0", "1"], examples)
         assert costs == [80.0, 48.0]
         assert "no example" in reason
+
+
+def test_what_the_example_does_not_call_is_known():
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.spare = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    measured = measure(Spare(), ["a", "b", "spare"], [lambda: torch.zeros(2, 3)])
+    assert measured.called == [True, True, False]
+    assert measure(Spare(), ["a", "b", "spare"], []).called == [True, True, True]
+
+
+def compiled_model(kind: str) -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    if kind == "whole":
+        model = torch.compile(model, backend="eager")
+    elif kind == "whole, in place":
+        model.compile(backend="eager")
+    elif kind == "around a cut":
+        model[0] = torch.compile(model[0], backend="eager")
+    elif kind == "a piece in place":
+        model[1].compile(backend="eager")
+    elif kind == "pieces":
+        model[0][0] = torch.compile(model[0][0], backend="eager")
+        model[1] = torch.compile(model[1], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("whole", "no rank runs the whole of it"),
+        ("whole, in place", "no rank runs the whole of it"),
+        ("around a cut", "with 0 compiled"),
+        ("a piece in place", "1.compile()"),
+        ("pieces", None),
+    ],
+)
+def test_what_is_compiled_across_a_cut_is_refused(kind, found):
+    model = compiled_model(kind)
+    prefix = {"whole": "_orig_mod.0.1", "around a cut": "0._orig_mod.1"}
+    cuts = split(model, [prefix.get(kind, "0.1")])
+    if found is None:
+        check_compiled_parts(model, cuts)
+        return
+    with pytest.raises(UsageError, match=re.escape(found)):
+        check_compiled_parts(model, cuts)
 
 
 def test_a_module_that_is_cut_may_have_parameters_that_are_not_there():

@@ -182,6 +182,17 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile(model)` gave, or `model.compile()` was called."""
+    return is_compiled_in_place(module) or "_orig_mod" in module._modules
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The user's module inside of what `torch.compile(model)` gave; any other module itself."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
 def in_backward_pass() -> bool:
     """Whether this thread is in a backward pass, as checkpointed blocks are when they are computed
     again; torch's own checkpointing asks the same.

@@ -30,7 +30,7 @@ from lockstep.data.pytree import map_tensors
 from lockstep.distributed.torch_compat import (
     BatchNorm,
     in_backward_pass,
-    is_compiled_in_place,
+    is_compiled,
     shallow_copy,
 )
 from lockstep.errors import UsageError
@@ -90,7 +90,7 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
 
 def _check(name: str, part: nn.Module) -> None:
     forward = vars(part).get("forward")
-    compiled = is_compiled_in_place(part) or "_orig_mod" in part._modules
+    compiled = is_compiled(part)
     scripted = isinstance(part, torch.jit.ScriptModule)
     # A function hides what it needs.
     hides = isinstance(forward, FunctionType | partial)

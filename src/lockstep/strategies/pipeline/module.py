@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import pytree
+from lockstep.distributed.torch_compat import never_compiled, pytree
 from lockstep.errors import NotOnStageError, RanksDifferError, UsageError, counted
 from lockstep.optim.precision import Precision
 from lockstep.step import Turn, check_due
@@ -36,7 +36,14 @@ from lockstep.strategies.base import Around, Replicas
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
 from lockstep.strategies.pipeline.stage import WHOLE_ELSEWHERE, StagedModel, map_shapes, signature
-from lockstep.strategies.pipeline.wire import Expected, Wire, marked, with_mark, without_mark
+from lockstep.strategies.pipeline.wire import (
+    Expected,
+    Kind,
+    Wire,
+    marked,
+    with_mark,
+    without_mark,
+)
 from lockstep.strategies.replication import MovingBuffers, average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
@@ -124,6 +131,8 @@ class PipelinedModule(Around):
         """The parameters on this rank."""
         return [p for p in self._parameters_there if not p.is_meta]
 
+    # What is outside of this rank's stages is computed as shapes, which the compiler cannot trace.
+    @partial(never_compiled, recursive=True)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; while training, NaN of the same shapes but on the last stage.
 
@@ -269,11 +278,18 @@ class PipelinedModule(Around):
         batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
         return output
 
-    def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Any:
+    def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Kind | None:
         """Calls of one kind give activations of one form; None: unknown."""
         shapes, device = signature(arguments), self.run.device.type
+        if not shapes:
+            return None
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return shapes and (shapes, self.training, torch.is_grad_enabled(), cast, flags)
+        by_value = any(
+            isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
+            for leaf in pytree.tree_leaves(arguments)
+        )
+        parts = shapes, self.training, torch.is_grad_enabled(), cast, flags
+        return Kind(parts, by_value)
 
     def _new_seed(self) -> int:
         """Of what the next pass draws; the same on all ranks of the pipeline."""
@@ -292,7 +308,7 @@ class PipelinedModule(Around):
             raise
 
     def _through(
-        self, stage: int, arguments: Arguments, kind: Any, seed: int, more: bool
+        self, stage: int, arguments: Arguments, kind: Kind | None, seed: int, more: bool
     ) -> tuple[list[Tensor], list[Tensor], Any]:
         """Runs one stage: what came in, what goes out, and what the model's forward returned.
 
@@ -426,7 +442,7 @@ class Batch:
     training: bool
     """Whether the model was in training mode at the beginning."""
     seed: int
-    inputs: list[tuple[Arguments, Any]] = field(default_factory=list)
+    inputs: list[tuple[Arguments, Kind | None]] = field(default_factory=list)
     """Of each call of the model: its arguments, and their kind."""
     losses: list[Callable[[], None] | None] = field(default_factory=list)
     """The backward passes of losses, of the micro-batches that `world.backward` was called for;

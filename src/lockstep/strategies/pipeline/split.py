@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -178,9 +178,20 @@ _STATE = 4
 """Copies of a parameter on a device: itself, its gradient, two moments of Adam."""
 
 
+class UnitCosts(NamedTuple):
+    """What the units of a model cost."""
+
+    costs: list[float]
+    """One number a unit."""
+    reason: str
+    """What they are made of, in words."""
+    called: list[bool]
+    """Whether the forward pass of the example called the unit; True where there is no example."""
+
+
 def measure(
     module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
-) -> tuple[list[float], str]:
+) -> UnitCosts:
     """The cost of every unit: its part of the time and of the memory of a training step.
 
     Memory is that of parameters, gradients, two optimizer moments and of the activations that are
@@ -192,9 +203,6 @@ def measure(
         units: names of submodules, in order.
         examples: each gives a batch; the model is called with the batch, its first element, or its
             entries as keywords.
-
-    Returns:
-        One number a unit, and what it is made of in words.
     """
     parts = [module.get_submodule(name) for name in units]
     sizes = [float(sum(p.nbytes for p in part.parameters())) for part in parts]
@@ -207,12 +215,13 @@ def measure(
         for m in training:
             m.training = True
     if measured is None:
-        return sizes, "of parameters: no example to measure with"
+        return UnitCosts(sizes, "of parameters: no example to measure with", [True] * len(sizes))
     seconds, kept = measured
     memory = [_STATE * size + more for size, more in zip(sizes, kept, strict=True)]
     total_time, total_memory = max(sum(seconds), 1e-12), max(sum(memory), 1)
     costs = [s / total_time + m / total_memory for s, m in zip(seconds, memory, strict=True)]
-    return costs, "of time and memory, measured on an example"
+    called = [second > 0 for second in seconds]
+    return UnitCosts(costs, "of time and memory, measured on an example", called)
 
 
 def _measured(

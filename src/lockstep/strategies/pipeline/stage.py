@@ -37,6 +37,7 @@ from lockstep.distributed.torch_compat import (
     DisableTorchFunctionSubclass,
     NormBase,
     TorchDispatchMode,
+    never_compiled,
     pytree,
 )
 from lockstep.errors import UsageError
@@ -72,6 +73,7 @@ class StagedModel:
         self.passage: Passage | None = None
         """The run of the forward that is under way."""
         self._device = device
+        self._cuts = split.cuts
         self._last = len(split.cuts)
         self.gone = _move(module, split, frozenset(stages), device)
         """Parameters that are on other ranks now, and the shapes that are here in their place."""
@@ -124,8 +126,10 @@ class StagedModel:
         finally:
             self.passage = None
         last = stage == self._last
-        if not (passage.inside if last else passage.sent is not None):
-            raise _out_of_order(f"the first submodule of stage {stage + (not last)}", stage)
+        if last and not passage.inside:
+            raise _not_called(self._cuts[stage - 1], stage)
+        if not last and passage.sent is None:
+            raise _not_called(self._cuts[stage], stage + 1)
         if last and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(output)):
             raise _reaches_back(stage)
         return passage.sent, output
@@ -214,7 +218,9 @@ class _Piece:
     known: dict[Any, Any] = field(default_factory=dict)
     """Shapes of the output, by the kind of input."""
 
+    @never_compiled  # of a block that is compiled in place, its own forward is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the submodule, or gives the shapes of what it would return."""
         passage = self.model.passage
         if passage is None:
             if self.model.goes_back and self.here:
@@ -231,6 +237,7 @@ class _Piece:
         # Not what is remembered: the caller may change its shape in place.
         return map_shapes(lambda t: t.as_subclass(Shape), self._shapes_for((args, kwargs)))
 
+    @never_compiled
     def arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its first forward pre-hook: begins or ends the stage that runs; returns the arguments."""
         passage = self.model.passage
@@ -324,6 +331,22 @@ def _out_of_order(name: str, stage: int) -> UsageError:
         f"{name}, of stage {stage}, is called before or after its turn",
         "register the submodules in the order of the forward pass, or name the cuts: "
         "lockstep.strategies.Pipeline(split=[...])",
+    )
+
+
+def _not_called(name: str, stage: int) -> UsageError:
+    """The error where a forward pass has ended and the first submodule of a stage was not called.
+
+    Args:
+        name: of that submodule.
+        stage: which begins with it.
+    """
+    return UsageError(
+        f"a pipeline whose stage {stage} begins at {name}",
+        f"the forward pass ended without a call of {name}, so stage {stage} has nothing to compute",
+        "begin the stages at submodules that every forward pass calls: "
+        "lockstep.strategies.Pipeline(split=[...]); leave submodules that are never called out of "
+        "the model",
     )
 
 

@@ -25,7 +25,12 @@ from torch import Tensor, nn
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    is_compiled,
+    is_compiled_in_place,
+    without_compile,
+)
 from lockstep.errors import SettingError, UsageError, counted
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
@@ -136,6 +141,7 @@ class Pipeline(Strategy):
         self._share_statistics(module, run)
         take_from_first([*module.parameters(), *module.buffers()])
         found, reason = self._cut(module, run, place)
+        check_compiled_parts(module, found)
         model = StagedModel(module, found, place.stages, run.device)
         wrapped = PipelinedModule(model, place, self.schedule, run)
         copies = f", {place.replicas} of them side by side" if place.replicas > 1 else ""
@@ -238,6 +244,14 @@ class Pipeline(Strategy):
                 layer.process_group = group
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
+        """Raises where the stages would not compute what one device computes.
+
+        Raises:
+            SettingError: a model with BatchNorm, and nothing says how many micro-batches there are.
+            UsageError: the model is compiled as a whole.
+        """
+        if is_compiled(module):
+            raise _compiled_around_cuts(type(without_compile(module)).__name__)
         normalised = any(isinstance(m, BatchNorm) for m in module.modules())
         if normalised and self.num_micro_batches is None and run.settings.micro_batch_size is None:
             raise SettingError(
@@ -253,16 +267,48 @@ class Pipeline(Strategy):
         if self.split is not None:
             return split(module, self.split), "as set"
         names = units(module)
-        if len(names) < place.last_stage + 1:
+        measured = measure(module, names, run.examples) if run.topology.is_main else None
+        costs, reason, called = run.collectives.exchange(measured)[0]
+        # A stage that begins with a submodule that is never called would never begin, so such
+        # submodules stay with the one before them.
+        firsts = [at for at in range(len(names)) if at == 0 or called[at]]
+        if len(firsts) < place.last_stage + 1:
+            candidates = ", ".join(names[at] for at in firsts)
             raise UsageError(
                 f"a pipeline of {place.last_stage + 1} stages",
-                f"the model can be cut into {len(names)} parts: {', '.join(names) or 'none'}",
+                f"the model can be cut into {len(firsts)} parts: {candidates or 'none'}",
                 "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
             )
-        costs = measure(module, names, run.examples) if run.topology.is_main else None
-        numbers, reason = run.collectives.exchange(costs)[0]
-        cuts = [names[at] for at in balanced(numbers, place.last_stage + 1)]
+        bounds = [*firsts, len(names)]
+        numbers = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+        cuts = [names[firsts[at]] for at in balanced(numbers, place.last_stage + 1)]
         edges = [0, *(names.index(cut) for cut in cuts), len(names)]
-        parts = [sum(numbers[a:b]) for a, b in itertools.pairwise(edges)]
+        parts = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
         shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
         return split(module, cuts), f"{shown} {reason}"
+
+
+def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
+    """Raises UsageError where torch.compile would trace across the border of a stage."""
+    for name, part in module.named_modules():
+        holds_cut = cuts.stage_of(name) is None
+        if holds_cut and is_compiled(part):
+            raise _compiled_around_cuts(name)
+        # What torch.compile(block) returns calls the block's forward, in whose place the pipeline
+        # puts its own. What block.compile() compiles is the call around that.
+        if name in cuts.pieces and is_compiled_in_place(part):
+            raise UsageError(
+                f"{name}.compile() under strategy='pipeline'",
+                "it compiles the place where a stage begins or ends, too, which cannot be compiled",
+                "put what torch.compile returns in its place, before world.prepare: "
+                "model.layers[i] = torch.compile(model.layers[i])",
+            )
+
+
+def _compiled_around_cuts(name: str) -> UsageError:
+    return UsageError(
+        f"world.prepare of a model under strategy='pipeline' with {name} compiled",
+        "it is cut into stages, and no rank runs the whole of it, so there is no whole to compile",
+        "compile its blocks one by one instead, before world.prepare: "
+        "model.layers[i] = torch.compile(model.layers[i])",
+    )
