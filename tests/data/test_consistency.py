@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.consistency import alike, digest
+from lockstep.data.consistency import Match, alike, digest, match_samples
 
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -74,3 +74,29 @@ def test_alike(name):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different(name):
     assert not same(*DIFFERENT[name])
+
+
+def reading(labels: list[int], brightness: float = 1.0) -> list[Any]:
+    """Digests of images with their labels."""
+    images = [torch.full((3, 8), brightness * (number + 1)) for number in range(len(labels))]
+    pairs = zip(images, labels, strict=True)
+    return json.loads(json.dumps([digest({"image": x, "label": y}) for x, y in pairs]))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        (reading([3, 1, 2]), reading([3, 1, 2]), Match.SAME),
+        (reading([3, 1, 2]), reading([3, 1, 2, 9]), Match.SAME),  # only what both have
+        (reading([3, 1, 2]), reading([3, 1, 2], 0.5), Match.CHANGED),
+        (reading([3, 1, 2]), reading([3, 1, 4]), Match.CHANGED),  # some labels were corrected
+        (reading([3, 1, 2]), reading([3, 1, 4], 0.5), Match.OTHER),
+        (reading([3, 3, 3]), reading([3, 3, 3], 0.5), Match.OTHER),  # a label that all have
+        ([digest(n) for n in range(3)], [digest(n) for n in (0, 2, 1)], Match.OTHER),
+        ([digest([*range(20)])], [digest([*range(1, 21)])], Match.OTHER),  # tokens
+        ([digest({"x": 1})], [digest({"y": 1})], Match.OTHER),
+        ([], [digest(1)], Match.SAME),
+    ],
+)
+def test_what_two_readings_of_the_same_places_have_in_common(before, now, expected):
+    assert match_samples(before, now) is expected

@@ -90,6 +90,42 @@ class Skips(Numbers):
         return super().__iter__()
 
 
+class BeginsAgain(IterableDataset[int]):
+    """Is its own iterator, and `iter` takes it back to its first sample."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+        self.following = 0
+
+    def __iter__(self) -> BeginsAgain:
+        self.following = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.following == self.length:
+            raise StopIteration
+        self.following += 1
+        return self.following - 1
+
+
+class Behind(Numbers):
+    """Hands on the iterator of another stream, as a wrapper does that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BeginsAgain()
+
+    def __iter__(self) -> BeginsAgain:  # type: ignore[override]
+        return iter(self.inner)
+
+
+class Once(BeginsAgain):
+    """Goes on where it was, whoever calls `iter`."""
+
+    def __iter__(self) -> Once:
+        return self
+
+
 class Hub(Numbers):
     """As a stream of Hugging Face's `datasets`: files in another order in every epoch, which are
     divided among loader workers; what has been skipped to has the order of epoch 0 (5.2.0).
@@ -196,6 +232,11 @@ def cases() -> dict[str, Any]:
         own = world.loader(SplitByRank(rank, size), BATCH, shard=False)
         found["own"] = sorted(sum(handed_of(own), []))
         found["fewer than ranks"] = handed_of(world.loader(Numbers(1), BATCH))
+        for workers in (0, 2):
+            options = FORKED | {"num_workers": workers} if workers else {}
+            # On three ranks the last one has no sample of any global batch.
+            small = world.loader(Behind(), 2, **options)
+            found[f"begins again, {workers} workers"] = [handed_of(small), handed_of(small)]
         found["dropped"] = handed_of(
             world.loader(Numbers(), BATCH, drop_last=True, micro_batch_size=2)
         )
@@ -245,6 +286,9 @@ def test_one_process_reads_the_stream_in_its_order(on_one):
     assert on_one["numbers, 0 workers"] == [full(), full()]
     assert on_one["seeks, dropped"] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
     assert on_one["dropped"] == full()[:-1]
+    pairs = [[*range(i, min(i + 2, LENGTH))] for i in range(0, LENGTH, 2)]
+    assert on_one["begins again, 0 workers"] == [pairs, pairs]
+    assert on_one["begins again, 2 workers"] == [pairs, pairs]
     assert on_one["own"] == list(range(LENGTH))
     first, second = on_one["noise, 0 workers"]
     assert first != second
@@ -262,6 +306,94 @@ def test_the_global_batches_are_the_same_on_any_number_of_ranks_and_workers(on_o
         assert on_one[f"{name}, 2 workers"] == on_one[f"{name}, 0 workers"]
     for found in run_ranks(cases, 3):
         assert found == on_one
+
+
+@pytest.mark.parametrize("data", [BeginsAgain(), Behind()])
+def test_an_iterator_that_begins_again_when_iter_is_called_is_advanced_with_next(data):
+    loader = make(data, BATCH)
+    assert read(loader) == full() == read(loader)
+    position = loader.state_dict() | {"step": 2}
+    loader.load_state_dict(position)
+    assert read(loader) == full()[2:]
+    # In the middle of a pass others read the stream from its beginning.
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        loader.example()
+        with torch.no_grad():
+            next(iter(loader))
+    assert batches == full()
+
+
+@pytest.mark.parametrize("data", [Once(), [*range(LENGTH)].__iter__(), Numbers().__iter__()])
+def test_what_can_be_read_once_is_refused_in_its_second_pass_at_the_latest(data):
+    with pytest.raises(DataError, match="can be read once"):
+        loader = make(data, BATCH)
+        assert read(loader) == full()
+        read(loader)
+
+
+class OwnOrder(Numbers):
+    """Shuffled by a generator that nobody has seeded, as webdataset's `.shuffle` is."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random().sample(range(self.length), self.length)
+
+
+class OwnNoise(Numbers):
+    """Always the same samples in the same order; with noise of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        noise = random.Random()
+        for number in range(self.length):
+            yield number, torch.tensor([number + noise.random()])
+
+
+class FromPlace(Numbers):
+    """Has other samples from a place on in one worker, or no more."""
+
+    def __init__(self, length: int, place: int, more: bool) -> None:
+        super().__init__(length)
+        self.place, self.more = place, more
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.place)
+        if self.more:
+            yield from range(-self.place, -self.length, -1)
+
+
+def in_worker_1(worker: int) -> None:
+    """Changes the stream that is read in the second of two workers."""
+    info = get_worker_info()
+    assert info is not None
+    if worker == 0:
+        info.dataset.place = info.dataset.length
+
+
+def with_workers(data: Any, **options: Any) -> Loader:
+    return make(DataLoader(data, batch_size=BATCH, **FORKED, **{"num_workers": 2, **options}))
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (OwnOrder(), "worker 1 and worker 0, global batch 0"),
+        (FromPlace(700, 602, more=True), "worker 1 and worker 0, global batch 100"),
+        (FromPlace(LENGTH, 17, more=False), "gave worker 0 23 samples, and worker 1 17"),
+    ],
+)
+def test_loader_workers_that_read_other_streams_are_told(data, found):
+    options = {"worker_init_fn": in_worker_1} if isinstance(data, FromPlace) else {}
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(DataError, match=found) as caught:
+            read(with_workers(data, **options))
+        assert caught.value.code == "LS109"
+
+
+def test_workers_may_draw_noise_of_their_own_and_one_worker_an_order_of_its_own():
+    batches = list(with_workers(OwnNoise()))
+    assert [batch[0].tolist() for batch in batches] == full()
+    assert sorted(sum(read(with_workers(OwnOrder(), num_workers=1)), [])) == [*range(LENGTH)]
 
 
 class Rows(IterableDataset[Any]):

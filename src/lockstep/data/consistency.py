@@ -12,7 +12,9 @@ is left alone.
 
 Of an iterable (`check_global_batch`, now and then while it is read) the first samples of a global
 batch are compared: they must be the same where every rank reads the whole of it, and must not all
-be the same where it is split.
+be the same where it is split. Each of several loader workers reads the whole of what its rank
+reads, and takes the global batches from it that are its own, so all workers must read the same too:
+`WorkerComparison`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import multiprocessing
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +37,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
-from lockstep.errors import RanksDifferError, some
+from lockstep.distributed.topology import Topology
+from lockstep.errors import DataError, RanksDifferError, some
 
 _SAMPLES = 4
-_SAMPLES_OF_BATCH = 16
+SAMPLES_COMPARED = 16
 _TIME_LIMIT_S = 0.25
 """After that no further sample is read."""
 _NUMBERS, _NUMBERS_OF_BATCH = 2**16, 512
@@ -175,6 +179,134 @@ def _check_ends(epoch: int, found: Sequence[Any]) -> None:
         )
 
 
+class WorkerComparison:
+    """Compares what the loader workers of one rank read in one pass over an iterable.
+
+    Args:
+        source: the iterable.
+        topology: of this rank.
+        epoch: of the pass.
+    """
+
+    def __init__(self, source: IterableSource, topology: Topology, epoch: int) -> None:
+        self._source = source
+        self._topology = topology
+        self._epoch = epoch
+        self._num_workers: int = source.options["num_workers"]
+        self._digests: dict[int, tuple[int, list[Any]]] = {}
+        """By the position of a global batch: a worker that has read it, and its digests."""
+        self._end: tuple[int, int] | None = None
+        """A worker that came to the end of the iterable, and the samples that it gave."""
+
+    def check(
+        self, worker: int, digests: Mapping[int, list[Any]], samples_in_all: int | None
+    ) -> None:
+        """Compares what a worker has read with what the others have.
+
+        Args:
+            worker: its number.
+            digests: of the first samples of global batches, by their position.
+            samples_in_all: samples of the iterable, where the worker has come to its end.
+
+        Raises:
+            DataError: the workers read different samples.
+        """
+        if self._num_workers < 2:
+            return
+        for position, mine in digests.items():
+            other, theirs = self._digests.setdefault(position, (worker, mine))
+            if match_samples(theirs, mine) is Match.OTHER:
+                self._raise_of(f"worker {worker} and worker {other}, global batch {position}")
+        # The other workers read past a global batch before each has given another one.
+        latest = max(digests, default=0)
+        for position in [p for p in self._digests if p < latest - self._num_workers]:
+            del self._digests[position]
+        if samples_in_all is None:
+            return
+        if self._end is None:
+            self._end = worker, samples_in_all
+        other, samples = self._end
+        if samples != samples_in_all:
+            self._raise_of(
+                f"it gave worker {worker} {samples_in_all} samples, and worker {other} {samples}"
+            )
+
+    def _raise_of(self, found: str) -> NoReturn:
+        rank = f"rank {self._topology.rank}, " if self._topology.size > 1 else ""
+        raise DataError(
+            f"the stream {type(self._source.dataset).__name__} with num_workers="
+            f"{self._num_workers}: each worker reads the whole stream and takes every "
+            f"{self._num_workers}th global batch",
+            f"the workers read different samples ({rank}epoch {self._epoch}: {found}), so some "
+            "samples would come more than once and others not at all",
+            "use num_workers=1, which reads as fast (several workers each read the whole stream); "
+            "or let the stream draw its order from the global generators of torch, numpy or "
+            "random, which are seeded alike in all workers, or from a generator that is seeded "
+            "with the epoch",
+            code="LS109",
+        )
+
+
+class Match(Enum):
+    """How the same places of two readings of a dataset compare."""
+
+    SAME = "the samples are the same"
+    CHANGED = "something in all samples is the same, such as the labels, and something differs"
+    OTHER = "nothing that tells the samples apart is the same"
+
+
+def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
+    """Compares the digests of the same samples in two readings; more of one are left out.
+
+    Where one part of the samples differs, an image perhaps, and another one is as before in all of
+    them, the label perhaps, they are the same samples, of which something was drawn or computed in
+    another way. Only a part that is not the same in all samples can tell this.
+    """
+    pairs = list(zip(map(parts_of, before), map(parts_of, now), strict=False))
+    if all(alike_parts(old, new) for old, new in pairs):
+        return Match.SAME
+    first = pairs[0][0]
+    for name in first:
+        values = [old.get(name) for old, _ in pairs]
+        tells_apart = len(pairs) == 1 or not _all_alike(values)
+        unchanged = all(name in new and alike(old.get(name), new[name]) for old, new in pairs)
+        if tells_apart and unchanged:
+            return Match.CHANGED
+    return Match.OTHER
+
+
+def alike_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two samples are the same in every part."""
+    return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+
+
+def parts_of(found: Any, name: str = "sample") -> dict[str, Any]:
+    """The parts of a sample, such as image and label, from its digest; each has a name."""
+    if not isinstance(found, list) or _is_array(found) or _is_long_list_of_values(found):
+        return {name: found}
+    parts: dict[str, Any] = {}
+    for number, item in enumerate(found):
+        if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str):
+            key, value = item  # of a mapping
+            if not _is_array(item):
+                parts |= parts_of(value, f"{name}[{key!r}]")
+                continue
+        parts |= parts_of(item, f"{name}[{number}]")
+    return parts
+
+
+def _is_array(found: list[Any]) -> bool:
+    """Whether this is the digest of an array: dtype, shape, and what tells its numbers."""
+    if len(found) < 2 or not isinstance(found[0], str) or not isinstance(found[1], list):
+        return False
+    return all(type(size) is int for size in found[1])
+
+
+def _is_long_list_of_values(found: list[Any]) -> bool:
+    """Whether these are the values of one thing, such as tokens, rather than several things."""
+    return len(found) > _SMALL and not any(isinstance(item, list) for item in found)
+
+
 def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[Any]]) -> None:
     counts = [len(row) for row in rows]
     shortest = min(counts)
@@ -206,8 +338,14 @@ def _difference(sample: int, digests: Sequence[Any]) -> str:
 
 
 def batch_digests(samples: Sequence[Any]) -> list[Any]:
-    """Of the first samples of a batch."""
-    return [digest(sample, _NUMBERS_OF_BATCH) for sample in islice(samples, _SAMPLES_OF_BATCH)]
+    """The digests of the first samples of a batch; None for one of which none can be made."""
+    digests: list[Any] = []
+    for sample in islice(samples, SAMPLES_COMPARED):
+        try:
+            digests.append(digest(sample, _NUMBERS_OF_BATCH))
+        except Exception:  # a class of the user's own that only looks like a list or an array
+            digests.append(None)
+    return digests
 
 
 def digest(value: Any, most: int = _NUMBERS) -> Any:

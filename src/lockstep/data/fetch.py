@@ -17,12 +17,11 @@ one ahead, on a stream of its own: copies hide behind work.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,7 +37,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.batch_plan import Indices, split_batch
-from lockstep.data.consistency import batch_digests
+from lockstep.data.consistency import SAMPLES_COMPARED, batch_digests
 from lockstep.data.pytree import all_dense, map_tensors, move, pin
 from lockstep.data.source import IterableSource
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
@@ -159,6 +158,20 @@ class _PassRng:
         self._kept = outside
 
 
+_COMPARED_EVERY = 100
+"""Global batches from one comparison of samples to the next."""
+
+
+def is_compared(position: int, begin: int, batch_size: int) -> bool:
+    """Whether the samples of a global batch are compared between ranks and between loader workers.
+
+    Compared are the first samples of the pass and of the epoch, and those after each hundredth
+    global batch: 16 of each, which are in several global batches where these are small.
+    """
+    batches = -(-SAMPLES_COMPARED // batch_size)
+    return begin <= position < begin + batches or position % _COMPARED_EVERY < batches
+
+
 class GlobalBatchKey(NamedTuple):
     """Which global batch, and how it is divided."""
 
@@ -168,8 +181,11 @@ class GlobalBatchKey(NamedTuple):
     micro_batches: int
     """Of it, or of the part of each replica."""
     replicas: int | None
-    compare: bool
-    """Whether the samples are to be compared between ranks."""
+    begin: int
+    """The position of the first global batch of this pass."""
+    read_beginning: bool = False
+    """Whether the first samples of the epoch are read although the pass begins after them, where
+    the stream would go to its place without reading what comes before."""
 
 
 @dataclass
@@ -185,8 +201,15 @@ class RankBatch:
     reads as a whole these are all, else they are right for this rank alone."""
     ended: bool
     """The iterable gives this rank no more samples."""
-    digests: list[Any]
-    """Of the first samples, where they are to be compared."""
+    worker: int
+    """Which loader worker has read it; 0 where there are none."""
+    digests: dict[int, list[Any]]
+    """Digests of the first samples of each global batch that is compared (`is_compared`), by
+    position: of those that this worker has read, or read past, since the one that it gave last."""
+    samples_in_all: int | None = None
+    """The number of samples that the iterable gave, once this worker has come to its end."""
+    example: Any = None
+    """A batch of one sample, where this rank has none of its own but has read those of others."""
     indices: list[Indices] = field(default_factory=list)
     """Of this rank's samples, one array a micro-batch, shape `(n,)`."""
     batches: list[Any] = field(default_factory=list)
@@ -212,6 +235,8 @@ class IterableFetch(Dataset[Any]):
         self._sample_rng = sample_rng
         self._data_parallel = data_parallel
         self._reader: _Reader | None = None
+        self._digests: dict[int, list[Any]] = {}
+        """What the next `RankBatch` has as its digests."""
         self._draws = not (source.transform is None and source.collate is default_collate)
 
     def fresh(self) -> IterableFetch:
@@ -223,49 +248,81 @@ class IterableFetch(Dataset[Any]):
         self._reader = None
 
     def __getitem__(self, key: GlobalBatchKey) -> RankBatch:
-        rank, ranks = self._data_parallel.rank, self._data_parallel.size
-        shard, begin = self._source.shard, key.position * self._source.batch_size
-        if shard is None:
-            samples = self.read_whole(key.epoch, key.position)
-            first, step, ended = begin, 1, not samples
-            parts = split_batch(len(samples), key.shares, key.micro_batches, key.replicas)
-            sizes, own = parts[..., 1] - parts[..., 0], parts[:, rank]
-        else:
-            sizes = self._planned_sizes(key)
-            wanted = int(sizes[:, rank].sum())
-            step = ranks
-            if shard is False:
-                # Its own samples, of which every full global batch takes as many; numbered so that
-                # no two ranks have a number in common.
-                samples = self._read(key.epoch, key.position * wanted, 1, wanted)
-                first = key.position * wanted * ranks + rank
-            else:
-                first = begin + (rank - begin) % ranks
-                samples = self._read(key.epoch, first, ranks, wanted)
-            # A global batch that is smaller than the ranks are many may leave a rank out.
-            ended = not samples and (wanted > 0 or shard is False)
-            ends = np.minimum(np.cumsum([0, *sizes[:, rank]]), len(samples))
-            own = np.stack([ends[:-1], ends[1:]], axis=1)
-        counts = sizes.sum(axis=0)
-        if shard is not None:
-            counts[rank] = len(samples)
-        digests = batch_digests(samples) if key.compare else []
-        found = RankBatch(key.position, sizes, counts, ended, digests)
-        for start, end in own.tolist():
-            some, indices = samples[start:end], first + step * np.arange(start, end)
+        info = get_worker_info()
+        if key.read_beginning:
+            self._read_beginning(key)
+        part = self._part(key)
+        self._keep_digests(key.position, key.begin, part.samples)
+        found = RankBatch(
+            position=key.position,
+            sizes=part.sizes,
+            counts=part.counts,
+            ended=part.ended,
+            worker=0 if info is None else info.id,
+            digests=self._digests,
+            samples_in_all=self._samples_in_all(),
+        )
+        self._digests = {}
+        for start, end in part.bounds:
+            samples = part.samples[start:end]
+            indices = part.first + part.step * np.arange(start, end)
             found.indices.append(indices)
-            found.batches.append(self.collate(key.epoch, some, indices) if some else None)
+            found.batches.append(self.collate(key.epoch, samples, indices) if samples else None)
+        some_are_empty = any(batch is None for batch in found.batches)
+        if some_are_empty and part.samples:
+            with preserve_rng_state():
+                index = np.array([part.first])
+                found.example = self.collate(key.epoch, part.samples[:1], index)
         return found
 
-    def read_whole(self, epoch: int, position: int) -> list[Any]:
+    def _part(self, key: GlobalBatchKey) -> _Part:
+        """Reads what this rank needs of a global batch."""
+        rank, ranks = self._data_parallel.rank, self._data_parallel.size
+        shard, size = self._source.shard, self._source.batch_size
+        begin = key.position * size
+        if shard is None:
+            samples = self.read_whole(key.epoch, key.position, key.begin)
+            parts = split_batch(len(samples), key.shares, key.micro_batches, key.replicas)
+            sizes = parts[..., 1] - parts[..., 0]
+            counts = sizes.sum(axis=0)
+            bounds = parts[:, rank].tolist()
+            return _Part(samples, begin, 1, sizes, counts, bounds, ended=not samples)
+
+        sizes = self._planned_sizes(key)
+        wanted = int(sizes[:, rank].sum())
+        if shard is False:
+            # Its own samples, of which every full global batch takes as many; numbered so that
+            # no two ranks have a number in common.
+            own_begin = key.position * wanted
+            samples = self._read(key.epoch, own_begin, 1, wanted, key.begin, wanted)
+            first = own_begin * ranks + rank
+            ended = not samples
+        else:
+            first = begin + (rank - begin) % ranks
+            samples = self._read(key.epoch, first, ranks, wanted, key.begin)
+            # A global batch that is smaller than the ranks are many may leave a rank out.
+            ended = wanted > 0 and not samples
+        ends = np.minimum(np.cumsum([0, *sizes[:, rank]]), len(samples))
+        bounds = np.stack([ends[:-1], ends[1:]], axis=1).tolist()
+        counts = sizes.sum(axis=0)
+        counts[rank] = len(samples)
+        return _Part(samples, first, ranks, sizes, counts, bounds, ended)
+
+    def read_whole(self, epoch: int, position: int, begin: int = 0) -> list[Any]:
         """The samples of a whole global batch; fewer, or none, at the end of the iterable."""
         size = self._source.batch_size
-        return self._read(epoch, position * size, 1, size)
+        return self._read(epoch, position * size, 1, size, begin, size)
 
     def first(self, epoch: int, count: int) -> Any:
         """A batch of the first samples that this rank can read; None where there are none."""
         fetch = self.fresh()
         samples = fetch._read(epoch, 0, 1, count)
+        opened = fetch._reader
+        if self._reader is not None and opened is not None:
+            # Some streams have one iterator alone, which has just begun again: the pass that was
+            # reading it has to find its place anew.
+            if opened.samples is self._reader.samples:
+                self._reader = None
         return self.collate(epoch, samples, np.arange(len(samples))) if samples else None
 
     def collate(self, epoch: int, samples: list[Any], indices: Indices) -> Any:
@@ -294,8 +351,19 @@ class IterableFetch(Dataset[Any]):
         before = key.position * size + cuts[:, None] - np.arange(ranks)
         return np.diff(-(-before // ranks), axis=0)
 
-    def _read(self, epoch: int, first: int, step: int, count: int) -> list[Any]:
-        """`count` samples: `first`, `first + step`, ...; fewer at the end of the iterable."""
+    def _read(
+        self, epoch: int, first: int, step: int, count: int, begin: int = 0, per_batch: int = 0
+    ) -> list[Any]:
+        """Reads `count` samples: `first`, `first + step`, ...; fewer at the end of the iterable.
+
+        Args:
+            epoch: of the pass.
+            first: the number of the first sample, as this rank counts them.
+            step: from one sample to the next.
+            count: samples to read.
+            begin: the position at which the pass begins.
+            per_batch: samples that this rank reads of each full global batch; 0: it varies.
+        """
         if count == 0:
             return []
         with without_worker_info():  # many iterables would give this worker a part of their own
@@ -307,11 +375,56 @@ class IterableFetch(Dataset[Any]):
             elif reader.next < first and callable(self._source.shard):
                 reader = self._open(epoch, first, step)
             with reader.rng():
-                deque(islice(reader.samples, first - reader.next), maxlen=0)
-                samples = list(islice(reader.samples, count))
-            reader.next = first + step * count
-            reader.ended = len(samples) < count
+                self._read_up_to(reader, first, begin, per_batch)
+                samples = reader.take(count)
+            if samples:
+                reader.next = first + step * len(samples)
         return samples
+
+    def _read_up_to(self, reader: _Reader, first: int, begin: int, per_batch: int) -> None:
+        """Reads on to a sample, past global batches that other workers have or that are done."""
+        while reader.next < first and not reader.ended:
+            position = reader.next // per_batch if per_batch else 0
+            end = min((position + 1) * per_batch, first) if per_batch else first
+            passed = reader.take(end - reader.next)
+            reader.next += len(passed)
+            if per_batch:
+                self._keep_digests(position, begin, passed)
+
+    def _keep_digests(self, position: int, begin: int, samples: list[Any]) -> None:
+        """Keeps digests of a global batch that has been read, if it is one that is compared."""
+        if samples and is_compared(position, begin, self._source.batch_size):
+            self._digests[position] = batch_digests(samples)
+
+    def _read_beginning(self, key: GlobalBatchKey) -> None:
+        """Reads the first samples of the epoch, whose digests go out with the next batch.
+
+        A stream that is read from the beginning of the epoch anyway passes them on its way.
+        """
+        if not self._goes_to_its_place:
+            return
+        fetch = self.fresh()
+        for position in range(-(-SAMPLES_COMPARED // self._source.batch_size)):
+            beginning = key._replace(position=position, begin=0, read_beginning=False)
+            samples = fetch._part(beginning).samples
+            fetch._keep_digests(position, 0, samples)
+        self._digests.update(fetch._digests)
+
+    @property
+    def _goes_to_its_place(self) -> bool:
+        """Whether a pass can begin after the first sample without reading what comes before."""
+        if callable(self._source.shard):
+            return True
+        # The `datasets` library gives another order to what has been skipped to, after epoch 0,
+        # and its load_state_dict loses what was in a shuffle buffer: there one reads on.
+        return hasattr(self.dataset, "skip") and not hasattr(self.dataset, "set_epoch")
+
+    def _samples_in_all(self) -> int | None:
+        """The samples of the iterable, as far as this reader alone can tell; None: not known."""
+        reader = self._reader
+        if reader is None or not reader.ended or callable(self._source.shard):
+            return None
+        return reader.next
 
     def _open(self, epoch: int, first: int, step: int) -> _Reader:
         dataset: Any = self.dataset
@@ -319,19 +432,34 @@ class IterableFetch(Dataset[Any]):
         rng = _PassRng(self._seed, epoch).entered if self._sample_rng else nullcontext
         begun = 0
         with rng():
-            has_epochs = hasattr(dataset, "set_epoch")
-            if has_epochs:
+            if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
             if callable(shard):
-                samples, begun = iter(shard(first, step)), first
-            # The `datasets` library gives another order to what has been skipped to, after epoch 0,
-            # and its load_state_dict loses what was in a shuffle buffer: there one reads on.
-            elif first and hasattr(dataset, "skip") and not has_epochs:
-                samples, begun = iter(dataset.skip(first)), first
+                samples = iter(shard(first, step))
+                begun = first
+            elif first and self._goes_to_its_place:
+                samples = iter(dataset.skip(first))
+                begun = first
             else:
                 samples = iter(dataset)
         self._reader = _Reader(epoch, begun, samples, rng)
         return self._reader
+
+
+class _Part(NamedTuple):
+    """What this rank has read of a global batch."""
+
+    samples: list[Any]
+    """This rank's own; of an iterable that every rank reads as a whole, those of all ranks."""
+    first: int
+    step: int
+    """The index of the first of these samples, and from one to the next."""
+    sizes: Indices
+    counts: Indices
+    """See `RankBatch`."""
+    bounds: list[list[int]]
+    """Where this rank's samples of each micro-batch begin and end in `samples`."""
+    ended: bool
 
 
 @dataclass
@@ -345,6 +473,20 @@ class _Reader:
     rng: Callable[[], AbstractContextManager[None]]
     """Enters the random streams of this pass."""
     ended: bool = False
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end of the iterable.
+
+        They are taken with `next` alone, as torch's DataLoader does it. `itertools.islice` and a
+        `for` loop call `iter` on the iterator first, and some begin again when that is called.
+        """
+        taken: list[Any] = []
+        while len(taken) < count and not self.ended:
+            try:
+                taken.append(next(self.samples))
+            except StopIteration:
+                self.ended = True
+        return taken
 
 
 class Workers:
@@ -369,7 +511,7 @@ class Workers:
         """What persistent workers are to read in the present pass."""
         return iter(self._keys)
 
-    def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Iterator[Any]:
+    def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Generator[Any, None, None]:
         """`fetch[key]` for each key, in order; of no keys no worker is started."""
         if not self._options["num_workers"]:
             yield from map(fetch.__getitem__, keys)

@@ -11,22 +11,20 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.data.consistency import check_global_batch, check_length
-from lockstep.data.fetch import GlobalBatchKey, IterableFetch, RankBatch, to_device
+from lockstep.data.consistency import WorkerComparison, check_global_batch, check_length
+from lockstep.data.fetch import GlobalBatchKey, IterableFetch, RankBatch, is_compared, to_device
 from lockstep.data.loader import SOME_SKIP, Loader
 from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
 from lockstep.data.source import IterableSource, Source
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, SettingError
-
-_COMPARED_EVERY = 100
-"""Global batches between two looks at whether the ranks read the same stream."""
 
 
 class IterableLoader(Loader):
@@ -50,6 +48,8 @@ class IterableLoader(Loader):
         self._raw: list[Any] = []
         """All samples of the global batch in which something is measured."""
         self._raw_begins = 0
+        self._gave_samples = False
+        """Whether a pass over the stream had any."""
         if source.shard is not None and self._plan.request.undecided:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
@@ -124,8 +124,13 @@ class IterableLoader(Loader):
         for planned in wanted:
             indices = planned.indices
             samples = [self._raw[i - self._raw_begins] for i in indices.tolist()]
-            collate = self._iterable.collate
-            yield planned, collate(epoch, samples, indices) if samples else self._empty(epoch)
+            if samples:
+                yield planned, self._iterable.collate(epoch, samples, indices)
+                continue
+            with preserve_rng_state():
+                first = np.array([self._raw_begins])
+                self._keep_example(self._iterable.collate(epoch, self._raw[:1], first), 1)
+            yield planned, self._empty(epoch)
 
     def _rest(self, epoch: int, position: int, training: bool) -> Iterator[WithBatch]:
         everywhere = training or self._evaluates_together
@@ -154,6 +159,8 @@ class IterableLoader(Loader):
             if micro.local:
                 self._keep_example(batch, micro.local)
             else:
+                if own.example is not None:
+                    self._keep_example(own.example, 1)
                 batch = self._empty(epoch)
             on_all_ranks = bool(sizes[j].all())
             yield PlannedMicroBatch(own.position, micro, own.indices[j], on_all_ranks), batch
@@ -166,28 +173,49 @@ class IterableLoader(Loader):
         compares = training and not alone
         total = begin * self.batch_size
         ahead: deque[tuple[RankBatch, Any]] = deque()
-        for own in self._global_batches(epoch, begin, compares=compares, endless=asks):
-            if compares and _is_compared(own.position, begin):
-                first = own.position * self.batch_size
-                check_global_batch(self._collectives, source, epoch, first, own.digests)
-            ahead.append((own, self._ask(own) if asks else None))
-            if asks and len(ahead) < 2:
-                continue
-            known, work = ahead.popleft()
-            if work is not None:
-                work.wait()
-            count = int(known.counts.sum())
-            total += count
-            if not count or (source.drop_last and count < self.batch_size):
-                break
-            yield known
-            if count < self.batch_size and source.shard is not False:
-                break
-        for _, work in ahead:  # the others have asked too
-            if work is not None:
-                work.wait()
+        with closing(self._global_batches(epoch, begin)) as read:
+            for own in read:
+                if own.ended and not asks:
+                    break
+                if compares and is_compared(own.position, begin, self.batch_size):
+                    first = own.position * self.batch_size
+                    mine = own.digests.get(own.position, [])
+                    check_global_batch(self._collectives, source, epoch, first, mine)
+                ahead.append((own, self._ask(own) if asks else None))
+                if asks and len(ahead) < 2:
+                    continue
+                known, work = ahead.popleft()
+                if work is not None:
+                    work.wait()
+                count = int(known.counts.sum())
+                total += count
+                if not count or (source.drop_last and count < self.batch_size):
+                    break
+                yield known
+                if count < self.batch_size and source.shard is not False:
+                    break
+            for _, work in ahead:  # the others have asked too
+                if work is not None:
+                    work.wait()
+            # The other workers have come to the end as well; each says how many samples it gave.
+            other_workers = max(0, source.options["num_workers"] - 1)
+            for _ in itertools.islice(read, other_workers):
+                pass
+        self._check_gives_samples_again(epoch, total)
         if compares and whole:
             check_length(self._collectives, epoch, total)
+
+    def _check_gives_samples_again(self, epoch: int, total: int) -> None:
+        """Raises DataError where a pass had no samples although one before it had some."""
+        if total:
+            self._gave_samples = True
+        elif self._gave_samples:
+            raise DataError(
+                f"another pass (epoch {epoch}) over the stream {type(self.dataset).__name__}",
+                "it gave samples in an earlier pass and none in this one, as an iterator does that "
+                "can be read once",
+                "let its __iter__ begin with the first sample each time",
+            )
 
     def _ask(self, own: RankBatch) -> Any:
         """Begins to ask the other ranks for their counts, which are there when it is done."""
@@ -197,24 +225,25 @@ class IterableLoader(Loader):
         own.counts = rows.view(-1).numpy()[: len(own.counts)]
         return dist.all_gather(list(rows), mine, async_op=True)
 
-    def _global_batches(
-        self, epoch: int, begin: int, *, compares: bool, endless: bool
-    ) -> Iterator[RankBatch]:
-        """What this rank has of the global batches; with `endless` also where that is nothing."""
+    def _global_batches(self, epoch: int, begin: int) -> Generator[RankBatch, None, None]:
+        """What this rank has of the global batches, without end: after the last one, nothing.
+
+        What several loader workers have read is compared.
+        """
         plan = self._plan
         needed, replicas = plan.num_micro_batches // plan.turns, plan.replicas
         keys = (
-            GlobalBatchKey(
-                epoch, t, plan.shares, needed, replicas, compares and _is_compared(t, begin)
-            )
+            GlobalBatchKey(epoch, t, plan.shares, needed, replicas, begin)
             for t in itertools.count(begin)
         )
         # Workers begin a pass of their own; here the one that is open goes on.
         several = self.source.options["num_workers"] > 0
-        read = self._workers.read(self._iterable.fresh() if several else self._iterable, keys)
-        if endless:
-            return read
-        return itertools.takewhile(lambda own: not own.ended, read)
+        fetch = self._iterable.fresh() if several else self._iterable
+        workers = WorkerComparison(self.source, self._collectives.topology, epoch)
+        with closing(self._workers.read(fetch, keys)) as read:
+            for own in read:
+                workers.check(own.worker, own.digests, own.samples_in_all)
+                yield own
 
     def _first(self, epoch: int, count: int) -> Any:
         with preserve_rng_state():
@@ -226,10 +255,6 @@ class IterableLoader(Loader):
                 "check what it reads, or use fewer processes",
             )
         return batch
-
-
-def _is_compared(position: int, begin: int) -> bool:
-    return position == begin or position % _COMPARED_EVERY == 0
 
 
 def make_loader(source: Source, **options: Any) -> Loader:

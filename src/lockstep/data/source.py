@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -384,12 +385,27 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
             "give a function that returns the samples start, start + step, ...; False, if the "
             "stream splits itself over the ranks; or leave it out",
         )
-    if hasattr(dataset, "__next__"):
+    if _can_be_read_once(dataset):
         raise DataError(
             f"data of type {name}, which is an iterator",
             "it can be read once, and every epoch reads from the beginning",
             "pass an object whose __iter__ starts again, such as an IterableDataset",
         )
+
+
+def _can_be_read_once(dataset: Any) -> bool:
+    """Whether `iter(dataset)` is known to go on where it was, instead of beginning again.
+
+    Generators, files and the iterators of Python's own types are like this, and what inherits its
+    `__iter__` from `collections.abc.Iterator`. An `__iter__` written in Python may begin again,
+    also where the object has a `__next__` as well, as litdata's StreamingDataset has.
+    """
+    if not hasattr(dataset, "__next__"):
+        return False
+    method = type(dataset).__iter__
+    if method is Iterator.__iter__:
+        return True
+    return not isinstance(method, FunctionType) and iter(dataset) is dataset
 
 
 def _check_map_style(dataset: object, *, only_of_iterables: bool) -> None:
