@@ -32,6 +32,7 @@ from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import holder
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
+from lockstep.checkpoint.optimizer_state import load_saved_state, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import Moment, Policy, Requests
 from lockstep.checkpoint.rounds import Rounds, choose
 from lockstep.checkpoint.save import (
@@ -459,6 +460,10 @@ class Checkpoint:
             loaded: all states; `random` may be None.
         """
         notes = ""
+        modules = {
+            name: value for name, value in self._state.items() if isinstance(value, nn.Module)
+        }
+        saved_dtypes = saved_parameter_dtypes(modules, loaded)
         for name, target in {**self._state, "world": self._world}.items():
             if isinstance(target, LRScheduler):
                 for place, saved, built in other_lengths(target, loaded[name]):
@@ -467,7 +472,10 @@ class Checkpoint:
                 if isinstance(target, nn.Module):
                     load_plain(target, loaded[name])
                 elif isinstance(target, Optimizer):
-                    target.load_state_dict(sharding.reshard_optimizer(loaded[name], target))
+                    state = sharding.reshard_optimizer(loaded[name], target)
+                    # A prepared optimizer may have a part of the parameters only.
+                    own = getattr(target, "load_saved_state", partial(load_saved_state, target))
+                    own(state, saved_dtypes)
                 else:
                     target.load_state_dict(sharding.in_memory(loaded[name]))
         if self._replicas is not None:

@@ -248,7 +248,7 @@ def replica(tensor: Any) -> bool:
 
 def shards_only(state: Any) -> Any:
     """The same pytree with None for all that is no DTensor."""
-    return _map(lambda leaf: leaf if is_sharded(leaf) else None, state)
+    return map_leaves(lambda leaf: leaf if is_sharded(leaf) else None, state)
 
 
 def stored_entries(
@@ -292,7 +292,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
     }
 
     def of_parameter(index: Any, entry: Any) -> Any:
-        return _map(lambda leaf: _in_memory(resharded(leaf, parameters.get(index))), entry)
+        return map_leaves(lambda leaf: _in_memory(resharded(leaf, parameters.get(index))), entry)
 
     return {
         **state,
@@ -309,7 +309,7 @@ def in_memory(state: Any) -> Any:
             copies[id(leaf)] = _in_memory(leaf)
         return copies[id(leaf)]
 
-    return _map(copied, state)
+    return map_leaves(copied, state)
 
 
 def _in_memory(value: Any) -> Any:
@@ -362,13 +362,14 @@ def view_of(tensor: Any) -> tuple[object, ...] | None:
     return (*place, *form) if begin else None
 
 
-def _map(change: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same dictionaries, lists and tuples, with each value in them changed."""
     if isinstance(tree, dict):
         result: Any = tree.copy()  # of its own kind
         set_state_dict_metadata(result, state_dict_metadata(tree))
         for key, value in tree.items():
-            result[key] = _map(change, value)
+            result[key] = map_leaves(change, value)
         return result
     if type(tree) in (list, tuple):
-        return type(tree)(_map(change, value) for value in tree)
+        return type(tree)(map_leaves(change, value) for value in tree)
     return change(tree)

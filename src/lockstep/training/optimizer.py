@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.checkpoint.optimizer_state import load_saved_state
 from lockstep.distributed.collectives import Collectives, check_same_metric
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
@@ -185,14 +186,32 @@ class PreparedOptimizer(_Around, Optimizer):
         return _numbered(state, entries, self.counts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer what `state_dict` gave, here or on one device."""
-        if self.places is not None:
-            saved, numbers = state_dict["state"], enumerate(chain(*self.places))
-            entries = {local: saved[number] for local, number in numbers if number in saved}
-            state_dict = _numbered(state_dict, entries, [len(places) for places in self.places])
+        """Loads into the inner optimizer what `state_dict` gave, here or on one device.
+
+        As in plain torch, the state is converted to the dtypes of the parameters.
+        """
+        self.inner.load_state_dict(self._begin_loading(state_dict))
+
+    def load_saved_state(
+        self, state_dict: dict[str, Any], saved_dtypes: Mapping[torch.Tensor, torch.dtype]
+    ) -> None:
+        """Loads a state of a checkpoint in the dtypes that it was saved in.
+
+        Args:
+            state_dict: what `state_dict` gave, here or on one device.
+            saved_dtypes: the dtypes that parameters had then, as far as they are known.
+        """
+        load_saved_state(self.inner, self._begin_loading(state_dict), saved_dtypes)
+
+    def _begin_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Drops the states of replicas; returns what the inner optimizer is to load."""
         self._replica = None
         self._states.clear()
-        self.inner.load_state_dict(state_dict)
+        if self.places is None:
+            return state_dict
+        saved, numbers = state_dict["state"], enumerate(chain(*self.places))
+        entries = {local: saved[number] for local, number in numbers if number in saved}
+        return _numbered(state_dict, entries, [len(places) for places in self.places])
 
     def replica_state(self, replica: int) -> Any:
         """The state of one of the replicas that train apart, as `state_dict` has it; None: none."""
@@ -206,7 +225,7 @@ class PreparedOptimizer(_Around, Optimizer):
         if state is not None:
             self._take_turn(replica)
             self._states.pop(None, None)
-            self.inner.load_state_dict({**self.inner.state_dict(), "state": state})
+            load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
     def _take_turn(self, replica: int | None) -> None:
         """Puts the state of a replica in place; each begins with what was there before."""
