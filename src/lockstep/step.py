@@ -3,16 +3,24 @@
 The loader says which micro-batch it hands out, `World.backward` and the prepared optimizers say
 what they did with it. There is one `Step` a run; it is plain state, and all decisions are made by
 those who read it.
+
+A training loop may fetch batches before it has trained the ones before: it prefetches by hand,
+keeps an epoch with `list(loader)` or `itertools.cycle(loader)`, or overfits one batch. The factor
+of a loss belongs to the batch that the loss came from, not to the one that was fetched last. So
+each batch that is handed out is remembered, as a `Delivery`, by the storages of its tensors. As
+soon as a loop has fetched one before its time, the forward passes of the prepared modules are
+looked at: the storages of their inputs say which delivery is trained. Where nothing says it, and
+the deliveries in question do not weigh the same, `of_loss` raises.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +47,10 @@ class MicroBatch:
     count: int = 0
     """Samples of the whole global batch, over all ranks and micro-batches."""
     local: int = 0
-    """Samples of this rank's part of this micro-batch; 0 is possible."""
+    """Rows of this rank's part of this micro-batch: its samples, unless a collate function leaves
+    some out or adds others; 0 is possible."""
+    left_out: int = 0
+    """Samples of this rank's part that the collate function left out."""
     first: bool = True
     last: bool = True
     """Whether this micro-batch opens and closes its global batch."""
@@ -83,8 +94,57 @@ class MicroBatch:
         return self.last or self.ends_turn
 
 
+_role = attrgetter("opens", "closes", "replica")
+"""What must be alike where two loaders are trained on at a time: when the optimizer steps."""
 _weight = attrgetter("scale", "opens", "closes", "plain", "replica")
-"""What must be alike where two loaders are trained on at a time."""
+"""Micro-batches for which these are alike can be taken for one another in a backward pass."""
+
+
+class StorageReference(Protocol):
+    """A weak reference to the storage of a tensor; two to the same storage are equal."""
+
+    def __hash__(self) -> int: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def expired(self) -> bool:
+        """True when the storage is freed."""
+
+
+class Delivery:
+    """A micro-batch that a loader has handed out to be trained on.
+
+    Args:
+        running: the pass that it belongs to.
+        micro_batch: how it weighs.
+        storages: of its tensors.
+        begins: called with `micro_batch`, or with what it becomes where replicas train together,
+            each time that training on it begins.
+    """
+
+    def __init__(
+        self,
+        running: Pass,
+        micro_batch: MicroBatch,
+        storages: Iterable[StorageReference] = (),
+        begins: Callable[[MicroBatch], None] = lambda micro_batch: None,
+    ) -> None:
+        self.running = running
+        self.micro_batch = micro_batch
+        self.storages = tuple(storages)
+        self.begins = begins
+        running.delivered += 1
+        self.place = running.delivered
+        """Which delivery of its pass it is."""
+        if micro_batch.first:
+            running.global_batches += 1
+        self.global_batch = running.global_batches
+        """Which global batch of its pass it is a part of."""
+
+    @property
+    def held(self) -> bool:
+        """True while the script, or what it computes, holds a tensor of the batch."""
+        return not all(storage.expired() for storage in self.storages)
 
 
 class BatchEvent(NamedTuple):
@@ -148,6 +208,20 @@ class Pass:
         """Whether an optimizer has stepped for the present global batch."""
         self.trained = False
         """Whether one has stepped at all: a pass with gradients may be an evaluation."""
+        self.unstepped = False
+        """Whether no optimizer had stepped for the micro-batch before when this one began."""
+        self.delivered = 0
+        """Micro-batches handed out."""
+        self.global_batches = 0
+        """Global batches of which a micro-batch was handed out."""
+        self.active: Delivery | None = None
+        """The one that `micro_batch` is of."""
+        self.untrained: list[Delivery] = []
+        """Those handed out that no backward pass is known to have followed, in order."""
+        self.ended = False
+        """Whether the loader has left it; batches of it that are kept may still be trained on."""
+        self.known = True
+        """False: the next loss may come from any of `untrained`, not from `active` alone."""
 
 
 Turn = tuple[Pass, int, int]
@@ -194,6 +268,19 @@ class Step:
         self.together = 0
         """Global batches, from the first, in which replicas do not train apart yet."""
         self.callbacks: list[Callback] = [*_of_every_run]
+        self.watch_forward: list[Callable[[], None]] = []
+        """Called when batches were fetched before they are trained: from then on `saw_forward`
+        needs to be told of forward passes."""
+        self._deliveries: dict[StorageReference, Delivery | None] = {}
+        """By their storages; None: of several deliveries."""
+        self._prune_at = 64
+        """So many entries in `_deliveries`, those of freed storages are removed."""
+        self._forwarded: list[Delivery] = []
+        """Those that forward passes were seen of since the last backward pass."""
+        self._kept: list[Delivery] = []
+        """Of a pass that is over, those that the script may still train on."""
+        self.of_backward = MicroBatch()
+        """The micro-batch that the latest loss given to `World.backward` came from."""
         self.enter_phase: Callable[[str], str] = lambda phase: "other"
         """Called with one of `PHASES` where it begins; gives the one before. Set by a recorder."""
         self._outside = self.running = Pass()
@@ -217,14 +304,143 @@ class Step:
         """Tells what the present optimizer step is made of from all others."""
         return self.running, self.running.number, self.running.turns
 
-    def begin(self, running: Pass, micro_batch: MicroBatch) -> MicroBatch:
+    def hand_out(self, delivery: Delivery) -> None:
         """A pass hands out a micro-batch to train on.
+
+        Training on it begins, unless one before it was not trained yet and weighs differently:
+        then a forward pass has to show which of them is trained first.
+
+        Raises:
+            UsageError: another loader is being trained on, and the optimizer steps at other times.
+        """
+        running = delivery.running
+        for other in [*self._passes]:
+            if other.ended:
+                self.end(other)
+        self._remember(delivery)
+        running.untrained.append(delivery)
+        running.known = len(running.untrained) == 1
+        if running.known:
+            self._use(delivery)
+            return
+        self._watch()
+        whole = delivery.micro_batch.opens and delivery.micro_batch.closes
+        if whole and running.active is not None and _alike([running.active, *running.untrained]):
+            self._use(delivery)
+
+    def saw_forward(self, storages: Iterable[StorageReference]) -> None:
+        """A prepared module is called, with tensors of these storages and gradients enabled.
+
+        Raises:
+            UsageError: they are of micro-batches in another order than they were handed out in.
+        """
+        found = [self._deliveries.get(storage) for storage in storages]
+        for delivery in dict.fromkeys(found):
+            if delivery is None:
+                continue
+            if delivery not in self._forwarded:
+                self._forwarded.append(delivery)
+            if delivery is not delivery.running.active:
+                self._check_order(delivery)
+                self._use(delivery)
+            elif self.running is self._outside:
+                self.running = delivery.running
+            delivery.running.known = True
+
+    def of_loss(self) -> MicroBatch:
+        """The micro-batch that a loss came from; asked once before each backward pass.
+
+        Raises:
+            UsageError: it may have come from several, which do not weigh the same.
+        """
+        trained = self._forwarded
+        if trained and not _alike(trained):
+            raise _mixed(trained)
+        if not trained:
+            self._check_known()
+            trained = [each for running in self._passes for each in _oldest(running)]
+        for delivery in trained:
+            running = delivery.running
+            if delivery in running.untrained:
+                running.untrained.remove(delivery)
+            # The tensors of this one were seen in a forward pass. So those of an earlier one would
+            # have been, and a loop that holds them no longer has left it out.
+            if self._forwarded:
+                running.untrained = [
+                    each for each in running.untrained if each.held or each.place > delivery.place
+                ]
+        seen, self._forwarded = self._forwarded, []
+        self.of_backward = self.running.micro_batch
+        if seen and seen[0].running is not self.running:
+            self.of_backward = seen[0].micro_batch
+        return self.of_backward
+
+    def _check_known(self) -> None:
+        """Raises UsageError where no forward pass shows what a loss came from, and it matters."""
+        if self.running is self._outside:
+            kept = [each for each in self._kept if each.held and not each.micro_batch.plain]
+            if kept:
+                raise _not_known(kept, "of a loader that has ended")
+            return
+        possible = []
+        for running in self._passes:
+            if running.active is not None:
+                possible.append(running.active)
+            if not running.known:
+                possible += running.untrained
+        if _alike(possible):
+            return
+        if len({each.running for each in possible}) > 1:
+            raise _mixed(possible)
+        raise _not_known(possible, "that no backward pass has followed yet")
+
+    def _check_order(self, delivery: Delivery) -> None:
+        """Raises UsageError where the micro-batches of a global batch are not trained in order."""
+        running, active = delivery.running, delivery.running.active
+        if active is None:
+            return
+        if delivery.micro_batch.first:
+            fits = running.micro_batch.last or not running.backwards
+        else:
+            follows = delivery.place > active.place
+            fits = follows and delivery.global_batch == active.global_batch
+        if not fits:
+            raise UsageError(
+                "training on batches in another order than the loader gave them",
+                f"each global batch is computed in {delivery.micro_batch.num_micro_batches} "
+                "micro-batches, and those of one global batch do not follow each other",
+                "train on the batches in their order, or leave micro_batch_size out",
+            )
+
+    def _remember(self, delivery: Delivery) -> None:
+        """Remembers the storages of a delivery, and forgets those that are freed."""
+        for storage in delivery.storages:
+            known = self._deliveries.get(storage, delivery)
+            self._deliveries[storage] = delivery if known is delivery else None
+        if len(self._deliveries) >= self._prune_at:
+            living = {s: found for s, found in self._deliveries.items() if not s.expired()}
+            self._deliveries = living
+            self._prune_at = max(64, 2 * len(living))
+
+    def _watch(self) -> None:
+        """Has forward passes told to `saw_forward` from now on."""
+        for watch in self.watch_forward:
+            watch()
+        self.watch_forward.clear()
+
+    def _use(self, delivery: Delivery) -> None:
+        """Training on a delivery begins."""
+        delivery.running.active = delivery
+        delivery.begins(self.begin(delivery.running, delivery.micro_batch))
+
+    def begin(self, running: Pass, micro_batch: MicroBatch) -> MicroBatch:
+        """Training on a micro-batch of a pass begins.
 
         Returns:
             The same; one of all replicas, where they train together.
 
         Raises:
-            UsageError: another loader is being trained on, and its parts weigh differently.
+            UsageError: another loader is being trained on, and the optimizer steps at other times.
         """
         self.replica = micro_batch.replica
         if self.replica is not None and self.number < self.together:
@@ -236,6 +452,7 @@ class Step:
         self.running = running
         if self._since is None:
             self._since = time.perf_counter()
+        running.unstepped = running.backwards > 0 and not running.stepped
         if micro_batch.first:
             running.number += 1
             running.stepped = running.accumulated = False
@@ -254,39 +471,71 @@ class Step:
 
     def _check_alike(self, running: Pass, micro_batch: MicroBatch) -> None:
         for other in self._passes:
-            if other is not running and _weight(other.micro_batch) != _weight(micro_batch):
+            if other is running:
+                continue
+            if _role(other.micro_batch) != _role(micro_batch):
                 raise UsageError(
                     "training on two prepared loaders at a time",
-                    "this rank's parts of their global batches weigh differently, so one "
-                    "world.backward cannot be exact for both",
+                    "their global batches are computed in different numbers of micro-batches, so "
+                    "the optimizer would step in the middle of one of them",
                     "evaluate under torch.no_grad(); to train on two datasets use one loader over "
-                    "both, or equal shares, batch sizes that divide and drop_last=True",
+                    "both, or leave micro_batch_size out",
                 )
+            if _weight(other.micro_batch) != _weight(micro_batch):
+                self._watch()
 
-    def end(self, running: Pass) -> None:
-        """The pass is over; gradients of a global batch broken off in its middle are dropped."""
+    def end(self, running: Pass, *, exhausted: bool = False) -> None:
+        """The pass is over; gradients of a global batch broken off in its middle are dropped.
+
+        Args:
+            running: the pass.
+            exhausted: the loader has nothing more; False: the loop was left before.
+        """
         if running not in self._passes:
             return
         self._passes.remove(running)
+        running.ended = True
         self.running = self._passes[-1] if self._passes else self._outside
         self.replica = self.replica if self._passes else None
-        if not running.micro_batch.last and (running.accumulated or running.backwards):
+        fetched_ahead = exhausted and running.untrained
+        unfinished = not running.micro_batch.last and (running.accumulated or running.backwards)
+        if unfinished and not fetched_ahead:
             for clear in self.clear_gradients:
                 clear()
+        self._keep(running)
         for ends in self.pass_ends:
             ends()
+
+    def _keep(self, running: Pass) -> None:
+        """Notes which batches of a pass that is over may still be trained on.
+
+        These are all that the script holds and has not trained. Those that it has trained count
+        where it holds several: `itertools.cycle` does. After most loops it holds the last one.
+        """
+        of_pass = [
+            each
+            for each in dict.fromkeys(self._deliveries.values())
+            if each is not None and each.running is running and each.held
+        ]
+        several = len(of_pass) > 1
+        self._kept = [each for each in of_pass if several or each in running.untrained]
+        if not all(each.micro_batch.plain for each in self._kept):
+            self._watch()
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss of the present micro-batch, as much as it counts in that of the global batch."""
         running = self.running
-        scale = running.micro_batch.scale
+        scale = self.of_backward.scale
         weighted = loss if scale == 1.0 else loss * scale
         # The mean over no samples is NaN, and does not count.
         counted = weighted if scale else weighted.new_zeros(())
         for callback in self.callbacks:
             callback.backward(counted)
-        if running is self._outside and running.stepped:  # no loader says what a global batch is
-            running.loss, running.stepped = 0.0, False
+        # No loader says what a global batch is: each step of the optimizer ends one.
+        of_no_loader = running is self._outside or (running.ended and not running.untrained)
+        if of_no_loader and running.stepped:
+            running.loss = 0.0
+            running.stepped = False
         turns, part = running.micro_batch.mean_turns, counted.detach()
         running.loss = (part if turns == 1 else part / turns) + running.loss
         return weighted
@@ -317,3 +566,47 @@ class Step:
     def seconds(self) -> float:
         """From the first micro-batch handed out to the last optimizer step."""
         return 0.0 if self._since is None else max(0.0, self._until - self._since)
+
+
+def _alike(deliveries: Sequence[Delivery]) -> bool:
+    """Whether they all count the same in a backward pass."""
+    return len({_weight(each.micro_batch) for each in deliveries}) <= 1
+
+
+def _oldest(running: Pass) -> list[Delivery]:
+    """What a loss of this pass trains: the active delivery, or one of those that are alike."""
+    if running.known or not running.untrained:
+        return [] if running.active is None else [running.active]
+    return running.untrained[:1]
+
+
+def _parts(deliveries: Sequence[Delivery]) -> str:
+    """This rank's parts of several deliveries, in words."""
+    parts = dict.fromkeys((each.micro_batch.local, each.micro_batch.count) for each in deliveries)
+    return " and ".join(f"{local} of {count}" for local, count in list(parts)[:4])
+
+
+def _not_known(possible: Sequence[Delivery], which: str) -> UsageError:
+    """The error of a loss that may have come from any of several batches."""
+    many = "several batches" if len(possible) > 1 else "a batch"
+    return UsageError(
+        "world.backward(loss) in a loop that holds batches which it fetched before",
+        f"it is not known which batch the loss comes from: the loop holds {many} {which}, of which "
+        f"this rank has {_parts(possible)} samples, so its loss counts differently for each. The "
+        "prepared model was not called with a tensor that the loader gave, or a view of one",
+        "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the "
+        "loader read ahead without a change to the loop); or call the model with the tensors that "
+        "the loader gave and convert them inside of it",
+    )
+
+
+def _mixed(deliveries: Sequence[Delivery]) -> UsageError:
+    """The error of a loss that came from several batches of different weight."""
+    return UsageError(
+        "one world.backward(loss) for batches that weigh differently",
+        f"the loss comes from {len(deliveries)} batches, of which this rank has "
+        f"{_parts(deliveries)} samples: no single factor is exact for all of them on these ranks",
+        "call the prepared model and world.backward for each batch by itself, one after the other, "
+        "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
+        "number of ranks divides, with drop_last=True",
+    )

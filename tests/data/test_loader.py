@@ -149,6 +149,7 @@ def test_a_position_inside_a_global_batch_is_that_before_it():
     iterator = iter(loader)
     next(iterator)
     assert loader.state_dict()["step"] == 0
+    loader._step.of_loss()
     next(iterator)
     assert loader.state_dict()["step"] == 0  # not stepped yet
     loader._step.mark_stepped()

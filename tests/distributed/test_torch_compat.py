@@ -107,6 +107,18 @@ def test_a_shard_has_a_box(tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_reference_to_a_storage_knows_its_views_and_when_it_is_freed():
+    tensor = torch.zeros(3)
+    view = tensor[1:]
+    reference = torch_compat.storage_reference(tensor)
+    assert {reference: 1}[torch_compat.storage_reference(view)] == 1
+    assert reference != torch_compat.storage_reference(torch.zeros(3))
+    del tensor
+    assert not reference.expired()
+    del view
+    assert reference.expired()
+
+
 def test_hooks_on_gradients_are_counted():
     parameter = torch.nn.Parameter(torch.ones(2))
     assert torch_compat.gradient_hooks(parameter) == 0

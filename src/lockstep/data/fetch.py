@@ -83,14 +83,33 @@ class Fetch(Dataset[Any]):
         wanted = indices.tolist()
         if not self.sample_rng:
             read = getattr(self.dataset, "__getitems__", None)
-            return self.collate(read(wanted) if read else [self.dataset[index] for index in wanted])
+            samples = read(wanted) if read else [self.dataset[index] for index in wanted]
+            return collated(self.collate, samples)
         # A worker process does nothing else, so nobody misses its streams.
         with preserve_rng_state() if get_worker_info() is None else nullcontext():
             samples = []
             for index in wanted:
                 seed_sample(self.seed, epoch, index)
                 samples.append(self.dataset[index])
-            return self.collate(samples)
+            return collated(self.collate, samples)
+
+
+def collated(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """The batch of some samples.
+
+    A collate function that leaves samples out may find that none is left, which happens in a
+    rank's part of a global batch before it happens on one device; its error then gets a note.
+    """
+    try:
+        return collate(samples)
+    except (IndexError, RuntimeError, ValueError) as error:
+        if collate is not default_collate:
+            error.add_note(
+                f"lockstep: the collate function was given {len(samples)} of the samples of a "
+                "global batch. If it leaves samples out and none of these was left, let it return "
+                "None: this rank then takes part without samples."
+            )
+        raise
 
 
 def _select(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:
@@ -329,16 +348,17 @@ class IterableFetch(Dataset[Any]):
         """A batch of samples, each transformed with random streams of its own."""
         transform = self._source.transform
         if not (self._sample_rng and self._draws):
-            return self._source.collate([transform(x) for x in samples] if transform else samples)
+            ready = [transform(sample) for sample in samples] if transform else samples
+            return collated(self._source.collate, ready)
         with preserve_rng_state():
             if transform is None:
                 seed_sample(self._seed, epoch, int(indices[0]))
-                return self._source.collate(samples)
+                return collated(self._source.collate, samples)
             done = []
             for sample, index in zip(samples, indices.tolist(), strict=True):
                 seed_sample(self._seed, epoch, index)
                 done.append(transform(sample))
-            return self._source.collate(done)
+            return collated(self._source.collate, done)
 
     def _planned_sizes(self, key: GlobalBatchKey) -> Indices:
         """Of a full global batch of an iterable that is split, shape `(micro-batches, ranks)`."""

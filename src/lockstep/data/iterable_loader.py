@@ -111,9 +111,12 @@ class IterableLoader(Loader):
                 self._raw = []
                 position += 1
             rest = self._rest(epoch, position, training)
-            if self.weight is not None and training:
+            weighing = self._weighing(epoch)
+            if not training:
+                rest = self._with_rows(epoch, rest)
+            elif not weighing.is_planned:
                 rest = weighted(
-                    rest, self.weight, self._collectives, epoch, replicas=self._plan.replicas
+                    rest, weighing, self._collectives, epoch, replicas=self._plan.replicas
                 )
             yield from to_device(rest, self._collectives.device)
         finally:

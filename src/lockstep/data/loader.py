@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lockstep.data.batch_plan import CustomPlan, Plan, permutes
 from lockstep.data.coverage import Coverage
@@ -23,18 +24,19 @@ from lockstep.data.micro_batches import (
     MicroBatchPlan,
     PlannedMicroBatch,
     Segment,
+    Weighing,
     Weight,
     WithBatch,
-    weigh,
     weighted,
 )
-from lockstep.data.pytree import emptied, map_tensors
+from lockstep.data.pytree import emptied, map_tensors, storages
+from lockstep.data.rows import RowCounter
 from lockstep.data.source import SHARDING, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
 from lockstep.settings import Choice
-from lockstep.step import BatchEvent, MicroBatch, Pass, Step
+from lockstep.step import BatchEvent, Delivery, MicroBatch, Pass, Step
 
 _ORDER = 1
 """Version of the order in which large datasets are shuffled (`batch_plan.permuted`)."""
@@ -98,6 +100,8 @@ class Loader:
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
+        own_collate = source.collate is not default_collate
+        self._rows = RowCounter() if own_collate else None
         self._workers = Workers(source.options, seed)
 
     @property
@@ -128,12 +132,23 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch that is trained on, or the next one."""
-        return self._epoch if self._running is None else self._epoch - 1
+        return self._epoch - 1 if self._is_running else self._epoch
 
     @property
     def mid_epoch(self) -> bool:
         """An epoch is trained on, or will be taken up where a checkpoint left it."""
-        return self._running is not None or self.start > 0
+        return self._is_running or self.start > 0
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a pass with gradients goes on.
+
+        A loop that fetches batches ahead trains on the last ones when the loader has ended.
+        """
+        running = self._running
+        if running is None:
+            return False
+        return not running.ended or bool(running.untrained) or not running.stepped
 
     def choice(self, number: int) -> Choice:
         """How the global batch is computed, in words; `number` is that of this loader."""
@@ -187,7 +202,7 @@ class Loader:
         Inside of an epoch it comes with the order of that epoch where a sampler of the user's gave
         it: asked again, that may give another one.
         """
-        if self._running is None:
+        if self._running is None or not self._is_running:
             epoch, step = self._epoch, self.start
         else:
             done = self._running.micro_batch.last and self._running.stepped
@@ -246,7 +261,8 @@ class Loader:
         if not self._evaluates_together:
             some_skip = not self._plan.reaches_all(plan)
             wanted = (planned for planned in wanted if planned.micro_batch.local)
-        pairs = to_device(self._with_batches(epoch, wanted), self._collectives.device)
+        read = self._with_rows(epoch, self._with_batches(epoch, wanted))
+        pairs = to_device(read, self._collectives.device)
         return self._run(epoch, 0, pairs, training=False, some_skip=some_skip)
 
     def _identity(self) -> dict[str, int]:
@@ -274,6 +290,7 @@ class Loader:
         running = Pass()
         reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
         before = step.enter_phase(reading)
+        exhausted = False
         try:
             if training:
                 self._running, self._position = running, start
@@ -282,13 +299,11 @@ class Loader:
             for planned, batch in pairs:
                 self.current = step.seen = step.latest = planned.micro_batch
                 if training:
-                    self.current = step.latest = step.begin(running, planned.micro_batch)
-                    self._tell(epoch, planned._replace(micro_batch=self.current), batch)
-                    if self._running is running:
-                        self._position = planned.step
+                    self._hand_out(epoch, running, planned, batch)
                 step.enter_phase(working)
                 yield batch
                 step.enter_phase(reading)
+            exhausted = True
             self.evaluated += int(not training)
         finally:
             pairs.close()
@@ -296,19 +311,28 @@ class Loader:
             if self._running is running:
                 self._running = None
             self.trained += int(running.trained)
-            step.end(running)
+            step.end(running, exhausted=exhausted)
             step.seen = seen
             step.enter_phase(before)
 
-    def _tell(self, epoch: int, planned: PlannedMicroBatch, batch: Any) -> None:
-        """Tells those who look on what the training loop is about to get."""
+    def _hand_out(self, epoch: int, running: Pass, planned: PlannedMicroBatch, batch: Any) -> None:
+        """Tells the step, and those who look on, what the training loop is about to get."""
         position, micro, indices, _, whole = planned
         self.coverage.add(epoch, position, indices, micro, whole)
-        if self._step.callbacks:
-            counts = self._collectives.contributes
-            event = BatchEvent(self, epoch, position, indices, micro, batch, counts)
-            for callback in self._step.callbacks:
-                callback.delivered(event)
+        given: Any = batch  # let go of below: whether the script keeps the batch is to be seen
+
+        def begins(present: MicroBatch) -> None:
+            self.current = self._step.latest = self._step.seen = present
+            if self._step.callbacks:
+                counts = self._collectives.contributes
+                event = BatchEvent(self, epoch, position, indices, present, given, counts)
+                for callback in self._step.callbacks:
+                    callback.delivered(event)
+            if self._running is running or self._running is None:
+                self._running, self._position = running, position
+
+        self._step.hand_out(Delivery(running, micro, storages(batch), begins))
+        given = ()
 
     def _of_segments(
         self, epoch: int, segments: Generator[Segment, None, None]
@@ -320,17 +344,18 @@ class Loader:
         weight_before = 0.0  # of what this rank was handed of the same global batch
         with closing(segments):
             for wanted, ahead in segments:
-                if self.weight is None:
+                weighing = self._weighing(epoch)
+                if weighing.is_planned:
                     pairs = self._with_batches(epoch, wanted)
                 else:  # of which the whole global batch has to be read
                     read = self._with_batches(epoch, [*wanted, *ahead])
                     handed = 0.0
                     if ahead:
                         whole = list(read)
-                        handed, read = weigh(self.weight, *whole[0]), iter(whole)
+                        handed, read = weighing.counted(*whole[0]).weight, iter(whole)
                     scaled = weighted(
                         read,
-                        self.weight,
+                        weighing,
                         self._collectives,
                         epoch,
                         weight_before,
@@ -352,14 +377,30 @@ class Loader:
                 batch = self._empty(epoch)
             yield planned, batch
 
+    def _weighing(self, epoch: int) -> Weighing:
+        """How the micro-batches of a pass are weighed."""
+        return Weighing(weight=self.weight, rows=self._rows, empty=lambda: self._empty(epoch))
+
+    def _with_rows(self, epoch: int, pairs: Iterator[WithBatch]) -> Iterator[WithBatch]:
+        """The micro-batches of an evaluation, with the rows that each has."""
+        if self._rows is None:
+            yield from pairs
+            return
+        weighing = Weighing(weight=None, rows=self._rows, empty=lambda: self._empty(epoch))
+        for planned, batch in pairs:
+            counted = weighing.counted(planned, batch)
+            yield counted.planned, counted.batch if self._evaluates_together else batch
+
     def _keep_example(self, batch: Any, count: int) -> None:
-        if self._example is None:
+        if self._example is None and batch is not None:
             with suppress(DataError):  # raised where an empty part is really needed
                 self._example = emptied(batch, count)
 
     def _empty(self, epoch: int) -> Any:
         if self._example is None:
-            self._example = emptied(self._first(epoch, 1), 1)
+            # A collate function of the user's may leave the first sample out.
+            count = 1 if self._rows is None else self.batch_size
+            self._example = emptied(self._first(epoch, count), count)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
     def _first(self, epoch: int, count: int) -> Any:

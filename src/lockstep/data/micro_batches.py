@@ -6,7 +6,8 @@ segments: a micro-batch in which they are found, then the rest, divided by what 
 DDP averages over ranks and backward passes accumulate, so a micro-batch whose loss is the mean over
 weight `w` counts as it should when that loss is multiplied by `w * ranks / W`, `W` being the weight
 of the whole global batch. By samples, `W` is known from the plan. By a user's weight (the tokens
-that count, say) it is a sum over ranks: the loader reads one global batch ahead and starts that
+that count, say), or by the rows that a user's collate function made, it is a sum over ranks: the
+loader reads one global batch ahead and starts that
 all-reduce (24 bytes, on the CPU side) a whole step before its result is needed, so no step waits
 for it. At most one is under way. A loop that is left lets go of it unread, which is right where all
 ranks leave; the sum also says of which global batch it is, so that one of a rank that has left
@@ -31,6 +32,7 @@ from lockstep.data.batch_plan import (
     replicas_of,
     split_batch,
 )
+from lockstep.data.rows import RowCounter
 from lockstep.data.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
@@ -318,9 +320,63 @@ def _in_turns(sizes: Indices, rank: int, count: int, replicas: int) -> list[Micr
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How the micro-batches of one loader are weighed.
+
+    By what the user's function says a batch weighs; where there is none, by the rows of the
+    batches. Rows are counted where a collate function of the user's makes the batches.
+    """
+
+    weight: Weight | None
+    rows: RowCounter | None
+    """None: every sample makes one row, and nothing has to be counted."""
+    empty: Callable[[], Any]
+    """A batch without rows."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan says already what each part weighs."""
+        return self.weight is None and self.rows is None
+
+    def counted(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
+        """The batch with the number of its rows, and what it weighs.
+
+        Raises:
+            DataError: the user's function gave no number that is at least 0.
+        """
+        micro = planned.micro_batch
+        rows: int | None = micro.local
+        if self.rows is not None and micro.local:
+            rows = self.rows.count(batch, micro.local)
+        clear = rows is not None
+        if rows is None:
+            rows = micro.local
+        if batch is None and micro.local:
+            batch = self.empty()
+        if rows != micro.local:
+            left_out = max(0, micro.local - rows)
+            planned = planned._replace(micro_batch=replace(micro, local=rows, left_out=left_out))
+        by_user = 0.0 if self.weight is None else weigh(self.weight, planned, batch)
+        value = float(rows) if self.weight is None else by_user
+        return CountedBatch(planned, batch, value, rows != micro.local, not clear)
+
+
+class CountedBatch(NamedTuple):
+    """A micro-batch whose rows were counted."""
+
+    planned: PlannedMicroBatch
+    batch: Any
+    weight: float
+    differs: bool
+    """It has another number of rows than was planned."""
+    unclear: bool
+    """It does not show how many rows it has."""
+
+
 def _begin_sum(
     pairs: list[WithBatch],
-    weight: Weight,
+    weighing: Weighing,
     collectives: Collectives,
     epoch: int,
     weight_before: float,
@@ -332,38 +388,49 @@ def _begin_sum(
         What waits for the sum and gives the micro-batches with their exact scales; it raises
         RanksDifferError where another rank is at another global batch.
     """
-    weights = [weigh(weight, *pair) for pair in pairs]
+    counted = [weighing.counted(*pair) for pair in pairs]
     own = [weight_before, *[0.0] * (replicas - 1)]
-    for (planned, _), each in zip(pairs, weights, strict=True):
-        own[planned.micro_batch.replica or 0] += each
+    for each in counted:
+        own[each.planned.micro_batch.replica or 0] += each.weight
+    differing = float(any(each.differs for each in counted))
+    unclear = float(any(each.unclear for each in counted))
     if not collectives.contributes:
         own = [0.0] * replicas
     place = epoch, pairs[0][0].step
-    # Over the ranks: weight of each replica's part, or of all, epoch, position.
-    sums = torch.tensor([*own, *place], dtype=torch.float64)
+    # Over the ranks: weight of each replica's part, or of all, how many ranks have other rows than
+    # planned or none that can be seen, epoch, position.
+    sums = torch.tensor([*own, differing, unclear, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(sums, async_op=True)
 
     def scaled() -> list[WithBatch]:
         topology, ranks = collectives.topology, collectives.data_parallel.size
         if work is not None:
             work.wait()
-        *totals, at_epoch, at_step = sums.tolist()
+        *totals, ranks_that_differ, ranks_unclear, at_epoch, at_step = sums.tolist()
         if [at_epoch, at_step] != [topology.size * number for number in place]:
             raise RanksDifferError(
-                "the same global batch on every rank, which weight= sums up over the ranks",
+                "the same global batch on every rank, whose weights or rows are summed up",
                 f"rank {topology.rank} is at number {place[1]} of epoch {place[0]}, and another "
                 "rank is elsewhere",
                 "leave the training loop at the same step on every rank: decide break, continue "
                 "and return by what is equal everywhere, such as the step or world.mean(loss)",
             )
+        samples = pairs[0][0].micro_batch.count
+        if weighing.weight is None and weighing.rows is not None:
+            if ranks_unclear:
+                weighing.rows.warn_of_unknown(samples)
+            if not ranks_that_differ:
+                return pairs
+            weighing.rows.warn_of_rows(samples, int(sum(totals)))
         alone = ranks == 1 and len(pairs) == 1 and pairs[0][0].micro_batch.first
         alone = alone and pairs[0][0].micro_batch.replica is None
         found = []
-        for (planned, batch), own in zip(pairs, weights, strict=True):
-            total = totals[planned.micro_batch.replica or 0]
-            scale = own * max(1, ranks // replicas) / total if total else 0.0
-            micro = replace(planned.micro_batch, scale=scale, plain=alone)
-            found.append((planned._replace(micro_batch=micro), batch))
+        for each in counted:
+            micro = each.planned.micro_batch
+            total = totals[micro.replica or 0]
+            scale = each.weight * max(1, ranks // replicas) / total if total else 0.0
+            micro = replace(micro, scale=scale, plain=alone and total > 0)
+            found.append((each.planned._replace(micro_batch=micro), each.batch))
         return found
 
     return scaled
@@ -371,17 +438,17 @@ def _begin_sum(
 
 def weighted(
     pairs: Iterator[WithBatch],
-    weight: Weight,
+    weighing: Weighing,
     collectives: Collectives,
     epoch: int,
     weight_before: float = 0.0,
     replicas: int | None = None,
 ) -> Iterator[WithBatch]:
-    """The same micro-batches with the exact scale of `weight` instead of that of samples.
+    """The same micro-batches with the exact scale of what they weigh instead of that of the plan.
 
     Args:
         pairs: the micro-batches, in order.
-        weight: of a batch.
+        weighing: what a batch weighs.
         collectives: of the run.
         epoch: of the pass.
         weight_before: of what this rank was handed of the first global batch before.
@@ -397,9 +464,12 @@ def weighted(
         if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
             ready = ahead()
-            ahead = _begin_sum(group, weight, collectives, epoch, weight_before, replicas or 1)
+            ahead = _begin_sum(group, weighing, collectives, epoch, weight_before, replicas or 1)
             group, weight_before = [], 0.0
             yield from ready
+            if collectives.alone:  # there is no sum to wait for, so nothing is read ahead
+                yield from ahead()
+                ahead = list
     yield from ahead()
 
 

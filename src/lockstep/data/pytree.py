@@ -10,8 +10,10 @@ torch's own pytree walks neither dataclasses nor users' mappings and sequences.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.distributed.torch_compat import storage_reference
 from lockstep.errors import DataError
+from lockstep.step import StorageReference
 
 
 def map_tensors(
@@ -36,7 +40,7 @@ def map_tensors(
     """
     if isinstance(batch, Tensor):
         return change(batch)
-    children = _children(batch, opaque_too=opaque is None)
+    children = children_of(batch, opaque_too=opaque is None)
     if children is None:
         return opaque(batch) if opaque and is_opaque(batch) else batch
     changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
@@ -46,6 +50,43 @@ def map_tensors(
 def tensors(batch: Any) -> list[Tensor]:
     """All tensors of a pytree, in order."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+
+
+class _ObjectReference:
+    """A weak reference to an object that moves itself; two to the same object are equal."""
+
+    def __init__(self, thing: Any) -> None:
+        self._reference = weakref.ref(thing)
+        self._hash = id(thing)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _ObjectReference):
+            return False
+        mine = self._reference()
+        return self is other or (mine is not None and mine is other._reference())
+
+    def expired(self) -> bool:
+        """True when the object is gone."""
+        return self._reference() is None
+
+
+def storages(batch: Any) -> list[StorageReference]:
+    """Weak references to the storages of all dense tensors of a pytree, and to opaque objects.
+
+    They tell whether another tensor is one of these, or a view of one.
+    """
+    found: list[StorageReference] = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            if _is_dense(leaf):
+                found.append(storage_reference(leaf))
+        elif is_opaque(leaf):
+            with suppress(TypeError):  # not every class allows weak references
+                found.append(_ObjectReference(leaf))
+    return found
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -94,11 +135,11 @@ def emptied(batch: Any, count: int | None = None) -> Any:
         return batch[:0].copy()
     if is_opaque(batch):
         raise _cannot_be_empty(type(batch).__name__)
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         return batch
-    if _is_of_plain_data(batch) or (
-        isinstance(batch, list | tuple) and _one_for_each(batch, count)
+    if is_list_of_plain_data(batch) or (
+        isinstance(batch, list | tuple) and lists_one_thing_for_each(batch, count)
     ):
         return _rebuilt(batch, {})
     return _rebuilt(batch, {key: emptied(child, count) for key, child in children.items()})
@@ -114,8 +155,8 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     Raises:
         DataError: they are not alike.
     """
-    children = [_children(tree) or {} for tree in trees]
-    if _children(trees[0]) is None:
+    children = [children_of(tree) or {} for tree in trees]
+    if children_of(trees[0]) is None:
         return join(list(trees))
     if any(found.keys() != children[0].keys() for found in children):
         sizes = ", ".join(
@@ -131,7 +172,7 @@ def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     return _rebuilt(trees[0], values)
 
 
-def _children(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
+def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
     """What a container holds, by key, position or field; None: it is a leaf."""
     if isinstance(batch, Tensor) or (is_opaque(batch) and not opaque_too):
         return None
@@ -145,24 +186,27 @@ def _children(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
     return None
 
 
-def _is_of_plain_data(batch: Any) -> bool:
+def is_list_of_plain_data(batch: Any) -> bool:
     """Whether it lists text or numbers, one for each sample; a tuple of numbers may be a size."""
     if isinstance(batch, list):
         return not any(
-            isinstance(v, Tensor) or is_opaque(v) or _children(v) is not None for v in batch
+            isinstance(v, Tensor) or is_opaque(v) or children_of(v) is not None for v in batch
         )
     # What default_collate makes of text.
     return type(batch) is tuple and bool(batch) and all(isinstance(v, str | bytes) for v in batch)
 
 
-def _one_for_each(values: Sequence[Any], count: int | None) -> bool:
+def lists_one_thing_for_each(values: Sequence[Any], count: int | None) -> bool:
     """Whether a sequence is of one thing for each sample, not of one batch for each field.
 
     These things are alike, and what they hold is not `count` long throughout, as fields are.
     """
     if len(values) != count or len({_kind(value) for value in values}) > 1:
         return False
-    if any(isinstance(value, list | tuple) and _one_for_each(value, count) for value in values):
+    if any(
+        isinstance(value, list | tuple) and lists_one_thing_for_each(value, count)
+        for value in values
+    ):
         return False
     found = tensors(values)
     return bool(found) and any(not t.dim() or len(t) != count for t in found)
@@ -171,7 +215,7 @@ def _one_for_each(values: Sequence[Any], count: int | None) -> bool:
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dim()
-    return type(value), tuple(_children(value) or ())
+    return type(value), tuple(children_of(value) or ())
 
 
 def _cannot_be_empty(kind: str) -> DataError:
@@ -202,7 +246,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def leaves(batch: Any) -> Iterator[Any]:
     """All that is no container, in order."""
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         yield batch
         return

@@ -202,6 +202,17 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def storage_reference(tensor: Tensor) -> Any:
+    """A weak reference to the storage of a tensor that is dense.
+
+    Those to one storage are equal and have one hash, whichever of its views they were made of; the
+    place of a freed storage is not used again as long as a reference to it is there.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 # State dicts and DTensors
 
 

@@ -43,7 +43,7 @@ class LossGuard(Guard):
                 "compute it from the output of the prepared model, with gradients enabled",
             )
         # The mean over no samples, or over none that count, is NaN and is weighted with 0.
-        if self.run.step.current.scale == 0.0:
+        if self.run.step.of_backward.scale == 0.0:
             return
         if loss.is_cuda:
             self._look_back(loss)
@@ -54,13 +54,21 @@ class LossGuard(Guard):
 
     def after_backward(self, loss: Tensor) -> None:
         """Raises UsageError where a loss of weight 0 has made gradients NaN."""
-        present = self.run.step.current
+        present = self.run.step.of_backward
         if present.scale != 0.0 or not self.run.collectives.contributes:
             return
         if self.precision.scaler is not None and not present.local:
             return  # it sees to what is not finite on any rank
         if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in self._gradients()):
             return
+        if present.left_out and not present.local:
+            raise UsageError(
+                "world.backward(loss) of a batch without rows",
+                f"the collate function left out all {present.left_out} samples of this rank's "
+                "part: the mean over nothing is NaN, and so are the gradients of parameters that "
+                "it is multiplied with",
+                "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
+            )
         if not present.local:
             raise UsageError(
                 "world.backward(loss) on a rank without samples",

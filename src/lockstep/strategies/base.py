@@ -199,12 +199,16 @@ def parameters_changed(found: str) -> UsageError:
 
 def note_empty_part(error: BaseException, present: MicroBatch) -> None:
     """Says of an error in a forward pass if this rank had no samples there."""
-    if present.count and not present.local:
-        error.add_note(
-            f"lockstep: this rank has none of the {present.count} samples of this batch and takes "
-            "part with tensors of shape (0, *): write the forward pass for any number of samples "
-            "(x.flatten(1), not x.view(len(x), -1)), or leave short batches out: drop_last=True."
-        )
+    if not present.count or present.local:
+        return
+    found = f"this rank has none of the {present.count} samples of this batch"
+    if present.left_out:
+        found = f"the collate function left out all {present.left_out} samples of this rank's part"
+    error.add_note(
+        f"lockstep: {found}, so it takes part with tensors of shape (0, *): write the forward pass "
+        "for any number of samples (x.flatten(1), not x.view(len(x), -1)), or leave short batches "
+        "out: drop_last=True."
+    )
 
 
 def place(module: nn.Module, device: torch.device) -> list[Choice]:

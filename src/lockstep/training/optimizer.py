@@ -106,6 +106,8 @@ class PreparedOptimizer(_Around, Optimizer):
         Raises:
             UsageError: `loss.backward()` was called where the loss needs exact weighting.
         """
+        if closure is None and not self._step.running.backwards:
+            self._step.of_loss()  # `loss.backward()` was called, or nothing
         running = self._step.running
         present = running.micro_batch
         if closure is None:
@@ -285,6 +287,14 @@ class PreparedOptimizer(_Around, Optimizer):
         present = running.micro_batch
         if running.backwards or (present.plain and self._precision.scaler is None):
             return
+        if running.unstepped:
+            raise UsageError(
+                "optimizer.step() after another batch was fetched",
+                "no backward pass has followed that batch, and the one before has not been "
+                "stepped for: the step would take the weights of the wrong batch",
+                "call optimizer.step() before the next batch is fetched; num_workers= and "
+                "prefetch_factor= of the loader read ahead without a change to the loop",
+            )
         reason = (
             f"the precision is {self._precision.name}, whose loss is scaled"
             if present.plain

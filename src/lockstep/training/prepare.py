@@ -28,6 +28,7 @@ from lockstep.data.consistency import check_samples
 from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatchPlan
+from lockstep.data.pytree import storages
 from lockstep.data.shares import first_shares, parse_micro_batch
 from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
@@ -37,6 +38,7 @@ from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some,
 from lockstep.guards import Guards
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
+from lockstep.step import Step
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import (
     ApartState,
@@ -70,6 +72,8 @@ class Preparer:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self.optimizers)
+        self._watches_forward = False
+        run.step.watch_forward.append(self._watch_forward)
         self._end_advice = add_memory_advice_at_end(run.step)
         self.replicas: ReplicaStates | None = None
         if plan.replicas is not None:
@@ -205,6 +209,7 @@ class Preparer:
             UsageError: a loss that cannot be trained on; under fp16, no optimizer was prepared.
         """
         step = self.run.step
+        step.of_loss()
         self.guards.before_backward(loss)
         self._check_accumulation()
         if self.precision.scaler is not None and self._wrapped and not self.optimizers:
@@ -339,6 +344,8 @@ class Preparer:
         made = wrapped.module
         self.choices += wrapped.choices
         self._wrapped[made] = wrapped
+        if self._watches_forward:
+            self._watch(made)
         run.prepared.append(weakref.ref(made))
         self.guards.prepared(wrapped)
         for callback in run.step.callbacks:
@@ -349,6 +356,16 @@ class Preparer:
         for parameter in own:
             self._owners[parameter] = made
         return made
+
+    def _watch_forward(self) -> None:
+        """Has the step told which batches the prepared modules are called with."""
+        self._watches_forward = True
+        for module in self._wrapped:
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        watch = _ForwardWatch(self.run.step)
+        module.register_forward_pre_hook(watch, prepend=True, with_kwargs=True)
 
     def _convert(self, module: nn.Module) -> None:
         if not any(isinstance(m, BatchNorm) for m in module.modules()):
@@ -393,7 +410,7 @@ class Preparer:
 
     def _whole_loss(self, loss: Any) -> Any:
         """What a closure returned, as that of the global batch: optimizers decide by it."""
-        collectives, scale = self.run.collectives, self.run.step.current.scale
+        collectives, scale = self.run.collectives, self.run.step.of_backward.scale
         if collectives.alone or not isinstance(loss, Tensor | float):
             return loss
         return collectives.mean(loss * scale if scale else 0.0)
@@ -447,6 +464,24 @@ class Preparer:
 
     def _choose(self, name: str, value: str, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+class _ForwardWatch:
+    """A pre-hook of a prepared module: tells the step what the module is called with."""
+
+    def __init__(self, step: Step | None = None) -> None:
+        self._step = step
+
+    def __reduce__(self) -> tuple[type[_ForwardWatch], tuple[()]]:
+        """Copies of the module, and pickled ones, tell nobody."""
+        return _ForwardWatch, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Compiled code is left as it is: a look at storages would break its graph.
+        if torch.compiler.is_compiling() or self._step is None:
+            return
+        if torch.is_grad_enabled():
+            self._step.saw_forward(storages((args, kwargs)))
 
 
 class ReplicaStates:
