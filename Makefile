@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu clean
+.PHONY: train test check thorough real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -79,8 +79,15 @@ house:
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-gpu: $(VENV)/.installed
-	$(BIN)/python benchmarks/gpu.py
+# A machine with a GPU has a torch of its own and perhaps no network: that Python runs it. Elsewhere, .venv.
+GPU_PYTHON = $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+DEVICE ?= cuda
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
+	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) --stages "$(STAGES)"
+
+gpu-table: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.gpu.table
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""One prepared run on a machine with a GPU: `python -m benchmarks.gpu`, or `make gpu`."""

@@ -1,0 +1,77 @@
+"""How several ranks use one GPU over NCCL, and how ranks are started for the stages.
+
+NCCL refuses two ranks on one GPU if both the hash of their host and the bus id of their GPU are
+equal. With another NCCL_HOSTID in each rank they count as separate hosts, and talk over NCCL's
+socket transport on loopback. Kernels, streams, communicator splits, point-to-point transfers, the
+watchdog and Flight Recorder are real then; speeds mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.results import FILE_NAME, Stage, read_lines
+
+PROBE_CHECK = "several ranks on one GPU over NCCL"
+SEPARATE_HOSTS = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_DEBUG": "WARN",
+}
+
+
+def appear_as_separate_host(rank: int) -> None:
+    """Has NCCL take this process for one on a host of its own; called before it is initialized."""
+    os.environ.update(SEPARATE_HOSTS)
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+
+
+def init_options(device: str, backend: str) -> dict[str, Any]:
+    """Arguments of `lockstep.init` with which several ranks share one GPU.
+
+    Lockstep refuses NCCL where ranks of a machine share a GPU, as NCCL itself does by default; with
+    `backend` "nccl" this refusal is switched off in this process.
+    """
+    if device == "cuda" and backend == "nccl":
+        import lockstep.distributed.device as device_choice
+
+        appear_as_separate_host(int(os.environ.get("RANK", "0")))
+        device_choice._each_has_its_own = lambda *_: True  # type: ignore[assignment]
+    return {"device": device, "backend": backend}
+
+
+def probe_has_passed(stage: Stage) -> bool:
+    """Whether this run's probe has shown that NCCL connects several ranks on one GPU."""
+    lines = read_lines(stage.folder / FILE_NAME)
+    found = [
+        line["result"] == "passed"
+        for line in lines
+        if line.get("run") == stage.run and line.get("check") == PROBE_CHECK
+    ]
+    return bool(found) and found[-1]
+
+
+def backend_for_several_ranks(stage: Stage) -> str:
+    """`nccl` where several ranks can share the GPU over it, else `gloo`."""
+    if stage.on_gpu and probe_has_passed(stage):
+        return "nccl"
+    return "gloo"
+
+
+def on_ranks(fn: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60.0) -> Any:
+    """The results of `fn(*arguments)` on `size` ranks, forked from a process that imported torch.
+
+    Raises:
+        RankFailed: a rank raised, died or did not end in time.
+    """
+    from on_devices import run_on  # of the tests, as the ranks of the tests are started
+
+    return run_on(fn, size, *arguments, timeout=timeout)

@@ -1,0 +1,82 @@
+"""Stage `product`: what a user does, by `lockstep run`, whose ranks come from the warm zygote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu.commands import PROGRAMS, at_once, lockstep
+from benchmarks.gpu.results import NotRun, Stage
+
+EPOCHS = 6
+KILL_AT_STEP = 35
+"""In the second of the epochs of 23 steps; a checkpoint is saved every ten steps."""
+MIN_ACCURACY = 0.94
+MAX_DRIFT = 0.05
+
+
+PLAIN = "bf16, workers, progress, report, checkpoint"
+KILLED = "kill -9, restart, resume"
+
+
+def train(
+    stage: Stage,
+    found: dict[str, dict[str, Any]],
+    name: str,
+    run_options: Sequence[str],
+    script_options: Sequence[str],
+) -> None:
+    """One training of the digits, with its report and checkpoints in folders of its own."""
+    with stage.check(name) as values:
+        folder = stage.scratch / name.replace(" ", "-").replace(",", "")
+        arguments = [
+            *("run", "--device", stage.device, *run_options),
+            *("--report", str(folder / "report")),
+            *(str(PROGRAMS / "train_digits.py"), "--folder", str(folder / "checkpoints")),
+            *("--epochs", str(EPOCHS), *script_options),
+        ]
+        done = lockstep(arguments, folder, stage.seconds_left - 2)
+        values["exit_code"] = done.exit_code
+        values["wall_s"] = round(done.seconds, 1)
+        assert done.exit_code == 0, done.stderr
+        values.update(json.loads((folder / "checkpoints" / "result.json").read_text()))
+        records = list((folder / "report").rglob("*"))
+        values["files_of_the_report"] = len(records)
+        assert values["accuracy"] >= MIN_ACCURACY, values
+        assert records, "the report's folder is empty"
+        found[name] = values
+
+
+def compare_with_uninterrupted(stage: Stage, found: dict[str, dict[str, Any]]) -> None:
+    """The run that was killed and resumed ends where the one that was not killed ends."""
+    with stage.check("the killed run ends with the weights of the other") as values:
+        if PLAIN not in found or KILLED not in found:
+            raise NotRun("one of the two runs failed")
+        expected = found[PLAIN]["weights_norm"]
+        values["relative_difference"] = abs(found[KILLED]["weights_norm"] - expected) / expected
+        resumed_at = found[KILLED]["resumed_at_step"]
+        assert resumed_at is not None, "the second attempt did not resume"
+        assert 0 < resumed_at <= KILL_AT_STEP, resumed_at
+        assert found[KILLED]["steps"] == found[PLAIN]["steps"], found
+        # Kernels that add in another order each time make bf16 runs drift apart.
+        assert values["relative_difference"] < MAX_DRIFT, values
+
+
+def main() -> None:
+    stage = Stage("product")
+    one = ("--nproc", "1", "--precision", "bf16")
+    killed = (*one, "--max-restarts", "1")
+    two = ("--nproc", "2", "--backend", "gloo", "--precision", "bf16")
+    kill = ("--kill-at-step", str(KILL_AT_STEP))
+    found: dict[str, dict[str, Any]] = {}
+    at_once(
+        [
+            partial(train, stage, found, "torch.compile, bf16", one, ["--compile"]),
+            partial(train, stage, found, PLAIN, one, []),
+            partial(train, stage, found, KILLED, killed, kill),
+            partial(train, stage, found, "two ranks over Gloo on one device", two, []),
+        ]
+    )
+    compare_with_uninterrupted(stage, found)

@@ -1,0 +1,158 @@
+"""Stage `syncs`: how often a training step waits for the device, and from which lines.
+
+On a GPU torch itself warns at each call that synchronizes the host with the device
+(`torch.cuda.set_sync_debug_mode`); what autograd's own threads do is told of the line that called
+`backward`. On the CPU, where nothing is to be waited for, the rehearsal counts reads of a tensor's
+value by Python, which would synchronize on a GPU if the tensor were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.one_gpu import backend_for_several_ranks, init_options, on_ranks
+from benchmarks.gpu.results import Stage
+
+WARM_UP_STEPS = 10
+"""Ranks compare their parameters in the 10th step, and then seldom."""
+COUNTED_STEPS = 5
+ALLOWED = {"single, fp16": COUNTED_STEPS}
+"""The step of a scaled gradient is left out where it overflowed, which the host has to know."""
+BATCH = 32
+CASES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "single, fp32": (1, {}, "plain"),
+    "single, bf16": (1, {"precision": "bf16"}, "plain"),
+    "single, fp16": (1, {"precision": "fp16"}, "plain"),
+    "single, clipping": (1, {}, "clip"),
+    "single, progress and log": (1, {}, "progress"),
+    "single, report": (1, {"report": "report"}, "plain"),
+    "ddp, fp32": (2, {"strategy": "ddp"}, "plain"),
+    "ddp, bf16": (2, {"strategy": "ddp", "precision": "bf16"}, "plain"),
+    "ddp, SyncBatchNorm": (2, {"strategy": "ddp"}, "batchnorm"),
+    "fsdp, fp32": (2, {"strategy": "fsdp"}, "plain"),
+    "fsdp, bf16": (2, {"strategy": "fsdp", "precision": "bf16"}, "plain"),
+}
+"""Name: ranks, arguments of `lockstep.init`, what the loop does."""
+
+
+@contextlib.contextmanager
+def counted(on_gpu: bool) -> Iterator[Counter[str]]:
+    """Counts synchronizations by the lines, of Lockstep and of the loop, that led to them."""
+    found: Counter[str] = Counter()
+
+    def note(*_: Any, **__: Any) -> None:
+        found[place(traceback.extract_stack())] += 1
+
+    with contextlib.ExitStack() as stack:
+        if on_gpu:
+            import torch
+
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        else:
+            stack.enter_context(reads_of_values(note))
+        yield found
+
+
+@contextlib.contextmanager
+def reads_of_values(note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` whenever Python reads a tensor's value."""
+    import torch
+
+    names = ("item", "tolist", "__bool__", "__float__", "__int__")
+    originals = {name: getattr(torch.Tensor, name) for name in names}
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any) -> Any:
+            note()
+            return original(tensor, *args)
+
+        return read
+
+    for name, original in originals.items():
+        setattr(torch.Tensor, name, noting(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+
+
+def place(stack: traceback.StackSummary) -> str:
+    """The innermost lines of Lockstep's own files, or of the loop where none is on the stack."""
+    own = []
+    for frame in stack:
+        path = Path(frame.filename)
+        if "lockstep" in path.parts and path.name != "synchronizations.py":
+            own.append(f"{'/'.join(path.parts[-2:])}:{frame.lineno}")
+    if own:
+        return " < ".join(reversed(own[-2:]))
+    callers = [frame for frame in stack if Path(frame.filename).name == "synchronizations.py"]
+    return f"the loop: {callers[-2].line}" if len(callers) > 1 else "not known"
+
+
+def count_of_case(name: str, device: str, backend: str) -> dict[str, int]:
+    """Synchronizations in the counted steps, by place."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import lockstep
+
+    size, options, loop = CASES[name]
+    options = dict(options)
+    if "report" in options:
+        options["report"] = os.path.join(os.environ["TMPDIR"], f"syncs-{os.getpid()}")
+    over = init_options(device, backend) if size > 1 else {"device": device}
+    with lockstep.init(**options, **over) as world:
+        torch.manual_seed(0)
+        middle = [nn.BatchNorm1d(64)] if loop == "batchnorm" else []
+        model: Any = nn.Sequential(
+            nn.Linear(32, 64), *middle, nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)
+        )
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=False)
+        samples = BATCH * (WARM_UP_STEPS + COUNTED_STEPS)
+        data = TensorDataset(torch.randn(samples, 32), torch.randint(0, 8, (samples,)))
+        loader: Any = DataLoader(data, batch_size=BATCH)
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        batches = world.progress(loader) if loop == "progress" else loader
+        found: Counter[str] = Counter()
+        with contextlib.ExitStack() as counting:
+            for number, (x, y) in enumerate(batches):
+                if number == WARM_UP_STEPS:
+                    found = counting.enter_context(counted(device == "cuda"))
+                loss = F.cross_entropy(model(x), y)
+                world.backward(loss)
+                if loop == "clip":
+                    world.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                if loop == "progress":
+                    world.log(loss=loss)
+        return dict(found)
+
+
+def main() -> None:
+    stage = Stage("syncs")
+    backend = backend_for_several_ranks(stage)
+    for name, (size, _, _) in CASES.items():
+        with stage.check(name) as values:
+            ranks = on_ranks(count_of_case, size, name, stage.device, backend)
+            values["backend"] = backend if size > 1 else "none, one process"
+            values["steps"] = COUNTED_STEPS
+            values["synchronizations"] = sum(ranks[-1].values())
+            values["by_place"] = ranks[-1]
+            if stage.on_gpu:
+                allowed = ALLOWED.get(name, 0)
+                assert values["synchronizations"] <= allowed, f"at most {allowed} are expected"

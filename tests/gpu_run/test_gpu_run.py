@@ -1,0 +1,172 @@
+"""The prepared run on a GPU machine: nothing that a stage does may cost more than itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import results, table
+from benchmarks.gpu.results import read_lines, write_line
+from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
+
+HIDDEN_CHILD = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+"""Of the child that the stage that hangs leaves behind."""
+
+
+def run_of_stages(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(folder)]
+    return subprocess.run(
+        [*command, *arguments], cwd=results.ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def by_check(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
+    lines = read_lines(folder / results.FILE_NAME)
+    return {line["check"]: line for line in lines if line["stage"] == stage}
+
+
+def test_a_stage_that_hangs_or_is_killed_costs_itself_alone(tmp_path: Path) -> None:
+    stages = "rehearse-hang,rehearse-kill,rehearse-disk"
+    done = run_of_stages(tmp_path, "--stages", stages, "--factor", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    hung = by_check(tmp_path, "rehearse-hang")
+    assert hung["a check before the stage hangs"]["result"] == "passed"
+    assert hung["(stage)"]["result"] == "timed out"
+    assert "at: waiting for ever" in hung["(stage)"]["reason"]
+    assert "in hang" in hung["(stage)"]["reason"], "the stack of the stage is missing"
+
+    killed = by_check(tmp_path, "rehearse-kill")
+    assert killed["a check before the stage is killed"]["result"] == "passed"
+    assert killed["(stage)"]["result"] == "crashed"
+    reason = "ended by SIGKILL, at: the check in which it is killed"
+    assert killed["(stage)"]["reason"].startswith(reason)
+
+    full = by_check(tmp_path, "rehearse-disk")
+    assert full["fills the disk"]["result"] in ("passed", "not run")  # it takes root
+    assert full["reports a result afterwards"]["result"] == "passed"
+    assert full["(stage)"]["result"] == "passed"
+
+    assert {path.name for path in tmp_path.iterdir()} == {results.FILE_NAME, results.LOG_NAME}
+    assert HIDDEN_CHILD not in subprocess.run(["ps", "ax"], capture_output=True, text=True).stdout
+
+
+def test_a_run_without_time_says_what_it_left_out(tmp_path: Path) -> None:
+    done = run_of_stages(tmp_path, "--stages", "rehearse-kill", "--limit", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = by_check(tmp_path, "rehearse-kill")["(stage)"]
+    assert (line["result"], line["reason"]) == ("not run", "the run's 1 s were over")
+
+
+def test_the_last_lines_are_written_where_a_stage_has_filled_the_disk(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"a small file system takes root: {made.stderr.strip()}")
+    try:
+        results.prepare_folder(tmp_path)
+        filler = tmp_path / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(b"x" * 4096)
+        for number in range(20):
+            write_line(tmp_path, stage="nccl", check=f"check {number}", reason="x" * 1000)
+        lines = read_lines(tmp_path / results.FILE_NAME)
+        assert [line["check"] for line in lines] == [f"check {number}" for number in range(20)]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_line_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    write_line(tmp_path, stage="nccl", check="one")
+    path = tmp_path / results.FILE_NAME
+    path.write_text(path.read_text() + '{"stage": "nccl", "check": "tw')
+    assert [line["check"] for line in read_lines(path)] == ["one"]
+
+
+def test_a_check_that_fails_does_not_end_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    stage = results.Stage("nccl")
+    with stage.check("fails") as values:
+        values["seen"] = 3
+        raise ValueError("so")
+    with stage.check("cannot be made"):
+        raise results.NotRun("no GPU")
+    found = by_check(tmp_path, "nccl")
+    assert found["fails"]["result"] == "failed"
+    assert found["fails"]["values"] == {"seen": 3}
+    assert found["fails"]["reason"].endswith("ValueError: so")
+    assert found["cannot be made"]["result"] == "not run"
+
+
+def test_what_needs_the_probe_gets_it() -> None:
+    assert [stage.name for stage in choose("hangs", on_gpu=True)] == ["probe", "hangs"]
+    assert [stage.name for stage in choose("tests", on_gpu=True)] == ["tests"]
+    with pytest.raises(UnknownStage, match="no stage ncll; the stages are machine, probe"):
+        choose("ncll", on_gpu=True)
+
+
+def test_all_stages_but_the_last_fit_into_the_time_of_a_run() -> None:
+    stages = choose("", on_gpu=True)
+    assert stages[-1].name == "tests"
+    assert sum(stage.seconds for stage in stages[:-1]) < TOTAL_SECONDS
+    rehearsed = {stage.name for stage in STAGES if stage.in_rehearsal_only}
+    assert rehearsed.isdisjoint(stage.name for stage in stages)
+
+
+def lines_of_a_run(device: str, name: str, *checks: tuple[str, str, str]) -> list[dict[str, Any]]:
+    begin = {
+        "run": name, "stage": "run", "check": "(begin)", "result": "passed", "seconds": 0.0,
+        "values": {"device": device, "commit": "abc", "source": "s"}, "reason": "",
+    }  # fmt: skip
+    more = [
+        {
+            "run": name, "stage": stage, "check": check, "result": result, "seconds": 1.0,
+            "values": {"gpu": "H100"} if check == "versions" else {"a": 1.5},
+            "reason": "" if result == "passed" else "first line\nlast line",
+        }
+        for stage, check, result in checks
+    ]  # fmt: skip
+    return [begin, *more]
+
+
+def test_the_page_has_the_newest_line_of_each_check() -> None:
+    first = lines_of_a_run(
+        "cuda", "2026-01-01T", ("machine", "versions", "passed"), ("nccl", "ddp", "failed"),
+        ("nccl", "(stage)", "timed out"),
+    )  # fmt: skip
+    second = lines_of_a_run("cuda", "2026-01-02T", ("nccl", "ddp", "passed"))
+    text = table.page([*second, *first], source="s")
+    assert "| ddp | passed | 1.0 | a 1.5 |" in text
+    assert "| the stage as a whole | timed out | 1.0 | a 1.5. first line |" in text
+    assert "| gpu | H100 |" in text
+    assert "at commit abc: the present source" in text
+    assert "at commit abc: not all of the present source" in table.page(first, source="t")
+    sentence = table.readme_sentence([*first, *second])
+    assert "run on one H100 (2026-01-02): 2 checks passed. Over NCCL" in sentence
+
+
+def test_without_a_gpu_the_page_says_so() -> None:
+    rehearsal = lines_of_a_run("cpu", "2026-01-01T", ("nccl", "ddp", "failed"))
+    text = table.page(rehearsal, source="s")
+    assert "## On a GPU\n\nNot run yet." in text
+    assert "| ddp | failed | 1.0 | a 1.5. last line |" in text
+
+
+def test_the_readme_and_the_page_say_what_the_results_say() -> None:
+    lines: list[dict[str, Any]] = []
+    for path in sorted(results.DEFAULT_FOLDER.glob("*.jsonl")):
+        lines += read_lines(path)
+    readme = " ".join((results.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert table.readme_sentence(lines) in readme
+    page = table.PAGE.read_text(encoding="utf-8")
+    for _, line in table.newest_lines(table.runs_of(lines)[-1:]):
+        if line["check"] != "versions":
+            assert table.row(line) in page, json.dumps(line)
