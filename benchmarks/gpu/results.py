@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def write_line(folder: Path, **fields: Any) -> None:
     Where the disk is full, the space that was kept back is used; where that does not help either,
     the line is printed, so that it is at least in the output.
     """
-    line = json.dumps(fields, default=str)
+    line = without_paths(json.dumps(fields, default=str))
     data = (line + "\n").encode()
     try:
         _append(folder / FILE_NAME, data)
@@ -85,6 +86,19 @@ def write_line(folder: Path, **fields: Any) -> None:
             _append(folder / FILE_NAME, data)
         except OSError as second:
             print(f"could not be written ({second}): {line}", flush=True)
+
+
+def without_paths(text: str) -> str:
+    """The text without the folders of this machine, which say nothing to others."""
+    for folder, name in (
+        (os.environ.get("TMPDIR"), "TMPDIR"),
+        (str(ROOT), "."),
+        (sys.prefix, "PREFIX"),
+        (sys.base_prefix, "PREFIX"),
+    ):
+        if folder and len(folder) > 1:
+            text = text.replace(folder, name)
+    return text
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -155,7 +155,7 @@ make gpu-table                            # writes this page from the results
 NCCL refuses two ranks on one GPU if both the hash of their host and the bus id of their GPU are
 equal. With another `NCCL_HOSTID` in each rank they count as separate hosts and talk over NCCL's
 socket transport. Several ranks on one GPU then run real kernels, streams, communicator splits,
-point-to-point transfers, the watchdog and Flight Recorder; their speed means nothing. This cannot
+point-to-point transfers, the watchdog and Flight Recorder; their speed means nothing. One GPU cannot
 show: {NOT_COVERED}.
 """
 REHEARSAL_NOTE = """
@@ -172,7 +172,7 @@ def described(title: str, runs: Sequence[Run], source: str) -> str:
     sources = {run.begin["values"].get("source") for run in runs}
     same = "the present source" if sources == {source} else "not all of the present source"
     when = sorted({run.begin["run"] for run in runs})
-    parts.append(f"{count_results(line for _, line in entries)}. ")
+    parts.append(f"{count_results(line for _, line in entries)}.\n")
     parts.append(f"Begun {', '.join(when)}, at commit {', '.join(commits)}: {same}.\n")
     for run in reversed(runs):
         machine = run.machine()

@@ -84,7 +84,7 @@ def test_the_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_make_targets_are_there() -> None:
     makefile = (pages.ROOT / "Makefile").read_text()
     asked = {w for line in commands() if line.startswith("make") for w in line.split()[1:2]}
-    assert asked == {"train", "test", "check"}
+    assert asked == {"train", "test", "check", "gpu", "gpu-table"}
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in asked)
 
 

@@ -106,6 +106,16 @@ def test_a_check_that_fails_does_not_end_its_stage(
     assert found["cannot be made"]["result"] == "not run"
 
 
+def test_results_name_no_folder_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/scratch/of/this/stage")
+    reason = f"{results.ROOT}/src/a.py, {sys.prefix}/lib, /scratch/of/this/stage/logs"
+    write_line(tmp_path, stage="nccl", check="one", reason=reason)
+    [line] = read_lines(tmp_path / results.FILE_NAME)
+    assert line["reason"] == "./src/a.py, PREFIX/lib, TMPDIR/logs"
+
+
 def test_what_needs_the_probe_gets_it() -> None:
     assert [stage.name for stage in choose("hangs", on_gpu=True)] == ["probe", "hangs"]
     assert [stage.name for stage in choose("tests", on_gpu=True)] == ["tests"]
