@@ -92,9 +92,9 @@ def without_paths(text: str) -> str:
     """The text without the folders of this machine, which say nothing to others."""
     for folder, name in (
         (os.environ.get("TMPDIR"), "TMPDIR"),
-        (str(ROOT), "."),
-        (sys.prefix, "PREFIX"),
+        (sys.prefix, "PREFIX"),  # it may lie in the repository
         (sys.base_prefix, "PREFIX"),
+        (str(ROOT), "."),
     ):
         if folder and len(folder) > 1:
             text = text.replace(folder, name)

@@ -155,8 +155,8 @@ make gpu-table                            # writes this page from the results
 NCCL refuses two ranks on one GPU if both the hash of their host and the bus id of their GPU are
 equal. With another `NCCL_HOSTID` in each rank they count as separate hosts and talk over NCCL's
 socket transport. Several ranks on one GPU then run real kernels, streams, communicator splits,
-point-to-point transfers, the watchdog and Flight Recorder; their speed means nothing. One GPU cannot
-show: {NOT_COVERED}.
+point-to-point transfers, the watchdog and Flight Recorder; their speed means nothing. One GPU
+cannot show {NOT_COVERED}.
 """
 REHEARSAL_NOTE = """
 In a rehearsal Gloo takes NCCL's place, models are smaller, and times mean nothing. It shows that
