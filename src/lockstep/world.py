@@ -256,11 +256,11 @@ class World:
         return self._run.collectives.mean(value)
 
     def max(self, value: Any) -> Any:
-        """The largest over all ranks."""
+        """The largest over all ranks; NaN where any rank has NaN."""
         return self._run.collectives.max(value)
 
     def min(self, value: Any) -> Any:
-        """The smallest over all ranks."""
+        """The smallest over all ranks; NaN where any rank has NaN."""
         return self._run.collectives.min(value)
 
     def gather(self, value: Any) -> Any:

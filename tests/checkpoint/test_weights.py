@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from ranks import in_gloo_group, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_session import checkpoint_of as session_of
 from torch import nn
 
+from lockstep.checkpoint.contents import convert, open_contents
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import match_names, plain_state_dict, unwrap
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -522,6 +524,38 @@ def test_extra_state(tmp_path: Path) -> None:
     model.extra = None
     load_weights(model, checkpoint_of(tmp_path / "c", model=saved))
     assert model.extra == {"scale": 3}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_safetensors_cannot_hold(tmp_path: Path, dtype: torch.dtype) -> None:
+    """No file is written that nothing can open; a checkpoint and a file of torch hold it."""
+
+    def model(first: int) -> nn.Module:
+        made = nn.Linear(2, 2)
+        values = torch.arange(first, first + 2 * dtype.itemsize, dtype=torch.uint8)
+        made.register_buffer("table", values.view(dtype))
+        return made
+
+    def as_bytes(module: nn.Module) -> list[int]:
+        return module.table.view(torch.uint8).tolist()
+
+    saved = model(1)
+    with pytest.raises(CheckpointError, match=f"table has the dtype {dtype}") as caught:
+        save_weights(saved, tmp_path / "w.safetensors")
+    assert ("such as torch.complex64" in str(caught.value)) is dtype.is_complex
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=f"table has the dtype {dtype}"):
+        convert(open_contents(tmp_path / "w.pt"), tmp_path / "w.safetensors")
+    assert not (tmp_path / "w.safetensors").exists()
+    session_of(tmp_path / "c", {"model": saved}).save()
+    resumed = model(3)
+    assert session_of(tmp_path / "c", {"model": resumed}).resume()
+    assert as_bytes(resumed) == as_bytes(saved)
+    for source in ("w.pt", "c"):
+        loaded = model(3)
+        load_weights(loaded, tmp_path / source)
+        assert as_bytes(loaded) == as_bytes(saved), source
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from itertools import combinations
@@ -261,6 +262,37 @@ def test_every_dtype(size):
                 assert has["min"] == [1, 2, 1]
                 assert has["min of one"] == 1
                 assert has["none on rank 1"] == stored(2 * (size - 1), dtype)
+
+
+def extremes_of_nan(backend: str | None) -> list[Any]:
+    """NaN is on the last rank alone, behind a number and before one."""
+    with lockstep.init(backend=backend) as world:
+        number = math.nan if world.rank == world.size - 1 else float(world.rank)
+        found = []
+        for extreme in (world.max, world.min):
+            found.append(extreme(number))
+            for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn):
+                tensor = extreme(torch.tensor([number, world.rank, -math.inf]).to(dtype))
+                assert tensor.dtype == dtype
+                found.append(tensor.double().tolist())
+            found.append(extreme(torch.tensor(number)).item())
+        return found
+
+
+def nan_both_ways() -> list[Any]:
+    return extremes_of_nan(None) + extremes_of_nan("gloo")
+
+
+def test_the_extreme_of_nan_is_nan():
+    for found in run_ranks(nan_both_ways, 3):
+        for of_way in (found[:10], found[10:]):
+            for of_extreme, second in ((of_way[:5], 2), (of_way[5:], 0)):
+                assert math.isnan(of_extreme[0])
+                for values in of_extreme[1:3]:
+                    assert math.isnan(values[0])
+                    assert values[1:] == [second, -math.inf]
+                assert math.isnan(of_extreme[3][0])
+                assert math.isnan(of_extreme[4])
 
 
 def exact_ends() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.strategies import DDP
 from lockstep.strategies.base import place
 
 
@@ -173,3 +174,56 @@ def test_ddp_of_a_module_on_two_gpus():
     expected = run_ranks(train_on_two, 1, ("cpu", "cpu"))[0]
     for found in run_ranks(train_on_two, 2, ("cuda:0", "cuda:1")):
         assert difference(expected, found) < 1e-9
+
+
+class Tables(nn.Module):
+    """The second table is not used by rank 1, or by none."""
+
+    def __init__(self, sparse: bool, *, trained: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(8, 4, sparse=True)
+        self.tags = nn.Embedding(8, 4, sparse=sparse).requires_grad_(trained)
+
+    def forward(self, x: torch.Tensor, tags: bool) -> torch.Tensor:
+        out = self.words(x)
+        return out + self.tags(x) if tags else out
+
+
+def unused_tables() -> dict[str, Any]:
+    """What is said of a table that is not used, and the weights where the advice is followed."""
+    unused = DDP(find_unused_parameters=True)
+    cases: dict[str, Any] = {
+        "nowhere": (None, Tables(True), False),
+        "nowhere, with the option": (unused, Tables(True), False),
+        "static": (DDP(static_graph=True), Tables(True), False),
+        "not sparse": (unused, Tables(False), True),
+        "frozen": (None, Tables(True, trained=False), True),
+    }
+    found: dict[str, Any] = {}
+    for name, (strategy, model, used) in cases.items():
+        try:
+            with lockstep.init(strategy) as world:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                prepared, optimizer = world.prepare(model, optimizer)
+                x = torch.tensor([1, 2, 3]) + world.rank
+                for _ in range(2):
+                    loss = prepared(x, used and world.rank == 0).square().mean()
+                    world.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[name] = weights(prepared)
+        except UsageError as error:
+            found[name] = error.parts
+    return found
+
+
+def test_what_is_advised_for_unused_sparse_tables_works():
+    one, other = run_ranks(unused_tables, 2)
+    for found in (one, other):
+        assert "build tags.weight without sparse=True" in found["nowhere"]
+        for name in ("nowhere, with the option", "static"):
+            assert "the loss does not use all of words.weight, tags.weight" in found[name], name
+    for name in ("not sparse", "frozen"):
+        assert difference(one[name], other[name]) == 0
+    assert not torch.equal(one["not sparse"]["tags.weight"], Tables(False).tags.weight)

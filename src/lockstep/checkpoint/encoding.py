@@ -57,17 +57,19 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
-    "C128": torch.complex128,
 }
-"""The dtypes that can be stored, by what the header of a safetensors file calls them."""
-STORABLE = frozenset(DTYPES.values())
-_NEWER = ("U16", "U32", "U64", "C64", "C128", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_AS_BYTES = {DTYPES[code] for code in _NEWER}
-"""Those that not every release of safetensors reads: they are stored as bytes."""
+"""The dtypes that a safetensors file can hold, by what its header calls them."""
+_NEWER = ("U16", "U32", "U64", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_NOT_IN_SAFETENSORS = {torch.complex128, torch.complex32, torch.float4_e2m1fn_x2}
+"""The format has no name for them; `float4_e2m1fn_x2` it would call F4, with another shape."""
+STORABLE = frozenset(DTYPES.values()) | _NOT_IN_SAFETENSORS
+"""The dtypes that a checkpoint can hold."""
+_AS_BYTES = {DTYPES[code] for code in _NEWER} | _NOT_IN_SAFETENSORS
+"""Those that not every release of safetensors reads: a checkpoint stores them as bytes."""
 BY_NAME = {dtype_name(dtype): dtype for dtype in STORABLE}
 """What a tree calls them."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-"""All of them, as values of their own."""
+"""All dtypes of torch, as values of their own."""
 
 Box = tuple[Shape, Shape]
 """A shard's offsets in its tensor, and its extents."""

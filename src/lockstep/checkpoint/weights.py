@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.encoding import unstorable
 from lockstep.checkpoint.formats.reading import read, read_value
-from lockstep.checkpoint.formats.safetensors import in_groups, shard_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors import (
+    CODES,
+    in_groups,
+    no_such_dtype,
+    shard_bytes,
+    write_weights,
+)
 from lockstep.checkpoint.modules import (
     Differences,
     conflict,
@@ -132,6 +138,8 @@ def _storable(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
     """Its tensors; raises CheckpointError where it holds what the file cannot."""
     for name, value in state.items():
         held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+        if held is None and value.dtype not in CODES:
+            raise no_such_dtype(f"saving weights to {path}", name, value.dtype)
         if held:
             raise CheckpointError(
                 f"saving weights to {path}",

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -99,12 +101,12 @@ class Collectives:
         return self._reduce("sum", counted, sum)
 
     def max(self, value: Any) -> Any:
-        """The largest over ranks of every leaf."""
-        return self._reduce("max", value, max)
+        """The largest over ranks of every leaf; NaN where any rank has NaN."""
+        return self._reduce("max", value, partial(_nan_or, max))
 
     def min(self, value: Any) -> Any:
-        """The smallest over ranks of every leaf."""
-        return self._reduce("min", value, min)
+        """The smallest over ranks of every leaf; NaN where any rank has NaN."""
+        return self._reduce("min", value, partial(_nan_or, min))
 
     def mean(self, value: Any) -> Any:
         """The mean over ranks of every leaf; integer leaves become floating point."""
@@ -548,6 +550,8 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     own = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if own.dtype is not torch.uint64:
         carrier = own.to(_CARRIERS.get(own.dtype, own.dtype), copy=True)
+        if carrier.is_floating_point() and operation != dist.ReduceOp.SUM:
+            return _extreme_or_nan(carrier, operation).to(own.dtype)
         routing.all_reduce(carrier, operation)
         return carrier.to(own.dtype)
     # Modulo 2**64 sums are the same, signed or not; for the order the highest bit is turned over.
@@ -555,6 +559,25 @@ def all_reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     carrier = own.view(torch.int64) ^ highest
     routing.all_reduce(carrier, operation)
     return (carrier ^ highest).view(torch.uint64)
+
+
+def _extreme_or_nan(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """The largest or smallest over ranks; NaN where any rank has NaN.
+
+    Backends give NaN or the number, by the order in which ranks come. So NaN travels beside the
+    numbers, as 1 for a maximum and as -1 for a minimum.
+    """
+    is_nan = tensor.isnan()
+    sign = 1 if operation == dist.ReduceOp.MAX else -1
+    numbers = tensor.masked_fill(is_nan, -sign * torch.inf)
+    both = torch.stack([numbers, sign * is_nan.to(tensor.dtype)])
+    routing.all_reduce(both, operation)
+    return torch.where(both[1] == 0, both[0], torch.nan)
+
+
+def _nan_or(choose: Callable[[list[Number]], Number], numbers: list[Number]) -> Number:
+    """The chosen number, or NaN if one of them is NaN: Python's max and min go by the order."""
+    return math.nan if any(map(math.isnan, numbers)) else choose(numbers)
 
 
 def _as_tensor(data: bytes) -> Tensor:

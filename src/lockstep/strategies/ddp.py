@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast, get_args
@@ -29,6 +29,7 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
 from lockstep.errors import SettingError, UsageError, not_among, some
+from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.step import CHECK_EVERY
 from lockstep.strategies import base
@@ -138,6 +139,30 @@ class DDP(base.Strategy):
             compressed=wrapped.compressed,
             release=wrapped.release,
         )
+
+    def backward(
+        self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
+    ) -> None:
+        """The backward pass.
+
+        Raises:
+            UsageError: a sparse table was not used, and torch cannot leave it out.
+        """
+        try:
+            super().backward(modules, loss, precision, **options)
+        except RuntimeError as error:
+            if "Expected sparse gradient to be defined" not in str(error):
+                raise
+            wrapped = [getattr(module, "module", module) for module in modules]
+            sparse = [name for module in wrapped for name in sparse_weights(module)]
+            raise UsageError(
+                "a backward pass that does not use every embedding with sparse gradients",
+                f"on this rank the loss does not use all of {some(sparse)}, and torch cannot "
+                "average a sparse gradient that is not there, under find_unused_parameters either",
+                "build them without sparse=True, use them in every step on every rank, or freeze "
+                "them with requires_grad_(False) before world.prepare",
+                code="LS301",
+            ) from error
 
     def _compression(self, module: nn.Module, run: Run) -> Compression | None:
         """How the gradients of a module are sent.
@@ -404,11 +429,31 @@ class ExactDDP(base.Around, DistributedDataParallel):
                 f"{some(gone)} replaced; their gradients are not averaged over the ranks"
             )
         if not (self.options.find_unused_parameters or self.options.static_graph):
+            sparse = [name for name in sparse_weights(self.module) if name in missing]
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
                 f"{len(missing)} of {len(owned)} were not used for the loss: {some(missing)}; "
                 "DDP waits for them, so others may not be averaged either",
-                "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
-                "strategy=lockstep.strategies.DDP(find_unused_parameters=True)",
+                _advice_on_unused(sparse),
                 code="LS301",
             )
+
+
+def sparse_weights(module: nn.Module) -> list[str]:
+    """The names of the parameters whose gradients are sparse: weights of embeddings."""
+    return [
+        f"{name}.weight" if name else "weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    ]
+
+
+def _advice_on_unused(sparse: Sequence[str]) -> str:
+    """What to do about parameters that the loss does not use, some of them sparse."""
+    advice = (
+        "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
+        "strategy=lockstep.strategies.DDP(find_unused_parameters=True)"
+    )
+    if sparse:
+        advice += f" and build {some(sparse)} without sparse=True"
+    return advice

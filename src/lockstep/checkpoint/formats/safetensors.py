@@ -39,7 +39,8 @@ from lockstep.settings import in_bytes
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""What the header of a file calls a dtype; the others cannot be in a file."""
 _CHUNK = 1 << 23
 """Bytes that are summed up and written at a time."""
 
@@ -191,21 +192,28 @@ def _header(path: Path, tensors: list[tuple[str, Tensor]]) -> bytes:
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise CheckpointError(
-                f"writing {path.name}",
-                f"safetensors cannot store {tensor.dtype}",
-                "convert these tensors to another dtype",
-            )
+        if tensor.dtype not in CODES:
+            raise no_such_dtype(f"writing {path.name}", name, tensor.dtype)
         begin, end = end, end + tensor.nbytes
         content[name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def no_such_dtype(doing: str, name: str, dtype: torch.dtype) -> CheckpointError:
+    """The error of a tensor whose dtype the format cannot hold."""
+    other = ", such as torch.complex64" if dtype.is_complex else ""
+    return CheckpointError(
+        doing,
+        f"{name} has the dtype {dtype}, which the safetensors format cannot hold",
+        f"convert it to another dtype{other}, or keep it in a checkpoint (world.checkpoint) or a "
+        "file of torch.save",
+    )
 
 
 def shard_bytes(size: int | str) -> int:
