@@ -348,9 +348,7 @@ def check_peak_memory(stage: Stage, backend: str) -> None:
     width = 4096 if stage.on_gpu else 256
     for kind in ("fsdp2", "lockstep"):
         with stage.check(f"peak memory in bf16 of 8 layers, {kind}") as values:
-            [found, _] = on_ranks(
-                peak_memory_of_fsdp, 2, stage.device, backend, kind, width, timeout=90
-            )
+            [found, _] = on_ranks(peak_memory_of_fsdp, 2, stage.device, backend, kind, width)
             values["backend"] = backend
             values["in_layers_of_fp32"] = found or "measured on a GPU alone"
             values["shards_of_a_rank_in_layers"] = LARGE_LAYERS / 2

@@ -12,9 +12,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.results import FILE_NAME, Stage, read_lines
+from benchmarks.gpu.results import DEVICE_VARIABLE, FILE_NAME, Stage, read_lines
 
 PROBE_CHECK = "several ranks on one GPU over NCCL"
+SECONDS_ON_GPU = 30.0
+SECONDS_ON_CPU = 120.0
 SEPARATE_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -66,12 +68,23 @@ def backend_for_several_ranks(stage: Stage) -> str:
     return "gloo"
 
 
-def on_ranks(fn: Callable[..., Any], size: int, *arguments: Any, timeout: float = 60.0) -> Any:
+def on_ranks(
+    fn: Callable[..., Any], size: int, *arguments: Any, timeout: float | None = None
+) -> Any:
     """The results of `fn(*arguments)` on `size` ranks, forked from a process that imported torch.
+
+    Args:
+        fn: a function of a module.
+        size: how many ranks.
+        *arguments: of the function.
+        timeout: in seconds. Left out, it is short on a GPU, as there a hang costs the other checks
+            their time.
 
     Raises:
         RankFailed: a rank raised, died or did not end in time.
     """
     from on_devices import run_on  # of the tests, as the ranks of the tests are started
 
+    if timeout is None:
+        timeout = SECONDS_ON_CPU if os.environ.get(DEVICE_VARIABLE) == "cpu" else SECONDS_ON_GPU
     return run_on(fn, size, *arguments, timeout=timeout)

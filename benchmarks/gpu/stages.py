@@ -27,8 +27,8 @@ class StageOfRun:
 
 
 STAGES = (
-    StageOfRun("machine", 15, "machine", "versions, `lockstep doctor`, memory of an idle rank"),
-    StageOfRun("probe", 25, "probe", "whether NCCL connects several ranks on one GPU"),
+    StageOfRun("machine", 20, "machine", "versions, `lockstep doctor`, memory of an idle rank"),
+    StageOfRun("probe", 35, "probe", "whether NCCL connects several ranks on one GPU"),
     StageOfRun(
         "product", 70, "product", "`lockstep run` from the warm zygote: kill, resume, compile"
     ),

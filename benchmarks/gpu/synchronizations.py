@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.one_gpu import backend_for_several_ranks, init_options, on_ranks
-from benchmarks.gpu.results import Stage
+from benchmarks.gpu.results import ROOT, Stage
 
 WARM_UP_STEPS = 10
 """Ranks compare their parameters in the 10th step, and then seldom."""
@@ -93,7 +93,7 @@ def place(stack: traceback.StackSummary) -> str:
     own = []
     for frame in stack:
         path = Path(frame.filename)
-        if "lockstep" in path.parts and path.name != "synchronizations.py":
+        if path.is_relative_to(ROOT / "src" / "lockstep"):
             own.append(f"{'/'.join(path.parts[-2:])}:{frame.lineno}")
     if own:
         return " < ".join(reversed(own[-2:]))
