@@ -55,6 +55,10 @@ class DDP(base.Strategy):
     """Look for parameters without gradient in every step; costs a walk over the graph."""
     static_graph: bool = False
     """The same parameters are used in every step: torch may then reorder more freely."""
+    average_buffers: str | Sequence[str] = ()
+    """Names, or patterns of names, of buffers that are averaged over the ranks after each step,
+    weighted by samples, instead of taken from rank 0. Right for running means over samples, such as
+    the statistics of InstanceNorm; not for sums, counts and codebooks."""
     check_every: int = CHECK_EVERY
     """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
     compress: Compression | None = None
@@ -135,7 +139,9 @@ class DDP(base.Strategy):
             check_every=self.check_every,
             before_backward=wrapped.expect_backward,
             before_step=wrapped.check_gradients,
-            after_step=MovingBuffers(module, run.step).follow,
+            after_step=MovingBuffers(
+                module, run.step, average=self.average_buffers, strategy=type(self).__name__
+            ).follow,
             compressed=wrapped.compressed,
             release=wrapped.release,
         )

@@ -74,6 +74,10 @@ class FSDP(Strategy):
     """Ranks may use different parameters in a step: each sends zeros for those it has not used.
     Those that no rank has used keep the gradient None, as on one device; one small all-reduce in
     each step tells which. Needs a newer torch than 2.11."""
+    average_buffers: str | Sequence[str] = ()
+    """Names, or patterns of names, of buffers that are averaged over the ranks after each step,
+    weighted by samples, instead of taken from rank 0. Right for running means over samples, such as
+    the statistics of InstanceNorm; not for sums, counts and codebooks."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host; GPUs only."""
 
@@ -153,7 +157,9 @@ class FSDP(Strategy):
             before_backward=held.before_backward,
             after_backward=held.after_backward,
             before_step=held.before_step,
-            after_step=MovingBuffers(module, run.step).follow,
+            after_step=MovingBuffers(
+                module, run.step, average=self.average_buffers, strategy=type(self).__name__
+            ).follow,
             release=held.release,
         )
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from lockstep.communication import routing
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
-from lockstep.errors import UsageError
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import UsageError, some, warn
 from lockstep.step import Step, check_due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
@@ -188,40 +190,125 @@ def _buckets(tensors: Sequence[Tensor], alike: Callable[[Tensor], Any]) -> Itera
 class MovingBuffers:
     """Keeps the buffers of a module equal on all ranks, or on those of a group.
 
+    Buffers that differ after a forward pass, such as running statistics of each rank's samples, are
+    taken from the first rank, which is said once; or averaged, where the user has named them.
     Buffers that are on other ranks, and here on the meta device, are left out.
+
+    Args:
+        module: whose buffers are followed.
+        step: of the run.
+        group: None: all ranks.
+        average: patterns of the names of floating-point buffers that are averaged.
+        strategy: the name of the class whose option `average_buffers` can be advised; None: none.
     """
 
     def __init__(
-        self, module: nn.Module, step: Step, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        step: Step,
+        group: dist.ProcessGroup | None = None,
+        *,
+        average: str | Sequence[str] = (),
+        strategy: str | None = None,
     ) -> None:
         self._module = module
         self._step = step
         self._group = group
+        self._strategy = strategy
+        self._warned = False
         synchronised = {
             id(buffer)
             for child in module.modules()
             if isinstance(child, SyncBatchNorm)
             for buffer in child.buffers(recurse=False)
         }
-        self._watched = [
-            name
+        # The block of choices says it of BatchNorm with sync_batchnorm=False.
+        self._known_to_differ = {
+            id(buffer)
+            for child in module.modules()
+            if isinstance(child, BatchNorm)
+            for buffer in child.buffers(recurse=False)
+        }
+        here = {
+            name: buffer
             for name, buffer in module.named_buffers()
             if buffer.numel() and not buffer.is_meta and id(buffer) not in synchronised
+        }
+        patterns = [average] if isinstance(average, str) else average
+        self._averaged = [
+            name
+            for name, buffer in here.items()
+            if buffer.is_floating_point() and any(fnmatchcase(name, p) for p in patterns)
         ]
+        self._watched = [name for name in here if name not in self._averaged]
         self._before = self._bits()
         self.moving: list[str] = []
 
     def follow(self) -> None:
-        """After an optimizer step: gives every rank the first rank's values of what moves."""
+        """After an optimizer step: makes what moves equal on all ranks."""
+        if self._averaged:
+            self._average()
         if self._watched and check_due(self._step.number):
-            # Their bits are compared: torch does not count what its BatchNorm writes as a change.
-            changed = (self._bits() != self._before).to(torch.uint8)
-            routing.all_reduce(changed, dist.ReduceOp.MAX, self._group)
-            flags = zip(self._watched, changed.tolist(), strict=True)
-            self.moving = [name for name, flag in flags if flag or name in self.moving]
+            self._look()
         if self.moving:
             now = dict(self._module.named_buffers())
             take_from_first((now[name] for name in self.moving), self._group)
+
+    def _look(self) -> None:
+        """Finds out which buffers move, on any rank, and which of them differ between ranks."""
+        # Their bits are compared: torch does not count what its BatchNorm writes as a change.
+        bits = self._bits()
+        changed = (bits != self._before).to(torch.int64)
+        extremes = torch.stack([changed, bits, -bits])
+        routing.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        moved, largest, smallest = extremes.tolist()
+        now = dict(self._module.named_buffers())
+        differ: list[str] = []
+        moving: list[str] = []
+        for place, name in enumerate(self._watched):
+            if moved[place] or name in self.moving:
+                moving.append(name)
+            equal = largest[place] == -smallest[place]
+            if not equal and id(now[name]) not in self._known_to_differ:
+                differ.append(name)
+        self.moving = moving
+        if differ and not self._warned:
+            self._warned = True
+            self._warn(differ)
+
+    def _warn(self, names: Sequence[str]) -> None:
+        advice = "compute them from the global batch: world.sum of sums and counts, in forward"
+        if self._strategy is not None:
+            advice += (
+                "; running means over samples can be averaged after each step instead: "
+                f"{self._strategy}(average_buffers={list(names[:1])!r})"
+            )
+        warn(
+            "buffers that change in the forward pass",
+            f"the values of {some(names)} differ between ranks, as each rank changes its own; "
+            "after each step all ranks take those of rank 0, and what others have seen is lost",
+            f"{advice}; do nothing where rank 0's are good enough",
+        )
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replaces buffers by their mean over the ranks, weighted by the samples of each."""
+        present = self._step.current
+        by_samples = present.count > 0 and present.num_micro_batches == 1
+        weight = float(present.local) if by_samples else 1.0
+        now = dict(self._module.named_buffers())
+        buffers = [now[name] for name in self._averaged]
+        sums: list[Tensor] = []
+        totals: list[Tensor] = []
+        for buffer in buffers:
+            dtype = torch.promote_types(buffer.dtype, torch.float32)
+            # Without samples a rank may have got NaN.
+            own = buffer.to(dtype) if weight else torch.zeros_like(buffer, dtype=dtype)
+            sums.append(own * weight)
+            totals.append(torch.full((), weight, dtype=dtype, device=buffer.device))
+        start_sum([*sums, *totals], self._group)()
+        for buffer, total, count in zip(buffers, sums, totals, strict=True):
+            buffer.copy_(total / count)
 
     def _bits(self) -> Tensor:
         now = dict(self._module.named_buffers())
