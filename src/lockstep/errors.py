@@ -199,7 +199,19 @@ on_warning: list[Callable[[str], None]] = []
 """Called on rank 0 with the text of every warning."""
 
 
-def warn(was_set: str, found: str, do: str, *, code: str | None = None) -> None:
+Place = tuple[str, int]
+"""A file and a line in it."""
+
+
+def warn(
+    was_set: str,
+    found: str,
+    do: str,
+    *,
+    code: str | None = None,
+    at: Place | None = None,
+    on_this_rank: bool = False,
+) -> None:
     """Warns at the user's own line; on rank 0 alone.
 
     Args:
@@ -207,11 +219,12 @@ def warn(was_set: str, found: str, do: str, *, code: str | None = None) -> None:
         found: what stands against it.
         do: what to change.
         code: of the entry in the catalogue, where there is one.
+        at: the user's line, where the warning comes later than what it is about.
+        on_this_rank: warn on this rank, whichever it is: rank 0 does not know of it.
     """
-    if _rank:
+    if _rank and not on_this_rank:
         return
-    frame = _user_frame()
-    file, line = ("lockstep", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    file, line = at or user_place() or ("lockstep", 0)
     text = _three_parts(was_set, found, do, code)
     for hear in on_warning:
         hear(text)
@@ -288,6 +301,40 @@ def spans(numbers: Sequence[int], most: int | None = None) -> str:
 def _three_parts(was_set: str, found: str, do: str, code: str | None) -> str:
     text = f"{was_set}\n  found: {found}\n  do:    {do}"
     return text if code is None else f"{text}\n  more:  {reference(code)}"
+
+
+def user_place() -> Place | None:
+    """File and line of the innermost line of the stack that is the user's own."""
+    frame = _user_frame()
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+_NAMES_IN_SCRIPTS = {
+    "World": "world",
+    "Checkpoint": "checkpoint",
+    "PreparedOptimizer": "optimizer",
+    "PreparedScheduler": "scheduler",
+}
+"""What scripts call the objects of a class, by the name of the class."""
+_PUBLIC_FUNCTIONS = ("save_weights", "load_weights")
+
+
+def user_call() -> str | None:
+    """What the user's own line has called of Lockstep: "checkpoint.save()"; None: not known."""
+    package = str(Path(__file__).parent)
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(package):
+            names.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    for name in reversed(names):
+        owner, _, method = name.partition(".")
+        if owner in _NAMES_IN_SCRIPTS and method.isidentifier():
+            return f"{_NAMES_IN_SCRIPTS[owner]}.{method}()"
+        if name in _PUBLIC_FUNCTIONS:
+            return f"lockstep.{name}()"
+    return None
 
 
 def user_line() -> str | None:

@@ -275,6 +275,16 @@ MESSAGES: dict[str, str] = {
         "  found: in this pass some rank has no samples of some batch and skips it\n"
         "  do:    sum up inside the loop and call the collective once, after it"
     ),
+    "checkpoint.save() of one rank": (
+        "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
+        "  found: rank 0: checkpoint.save(); rank 1: barrier\n"
+        "  do:    all ranks must call checkpoint.save() and world.barrier(), in the same order: take what only some ranks call out of `if world.is_main:`"
+    ),
+    "sum of one rank": (
+        "world.sum() on rank 0, world.mean() on rank 1\n"
+        "  found: rank 0: sum of int; rank 1: mean of float\n"
+        "  do:    all ranks must call world.sum() and world.mean(), in the same order: take what only some ranks call out of `if world.is_main:`"
+    ),
     "shapes that do not match": (
         "world.sum\n"
         "  found: rank 0: sum of float32[2]; rank 1: sum of float32[3]\n"

@@ -229,6 +229,14 @@ def plateau(world: lockstep.World) -> None:
     scheduler.step(0.5 + world.rank)
 
 
+def save_alone(world: lockstep.World) -> None:
+    model, _ = model_and_optimizer(world)
+    checkpoint = world.checkpoint("never written", model=model)
+    if world.is_main:
+        checkpoint.save()
+    world.barrier()
+
+
 def sum_in_evaluation(world: lockstep.World) -> None:
     with torch.no_grad():
         for x, _ in world.loader(tensors(5), 4):  # rank 1 has none of the last batch
@@ -277,6 +285,8 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "data of other content": lambda w: w.loader(TensorDataset(torch.ones(8) + w.rank), 4),
     "plateau of other metrics": plateau,
     "sum in an evaluation loop": sum_in_evaluation,
+    "checkpoint.save() of one rank": save_alone,
+    "sum of one rank": lambda w: w.sum(1) if w.is_main else w.mean(1),
     "shapes that do not match": lambda w: w.sum(torch.ones(2 + w.rank)),
 }
 

@@ -475,7 +475,8 @@ class SharedMemory:
         return RanksDifferError(
             "a collective",
             "; ".join(f"rank {rank}: {words.decode().strip()}" for rank, words in pairs),
-            "call the same collective with the same shapes and dtypes on every rank",
+            "call the same collective with the same shapes and dtypes on every rank; look for one "
+            "that only some ranks call, under `if world.is_main:` for example",
         )
 
 

@@ -34,7 +34,15 @@ from torch import Tensor
 from lockstep.communication import routing
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    LockstepError,
+    RanksDifferError,
+    UsageError,
+    grouped,
+    name_ranks,
+    user_call,
+)
 
 Number = bool | int | float
 
@@ -76,6 +84,14 @@ class Collectives:
         """Why a collective would hang just now (set by an evaluation loop), or None."""
         self.in_turn = False
         """Whether this rank is inside of `main_process_first`, where other ranks are not."""
+        self.history: Callable[[], Any] = _no_history
+        """Gives what should have gone alike on all ranks since they were compared, as JSON. Each
+        collective compares it, as a part of its digest."""
+        self.whole_history: Callable[[], Any] = _no_history
+        """Gives what `compare_histories` needs of each rank, as JSON."""
+        self.compare_histories: Callable[[list[Any]], None] = _no_history
+        """Called on all ranks, in the same collective, with what each rank's `whole_history` gave,
+        where their calls or histories differ."""
 
     @property
     def alone(self) -> bool:
@@ -89,7 +105,7 @@ class Collectives:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value (JSON: tuples come back as lists), in the order of the ranks."""
-        self._open(CallDescription("exchange", "(preparing, saving or resuming, for example)"))
+        self._open(CallDescription("exchange"))
         return self._exchange(value)
 
     def sum(self, value: Any) -> Any:
@@ -201,11 +217,14 @@ class Collectives:
                 "sum up inside the loop and call the collective once, after it",
             )
         self.check_turn(f"{call.name} {call.detail}".rstrip())
-        if self.alone or self._all_agree(call):
-            if call.problem is not None:
-                raise UsageError(*call.problem)
-            return [call.leaves] * self.topology.size
-        calls = [CallDescription.from_json(other) for other in self._exchange(call)]
+        history = self.history()
+        if self.alone or self._all_agree(call, history):
+            return self._of_all(call)
+        told = self._exchange([call._replace(by_user=user_call()), self.whole_history()])
+        calls = [CallDescription.from_json(other) for other, _ in told]
+        self.compare_histories([other for _, other in told])
+        if len({other._replace(by_user=None) for other in calls}) == 1:
+            return self._of_all(call)
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
@@ -217,10 +236,31 @@ class Collectives:
             return rows
         raise _differ(calls)
 
-    def _all_agree(self, call: CallDescription) -> bool:
-        digest = hashlib.md5(json.dumps(call).encode(), usedforsecurity=False).digest()
-        mine = _as_tensor(digest)
-        return bool((self._all_gather(mine) == mine).all())
+    def _of_all(self, call: CallDescription) -> list[tuple[Leaf, ...]]:
+        """What every rank brought, where all have made the same call."""
+        if call.problem is not None:
+            raise UsageError(*call.problem)
+        return [call.leaves] * self.topology.size
+
+    def _all_agree(self, call: CallDescription, history: Any) -> bool:
+        """Whether all ranks make the same call, with the same history before it.
+
+        Raises:
+            RanksDifferError: this rank has met ranks that do something else than a collective of
+                Lockstep's, such as averaging gradients.
+        """
+        text = json.dumps([call, history])
+        mine = _as_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
+        try:
+            digests = self._all_gather(mine)
+        except RanksDifferError as error:
+            called = user_call()
+            if called is None:
+                raise
+            raise RanksDifferError(
+                f"{called} on some ranks only", error.found, _call_on_all_ranks([called])
+            ) from error
+        return bool((digests == mine).all())
 
     def check_turn(self, doing: str) -> None:
         """Raises UsageError inside of `main_process_first`, where other ranks are not."""
@@ -280,6 +320,10 @@ class Collectives:
         routing.broadcast(carrier, source)
         received = from_bytes(carrier, dtype, shape)
         return received if own is None else received.to(own.device)
+
+
+def _no_history(*_: Any) -> None:
+    """What is told, and compared, where nothing has set anything else."""
 
 
 T = TypeVar("T")
@@ -350,16 +394,42 @@ def check_same_metric(was_set: str, values: Sequence[Any], code: str | None = No
 
 
 def _differ(calls: Sequence[CallDescription]) -> RanksDifferError:
+    """The error of ranks that do not make the same call; `calls` has one for each rank."""
     names = list(dict.fromkeys(call.name for call in calls))
+    by_user = [call.by_user or _in_script(call.name) for call in calls]
     structures = len({call.structure for call in calls}) > 1 and len(names) == 1
+    found = []
+    for rank, call in enumerate(calls):
+        # An exchange of Lockstep's own says nothing to users; what they called says it.
+        described = call.by_user if call.name == "exchange" and call.by_user else str(call)
+        structure = f" in {call.structure}" if structures else ""
+        found.append(f"rank {rank}: {described}{structure}")
+    of_user = grouped(zip(by_user, range(len(calls)), strict=True))
+    if len(of_user) > 1:
+        # A barrier waits for whatever the other ranks do, and is rarely what is wrong.
+        ordered = sorted(of_user, key=lambda name: name == "world.barrier()")
+        was_set = ", ".join(f"{name} on {name_ranks(of_user[name])}" for name in ordered)
+        return RanksDifferError(was_set, "; ".join(found), _call_on_all_ranks(ordered))
     return RanksDifferError(
-        f"world.{names[0]}" if len(names) == 1 else f"collectives: {' and '.join(names)}",
-        "; ".join(
-            f"rank {rank}: {call}{f' in {call.structure}' if structures else ''}"
-            for rank, call in enumerate(calls)
-        ),
+        by_user[0].removesuffix("()") if len(names) == 1 else f"collectives: {' and '.join(names)}",
+        "; ".join(found),
         "call the same collective with the same structure, shapes and types on every rank",
     )
+
+
+def _call_on_all_ranks(called: Sequence[str]) -> str:
+    """Advice where ranks call different things."""
+    if len(called) == 1:
+        return f"all ranks must call {called[0]}: take it out of `if world.is_main:`"
+    return (
+        f"all ranks must call {' and '.join(called)}, in the same order: take what only some ranks "
+        "call out of `if world.is_main:`"
+    )
+
+
+def _in_script(name: str) -> str:
+    """What a script calls to make a collective of this name."""
+    return "a collective of Lockstep's own" if name == "exchange" else f"world.{name}()"
 
 
 # What a rank brings to a collective: its description, and the forms in which it can travel
@@ -398,13 +468,15 @@ class CallDescription(NamedTuple):
     leaves: tuple[Leaf, ...] = ()
     problem: Problem | None = None
     """Why this rank cannot take part; all ranks raise it."""
+    by_user: str | None = None
+    """What the user's line has called, such as "checkpoint.save()"; None: not known, not asked."""
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> CallDescription:
         """From its fields, as JSON gives them back."""
-        name, detail, structure, leaves, problem = fields
+        name, detail, structure, leaves, problem, by_user = fields
         rows = tuple(Leaf(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves)
-        return cls(name, detail, structure, rows, problem and tuple(problem))
+        return cls(name, detail, structure, rows, problem and tuple(problem), by_user)
 
     def __str__(self) -> str:
         brought = f"of {', '.join(map(str, self.leaves)) or 'nothing'}" if self.structure else ""
