@@ -275,6 +275,36 @@ MESSAGES: dict[str, str] = {
         "  found: in this pass some rank has no samples of some batch and skips it\n"
         "  do:    sum up inside the loop and call the collective once, after it"
     ),
+    "model not prepared": (
+        "world.backward of a loss that reaches no prepared model\n"
+        "  found: the 4 parameters that it reaches (of shapes (4, 16), (16, 6), (16,), (4,)) belong to no module: none was prepared; they were equal on all ranks, and are not any more: each rank trains a model of its own\n"
+        "  do:    give the model to world.prepare with its optimizer, and use what it returns: model, optimizer = world.prepare(model, optimizer)\n"
+        "  more:  [LS311: lockstep explain LS311]"
+    ),
+    "optimizer not prepared": (
+        "SGD.step() of an optimizer that is not prepared\n"
+        "  found: it holds 4 parameters of a prepared model: with micro-batches it steps in each of them, world.step does not count, and the checks of gradients and replicas do not run\n"
+        "  do:    step what world.prepare returns: model, optimizer = world.prepare(model, optimizer)\n"
+        "  more:  [LS407: lockstep explain LS407]"
+    ),
+    "test loader not prepared": (
+        "world.sum of what every rank counted over an unprepared DataLoader\n"
+        "  found: every rank went through the same 33 samples; this rank counted 10, and the sum 20 counts each sample 2 times\n"
+        "  do:    prepare the loader (test = world.prepare(test)), so that each rank gets its part; or leave world.sum out where every rank counts them all\n"
+        "  more:  [LS501: lockstep explain LS501]"
+    ),
+    "prepared loader on one rank": (
+        "evaluating over a prepared loader on some ranks only\n"
+        "  found: only rank 0 iterated it (test_mistakes.py:58: for x, y in loader:); a rank gets no more than its part of the samples, so the result covers a part\n"
+        "  do:    evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader\n"
+        "  more:  [LS501: lockstep explain LS501]"
+    ),
+    "training over the unprepared loader": (
+        "training over an unprepared DataLoader\n"
+        "  found: its dataset is that of a prepared loader, but here every rank goes through all of it, and does not get its part of each global batch\n"
+        "  do:    iterate what world.prepare returned: model, optimizer, train = world.prepare(model, optimizer, train)\n"
+        "  more:  [LS110: lockstep explain LS110]"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

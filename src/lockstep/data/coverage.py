@@ -9,7 +9,6 @@ they are together: after the first two passes, and then whenever 1000 more globa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from lockstep.data.batch_plan import CustomPlan, Indices, Plan
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import DataError, RanksDifferError, name_ranks, warn
+from lockstep.errors import DataError, RanksDifferError, warn
 from lockstep.step import MicroBatch
 
 _FIRST_PASSES = 2
@@ -85,7 +84,7 @@ class Coverage:
         self._last: tuple[int, int] | None = None
         """The epoch of the last pass, and the CRC-32 of its order."""
         self._passes = self._steps = 0
-        self._due = self._said_alone = False
+        self._due = False
 
     def begin(self, epoch: int, start: int, plan: Plan) -> None:
         """A pass that trains begins, at a global batch of its plan."""
@@ -119,12 +118,11 @@ class Coverage:
             if micro.last and position == len(found.plan) - 1:
                 self._end(found)
 
-    def settle(self, collectives: Collectives, evaluated: Iterable[int] = ()) -> None:
+    def settle(self, collectives: Collectives) -> None:
         """Compares with the other ranks where that is due; on all ranks in the same step.
 
         Args:
             collectives: of the run.
-            evaluated: how often this rank has been through each of the loaders without gradients.
 
         Raises:
             RanksDifferError: the ranks went through different orders.
@@ -133,12 +131,11 @@ class Coverage:
         if not self._due:
             return
         self._due, self._steps = False, 0
-        mine = [self._orders, *self._tallies.flatten().tolist(), *evaluated]
+        mine = [self._orders, *self._tallies.flatten().tolist()]
         self._orders = 0
         self._tallies[:] = 0
         rows = collectives.exchange(mine)
         _check_orders(rows)
-        self._check_evaluations([row[5:] for row in rows])
         delivered = [row[3:5] for row in rows[: collectives.data_parallel.size]]
         together, planned = np.array(delivered, np.uint64).sum(axis=0).tolist(), mine[1:3]
         if together != planned:
@@ -151,20 +148,6 @@ class Coverage:
                 "its sampler while a pass is running",
                 code="LS102" if together[0] < planned[0] else "LS101",
             )
-
-    def _check_evaluations(self, evaluated: list[list[int]]) -> None:
-        totals = [sum(row) for row in evaluated]
-        if self._said_alone or len(set(totals)) == 1:
-            return
-        self._said_alone = True
-        alone = [rank for rank, total in enumerate(totals) if total > min(totals)]
-        warn(
-            "evaluating over a prepared loader on some ranks only",
-            f"only {name_ranks(alone)} iterated it; a rank gets no more than its part of the "
-            "samples, so the result covers a part",
-            "evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
-            code="LS501",
-        )
 
     def _end(self, done: _OpenPass) -> None:
         self._open = None

@@ -34,7 +34,7 @@ from lockstep.data.rows import RowCounter
 from lockstep.data.source import SHARDING, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, DataError, Place, user_place
 from lockstep.settings import Choice
 from lockstep.step import BatchEvent, Delivery, MicroBatch, Pass, Step
 
@@ -86,8 +86,12 @@ class Loader:
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self.trained = 0
         """Passes in which an optimizer has stepped."""
+        self.passes_begun = 0
+        """On this rank, with gradients and without."""
         self.evaluated = 0
-        """Passes without gradients that this rank has come to the end of."""
+        """Passes in which nothing was trained that this rank has come to the end of."""
+        self.evaluated_at: Place | None = None
+        """The user's line that began the latest of these."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
         """Passes with gradients that have begun."""
@@ -187,6 +191,7 @@ class Loader:
         return full * self.micro_batches + last
 
     def __iter__(self) -> Iterator[Any]:
+        self.passes_begun += 1
         if torch.is_grad_enabled():
             epoch, start = self._epoch, self.start
             self._epoch, self.start = epoch + 1, 0
@@ -287,7 +292,7 @@ class Loader:
     ) -> Iterator[Any]:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
-        running = Pass()
+        running, begun_at = Pass(), user_place()
         reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
         before = step.enter_phase(reading)
         exhausted = False
@@ -304,7 +309,9 @@ class Loader:
                 yield batch
                 step.enter_phase(reading)
             exhausted = True
-            self.evaluated += int(not training)
+            if not running.trained:
+                self.evaluated += 1
+                self.evaluated_at = begun_at
         finally:
             pairs.close()
             self._collectives.blocked = blocked

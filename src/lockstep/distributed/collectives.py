@@ -84,6 +84,8 @@ class Collectives:
         """Why a collective would hang just now (set by an evaluation loop), or None."""
         self.in_turn = False
         """Whether this rank is inside of `main_process_first`, where other ranks are not."""
+        self.summed: Callable[[Sequence[Any], Sequence[Any]], None] = _no_history
+        """Called on all ranks with the leaves that this rank brought to a sum, and the sums."""
         self.history: Callable[[], Any] = _no_history
         """Gives what should have gone alike on all ranks since they were compared, as JSON. Each
         collective compares it, as a part of its digest."""
@@ -200,6 +202,8 @@ class Collectives:
             else:
                 own = leaf if self.contributes else identity_element(leaf, operation)
                 reduced.append(all_reduced(own, operation))
+        if name == "sum":
+            self.summed(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
 
     def _open(
@@ -323,7 +327,7 @@ class Collectives:
 
 
 def _no_history(*_: Any) -> None:
-    """What is told, and compared, where nothing has set anything else."""
+    """There is no history to tell or to compare."""
 
 
 T = TypeVar("T")

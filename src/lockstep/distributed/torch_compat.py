@@ -252,6 +252,47 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # Workers of a DataLoader
 
 
+END_OF_PASS = object()
+"""What `watch_data_loaders` tells in the place of a batch when a pass is over."""
+
+
+def watch_data_loaders(seen: Callable[[Any, Any, Any, Any], None]) -> Callable[[], None]:
+    """Has a function called with each batch that a DataLoader delivers in this process.
+
+    No public hook tells of batches, and an iterator of our own in the place of torch's would lack
+    what some programs ask that for, its length for example.
+
+    Args:
+        seen: called with the iterator, its dataset, the sampler, or the batch sampler where that
+            is not torch's own, and the batch or `END_OF_PASS`.
+
+    Returns:
+        What ends it.
+    """
+    from torch.utils.data import BatchSampler, dataloader
+
+    iterators: Any = dataloader._BaseDataLoaderIter
+    plain = iterators.__next__
+
+    def watched(iterator: Any) -> Any:
+        indices = iterator._index_sampler
+        sampler = indices.sampler if type(indices) is BatchSampler else indices
+        try:
+            batch = plain(iterator)
+        except StopIteration:
+            seen(iterator, iterator._dataset, sampler, END_OF_PASS)
+            raise
+        seen(iterator, iterator._dataset, sampler, batch)
+        return batch
+
+    def end() -> None:
+        if iterators.__next__ is watched:
+            iterators.__next__ = plain
+
+    iterators.__next__ = watched
+    return end
+
+
 @contextmanager
 def without_worker_info() -> Iterator[None]:
     """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.

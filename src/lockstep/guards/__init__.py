@@ -9,9 +9,11 @@ from typing import Any
 from lockstep.distributed.process_group import Run
 from lockstep.guards.base import Guard
 from lockstep.guards.coverage import CoverageGuard
+from lockstep.guards.evaluation import EvaluationGuard
 from lockstep.guards.gradients import GradientVersionGuard
 from lockstep.guards.loss import LossGuard
 from lockstep.guards.parameters import ParameterGuard
+from lockstep.guards.preparation import PreparationGuard
 from lockstep.guards.replicas import ReplicaGuard
 from lockstep.guards.unit_order import UnitOrderGuard
 from lockstep.optim.precision import Precision
@@ -24,6 +26,8 @@ GUARDS: tuple[type[Guard], ...] = (
     ParameterGuard,
     ReplicaGuard,
     CoverageGuard,
+    EvaluationGuard,
+    PreparationGuard,
 )
 
 

@@ -16,8 +16,8 @@ from lockstep.strategies.base import Wrapped
 class Guard:
     """Looks on at a training, changes nothing, and raises where it goes wrong.
 
-    A method that is not overridden is not called. All may communicate but `before_backward`,
-    `after_backward` and `settle`: every rank takes the same steps.
+    A method that is not overridden is not called. All may communicate but
+    `before_backward`, `after_backward` and `settle`: every rank takes the same steps.
 
     Args:
         run: this process's part in the run.
@@ -32,6 +32,9 @@ class Guard:
 
     def prepared(self, wrapped: Wrapped) -> None:
         """`world.prepare` has wrapped a module."""
+
+    def optimizer_prepared(self, optimizer: Optimizer) -> None:
+        """`world.prepare` has made this optimizer of the user's."""
 
     def before_backward(self, loss: Any) -> None:
         """`world.backward` was given a loss, which is not weighted yet."""

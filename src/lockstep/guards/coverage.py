@@ -11,5 +11,4 @@ class CoverageGuard(Guard):
     def after_step(self) -> None:
         """Raises DataError or RanksDifferError; see `lockstep.data.coverage`."""
         for loader in self.run.loaders:
-            evaluated = (each.evaluated for each in self.run.loaders)  # looked at where it is due
-            loader.coverage.settle(self.run.collectives, evaluated)
+            loader.coverage.settle(self.run.collectives)

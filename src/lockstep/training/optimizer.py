@@ -68,6 +68,8 @@ class PreparedOptimizer(_Around, Optimizer):
     ) -> None:
         # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
         self.inner = inner
+        self.stepping = False
+        """Whether the inner optimizer is just now in a step that this one has called."""
         self.skipped = False
         """Whether the loss scaler left the last step out because a gradient was infinite."""
         self._step = step
@@ -129,7 +131,11 @@ class PreparedOptimizer(_Around, Optimizer):
         if closure is None:
             self._before()
         evaluate = None if closure is None else partial(self._evaluate, closure)
-        result, self.skipped = self._precision.step(self.inner, evaluate)
+        self.stepping = True
+        try:
+            result, self.skipped = self._precision.step(self.inner, evaluate)
+        finally:
+            self.stepping = False
         self._taken = batch
         if present.last:
             self._step.mark_stepped()

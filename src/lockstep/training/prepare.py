@@ -404,6 +404,7 @@ class Preparer:
         if any(new is None for new in self._replaced.values()):
             prepared.places, prepared.counts = places, counts
         self.optimizers.append(prepared)
+        self.guards.optimizer_prepared(prepared)
         for module in modules:
             self._wrapped[module].optimizer_prepared(optimizer)
         return prepared

@@ -86,7 +86,8 @@ errors, its warnings and the verdicts of `lockstep verify`:
 `lockstep explain LS303` prints an entry, `lockstep explain batchnorm` searches, `lockstep explain`
 lists all. This page is made by `lockstep explain --markdown`.
 
-Warnings are `lockstep.errors.LockstepWarning`, printed once by rank 0 with the line of the script;
+Warnings are `lockstep.errors.LockstepWarning`, printed once with the line of the script, by rank 0
+or by the rank that alone knows of it;
 `warnings.simplefilter("error", lockstep.errors.LockstepWarning)` turns them into errors.
 """
 
