@@ -9,16 +9,19 @@ import json
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from lockstep.data.pytree import map_tensors
 from lockstep.distributed import torch_compat
 from lockstep.errors import SettingError
 
@@ -300,3 +303,30 @@ def test_every_function_has_a_test():
     ]
     text = Path(__file__).read_text()
     assert [name for name in functions if f"torch_compat.{name}(" not in text] == []
+
+
+def test_batches_of_data_loaders_are_seen():
+    seen: list[tuple[Any, ...]] = []
+    end = torch_compat.watch_data_loaders(lambda *told: seen.append(told))
+    data = [1, 2, 3]
+    try:
+        for loader, sampler in (
+            (DataLoader(data, batch_size=2), SequentialSampler),
+            (DataLoader(data, batch_size=None, shuffle=True), RandomSampler),
+            (DataLoader(data, batch_sampler=[[0, 2], [1]]), list),
+        ):
+            iterator = iter(loader)
+            batches = list(iterator)
+            told = [batch for *_, batch in seen]
+            assert told[-1] is torch_compat.END_OF_PASS
+            assert [map_tensors(b, Tensor.tolist) for b in told[:-1]] == [
+                map_tensors(b, Tensor.tolist) for b in batches
+            ]
+            assert {id(each[0]) for each in seen} == {id(iterator)}
+            assert all(each[1] is data for each in seen)
+            assert {type(each[2]) for each in seen} == {sampler}
+            seen.clear()
+    finally:
+        end()
+    list(DataLoader(data))
+    assert not seen

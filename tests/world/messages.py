@@ -305,6 +305,12 @@ MESSAGES: dict[str, str] = {
         "  do:    iterate what world.prepare returned: model, optimizer, train = world.prepare(model, optimizer, train)\n"
         "  more:  [LS110: lockstep explain LS110]"
     ),
+    "means of batches are summed": (
+        "world.sum over all ranks, divided by len(loader)\n"
+        "  found: len(loader) is 5, the number of batches that one rank gets, and 2 ranks have added theirs: a mean over batches comes out 2 times too large\n"
+        "  do:    add up what counts for each sample, total += loss.item() * len(x), and divide world.sum(total) by the number of samples\n"
+        "  more:  [LS501: lockstep explain LS501]"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning
+from lockstep.guards.mean_of_batches import divides_sum_by_length
 
 Use = Callable[[lockstep.World], Any]
 
@@ -188,6 +189,26 @@ def training_over_the_unprepared_loader(world: lockstep.World) -> None:
     train(world, model, optimizer, loader=loader)
 
 
+@torch.no_grad()
+def losses(model: nn.Module, loader: Any) -> float:
+    return sum(F.cross_entropy(model(x), y).item() for x, y in loader)
+
+
+def means_of_batches_summed(world: lockstep.World) -> None:
+    model, test = trained(world), world.prepare(plain_test())
+    for _ in range(2):
+        mean = world.sum(losses(model, test)) / len(test)
+        assert mean > 0
+        train(world, mlp())
+
+
+def means_of_batches_summed_at_the_end(world: lockstep.World) -> None:
+    model, test = trained(world), world.prepare(plain_test())
+    total = losses(model, test)
+    mean = total / len(test)
+    world.print(f"loss {world.sum(torch.tensor(mean)):.3f}")
+
+
 _BACKWARD = "world.backward(loss)"
 _HITS = "for x, y in loader:"
 MISTAKES: dict[Use, str] = {
@@ -206,6 +227,10 @@ MISTAKES: dict[Use, str] = {
     rank_1_over_a_prepared_loader_at_the_end: f"LS501 {_HITS}",
     rank_0_over_a_prepared_loader_with_gradients: "LS501 for _ in test:",
     training_over_the_unprepared_loader: f"LS110 {_BACKWARD}",
+    means_of_batches_summed: "LS501 mean = world.sum(losses(model, test)) / len(test)",
+    means_of_batches_summed_at_the_end: (
+        'LS501 world.print(f"loss {world.sum(torch.tensor(mean)):.3f}")'
+    ),
 }
 
 
@@ -442,6 +467,15 @@ def first_batch_on_rank_0(world: lockstep.World) -> None:
     world.barrier()
 
 
+def means_over_samples_and_ranks(world: lockstep.World) -> None:
+    model, test = trained(world), world.prepare(plain_test())
+    by_samples = world.sum(losses(model, test)) / TEST_SAMPLES
+    world.print(f"{by_samples:.3f} in {len(test)} batches")
+    mean_of_ranks = world.sum(losses(model, test) / len(test)) / world.size
+    mean_of_means = world.sum(losses(model, test)) / world.sum(len(test))
+    assert mean_of_ranks + mean_of_means + world.mean(losses(model, test) / len(test)) > 0
+
+
 def plain_pass_before_a_prepared_one(world: lockstep.World) -> None:
     model, test = trained(world), world.prepare(plain_test())
     hits(model, DataLoader(tensors(8), 4))  # to calibrate, on every rank
@@ -468,6 +502,7 @@ HONEST: list[Use] = [
     every_other_batch_by_hand,
     in_turn_over_a_prepared_loader,
     first_batch_on_rank_0,
+    means_over_samples_and_ranks,
     plain_pass_before_a_prepared_one,
 ]
 ALWAYS_TRIED: list[Use] = [
@@ -476,6 +511,8 @@ ALWAYS_TRIED: list[Use] = [
     evaluation_loader_not_prepared,
     rank_1_over_a_prepared_loader_at_the_end,
     training_over_the_unprepared_loader,
+    means_of_batches_summed,
+    means_over_samples_and_ranks,
     parameters_of_one_rank,
     own_rollouts,
     ddp_by_hand,
@@ -508,6 +545,41 @@ def check(uses: list[Use], size: int) -> None:
 
 def test_mistakes_are_told_and_honest_programs_are_not():
     check(ALWAYS_TRIED, 2)
+
+
+def test_a_sum_divided_by_the_length_of_a_loader_is_found_in_the_source():
+    one_line = [
+        "loss = world.sum(total) / len(test)",
+        "print('loss', float(world.sum(total)) / len(test))",
+        "print(f'{world.sum(total).item() / len(test):.3f}')",
+        "loss = world.sum(total / len(test))",
+        "loss, hits = world.sum((total / len(test), hits))",
+    ]
+    for line in one_line:
+        assert divides_sum_by_length(f"import x\n{line}\n", 2, 2), line
+    two_lines = [
+        "total = world.sum(total)\nloss = total / len(test)",
+        "total, n = world.sum((total, n))\nprint(total / len(test))",
+        "total = world.sum(total)\ntotal /= len(test)",
+        "mean = total / len(test)\nloss = world.sum(mean)",
+    ]
+    for lines in two_lines:
+        inside = "def evaluate():\n    " + lines.replace("\n", "\n    ")
+        first, second = (3, 2) if lines.startswith("mean") else (2, 3)
+        assert divides_sum_by_length(inside, first, second), lines
+    right = [
+        "loss = world.sum(total) / len(test) / world.size",
+        "loss = world.sum(total / len(test)) / world.size",
+        "loss = world.sum(total) / world.sum(len(test))",
+        "print(world.sum(total) / n, len(test))",
+        "loss = world.mean(total / len(test))",
+        "for x in world.sum(total): len(test)",
+        "not python",
+    ]
+    for line in right:
+        assert not divides_sum_by_length(line, 1, 1), line
+    assert not divides_sum_by_length("a = world.sum(b)\nc = d / len(test)", 1, 2)
+    assert not divides_sum_by_length("a = world.sum(b)\n", 1, 7)
 
 
 @pytest.mark.thorough

@@ -92,6 +92,8 @@ class Loader:
         """Passes in which nothing was trained that this rank has come to the end of."""
         self.evaluated_at: Place | None = None
         """The user's line that began the latest of these."""
+        self.length_asked_at: Place | None = None
+        """The user's line that has last asked for `len(loader)`."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
         """Passes with gradients that have begun."""
@@ -183,6 +185,7 @@ class Loader:
         Raises:
             LengthUnknownError: of a stream that does not say its length.
         """
+        self.length_asked_at = user_place()
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
             return sum(len(self._plan.split(len(batch))) for batch in plan.batches())

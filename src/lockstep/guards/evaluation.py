@@ -1,6 +1,6 @@
 """Do all ranks evaluate alike, and is what they sum counted once?
 
-Three mistakes give a wrong number and no error, and each is seen where the ranks are together:
+Four mistakes give a wrong number and no error, and each is seen where the ranks are together:
 
 - One rank alone goes through a prepared loader, which gives it no more than its part. How often
   each rank has gone through each loader is compared in every collective of Lockstep's, as a part of
@@ -9,6 +9,8 @@ Three mistakes give a wrong number and no error, and each is seen where the rank
   is summed: every sample counts once per rank. That the ranks have read the same samples is known
   by a checksum, which is a part of that digest too.
 - Every rank trains on all samples of a dataset that a prepared loader would divide.
+- Means of batches are added up, summed over the ranks and divided by the number of batches of one
+  rank: see `mean_of_batches`.
 
 Each of them may also be meant, so nothing here is an error.
 """
@@ -16,6 +18,7 @@ Each of them may also be meant, so nothing here is an error.
 from __future__ import annotations
 
 import json
+import linecache
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -28,6 +31,7 @@ from lockstep.data.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run
 from lockstep.errors import Place, name_ranks, source_line, user_call, user_place, warn
 from lockstep.guards.base import Guard
+from lockstep.guards.mean_of_batches import divides_sum_by_length
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
 
@@ -74,6 +78,11 @@ class EvaluationGuard(Guard):
         self._doubtful: DoubtfulSum | None = None
         self._said_sum = False
         self._said_training = False
+        self._said_mean = False
+        self._evaluated_before = 0
+        """Evaluations of prepared loaders up to the latest sum of numbers that are no counts."""
+        self._sum_of_means: Place | None = None
+        """The line of that sum, where an evaluation came before it."""
         self._unprepared: UnpreparedLoaders | None = None
         if run.collectives.alone:
             return
@@ -88,6 +97,8 @@ class EvaluationGuard(Guard):
         """Warns where an evaluation before this step, or the samples of this step, are in doubt."""
         if self._read is not None:
             self._forget_read_pass()
+        if self._sum_of_means is not None:
+            self._look_at_mean()
         if self._unprepared is not None and not self._said_training:
             self._look_at_training(self._unprepared.dataset_in_use)
 
@@ -160,6 +171,7 @@ class EvaluationGuard(Guard):
         if failed or self.run.joined is None:
             return
         self._forget_read_pass()
+        self._look_at_mean()
         store, topology = self.run.joined.store, self.run.topology
         with suppress(RuntimeError):  # the store has gone with a rank
             store.set_timeout(STORE_TIMEOUT)
@@ -206,6 +218,7 @@ class EvaluationGuard(Guard):
 
     def _look_at_sum(self, brought: Sequence[Any], totals: Sequence[Any]) -> None:
         """A sum over the ranks, which have all read the same samples if `_read` is set."""
+        self._look_for_means(brought)
         read = self._read
         size = self.run.collectives.data_parallel.size
         if read is None or size == 1 or self._said_sum or user_call() != "world.sum()":
@@ -220,6 +233,47 @@ class EvaluationGuard(Guard):
             if is_count and (total == size * mine or total > read.samples):
                 place = user_place()
                 self._doubtful = DoubtfulSum(read.samples, int(mine), int(total), place)
+
+    # Means of batches
+
+    def _look_for_means(self, brought: Sequence[Any]) -> None:
+        """Remembers the line of a sum that may be one of means, after an evaluation."""
+        evaluated = sum(loader.evaluated for loader in self.run.loaders)
+        if self._said_mean or evaluated == self._evaluated_before:
+            return
+        if all(number == int(number) for number in _numbers(brought)):
+            return
+        if user_call() == "world.sum()":
+            self._look_at_mean()
+            self._evaluated_before = evaluated
+            self._sum_of_means = user_place()
+
+    def _look_at_mean(self) -> None:
+        """Reads in the script if the latest such sum was divided by the length of a loader."""
+        place, self._sum_of_means = self._sum_of_means, None
+        size = self.run.collectives.data_parallel.size
+        if place is None or self._said_mean or size == 1 or not self.run.topology.is_main:
+            return
+        file, line = place
+        for loader in self.run.loaders:
+            asked_at = loader.length_asked_at
+            if asked_at is None or asked_at[0] != file:
+                continue
+            source = "".join(linecache.getlines(file))
+            if not divides_sum_by_length(source, line, asked_at[1]):
+                continue
+            self._said_mean = True
+            warn(
+                "world.sum over all ranks, divided by len(loader)",
+                f"len(loader) is {len(loader)}, the number of batches that one rank gets, and "
+                f"{size} ranks have added theirs: a mean over batches comes out {size} times too "
+                "large",
+                "add up what counts for each sample, total += loss.item() * len(x), and divide "
+                "world.sum(total) by the number of samples",
+                code="LS501",
+                at=place,
+            )
+            return
 
     def _look_at_training(self, dataset: Any) -> None:
         """A loss is trained on while an unprepared loader is being read."""
