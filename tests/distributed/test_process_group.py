@@ -7,7 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from lockstep.distributed.process_group import (
     choose_backend,
     close_group,
     open_group,
+    store_at_end,
 )
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
@@ -194,3 +198,13 @@ def test_a_host_name_that_means_loopback(two_nodes: None, tmp_path: Path, master
         assert "resolves to 127.0.1.1, which only this machine can reach" in reason
         assert total == 3.0
         assert variable is None
+
+
+def test_the_store_has_its_own_timeout_again_after_what_is_told_at_the_end():
+    store: Any = dist.PrefixStore("run", dist.HashStore())
+    joined: Any = SimpleNamespace(store=store)
+    store.set_timeout(timedelta(seconds=77))
+    with store_at_end(joined) as closing:
+        assert closing.timeout < timedelta(seconds=77)
+        raise dist.DistNetworkError("the store has gone")
+    assert store.timeout == timedelta(seconds=77)

@@ -74,6 +74,27 @@ class Run:
     """The modules that `World.prepare` gave out."""
 
 
+CLOSING_TIMEOUT = timedelta(seconds=5)
+"""Of the store, for what ranks tell each other at the end of the run: it may have gone with one."""
+
+
+@contextmanager
+def store_at_end(joined: Joined) -> Iterator[Store]:
+    """The store of the run, for a few requests at its end, which do not wait long.
+
+    Nothing is raised where the store has gone with another rank.
+    """
+    store: Any = joined.store  # torch's annotations leave `timeout` out
+    before = store.timeout
+    store.set_timeout(CLOSING_TIMEOUT)
+    try:
+        yield store
+    except RuntimeError:
+        return
+    finally:
+        store.set_timeout(before)  # checkpoints that are still being written need theirs
+
+
 def run_of(module: nn.Module) -> Run | None:
     """The run that a module was prepared in, as long as it goes on."""
     run = _current

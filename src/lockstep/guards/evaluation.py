@@ -21,14 +21,12 @@ import json
 import linecache
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lockstep.data.unprepared import ReadPass, UnpreparedLoaders
-from lockstep.distributed.process_group import Run
+from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.errors import Place, name_ranks, source_line, user_call, user_place, warn
 from lockstep.guards.base import Guard
 from lockstep.guards.mean_of_batches import divides_sum_by_length
@@ -37,8 +35,6 @@ from lockstep.strategies.base import Wrapped
 
 MAX_NUMBERS_IN_TENSOR = 64
 """Of a larger tensor that is summed over the ranks, only its own sum is looked at."""
-STORE_TIMEOUT = timedelta(seconds=5)
-"""At the end of the run; its store may have gone with another rank."""
 
 
 class LoaderPasses(NamedTuple):
@@ -172,13 +168,14 @@ class EvaluationGuard(Guard):
             return
         self._forget_read_pass()
         self._look_at_mean()
-        store, topology = self.run.joined.store, self.run.topology
-        with suppress(RuntimeError):  # the store has gone with a rank
-            store.set_timeout(STORE_TIMEOUT)
+        topology = self.run.topology
+        texts: list[bytes] = []
+        with store_at_end(self.run.joined) as store:
             store.set(f"passes/{topology.rank}", json.dumps(self._passes()))
             if store.add("passes", 1) == topology.size:
-                texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
-                self._compare_passes([json.loads(text) for text in texts], on_this_rank=True)
+                texts += [store.get(f"passes/{rank}") for rank in range(topology.size)]
+        if texts:
+            self._compare_passes([json.loads(text) for text in texts], on_this_rank=True)
 
     # Passes over loaders that were not prepared
 

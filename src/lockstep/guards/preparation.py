@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 from weakref import ref
 
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.distributed.process_group import Run
+from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.distributed.torch_compat import is_sharded, never_compiled
 from lockstep.errors import Place, some, user_place, warn
 from lockstep.guards.base import Guard
@@ -44,8 +42,6 @@ MAX_NODES = 200_000
 """Of a larger graph it is not known what it reaches."""
 MAX_NUMBERS_OF_PARAMETER = 64
 """So many numbers of each parameter are compared."""
-STORE_TIMEOUT = timedelta(seconds=5)
-"""At the end of the run; its store may have gone with another rank."""
 
 
 class PreparationGuard(Guard):
@@ -80,7 +76,7 @@ class PreparationGuard(Guard):
         if place is None or self._right.get(place, 0) >= WALKS_WHERE_RIGHT:
             return
         known = self._apart.get(place)
-        if known is not None and known.posted:
+        if known is not None and (known.posted or known.first is None):
             return
         reached = leaves_of(loss, {id(p) for p in self._prepared_parameters()})
         if reached is None or self._may_be_meant(reached):
@@ -119,7 +115,7 @@ class PreparationGuard(Guard):
     def _post(self, apart: TrainedApart) -> None:
         """Tells the other ranks how the parameters are now; the last rank to come compares."""
         joined = self.run.joined
-        if joined is None or apart.posted:
+        if joined is None or apart.posted or apart.first is None:
             return
         apart.posted = True
         apart.look()
@@ -177,8 +173,7 @@ class PreparationGuard(Guard):
         self._unhook()
         if failed or self.run.joined is None:
             return
-        with suppress(RuntimeError):  # the store has gone with a rank
-            self.run.joined.store.set_timeout(STORE_TIMEOUT)
+        with store_at_end(self.run.joined):
             for apart in list(self._apart.values()):
                 self._post(apart)
 
@@ -214,11 +209,13 @@ class TrainedApart:
             self.latest = now
 
     def _fingerprint(self) -> int | None:
-        """A CRC-32 over some numbers of each parameter; None: a parameter is gone."""
+        """A CRC-32 over some numbers of each parameter; None: not all can be looked at any more."""
         found = 0
         for reference in self._parameters:
             parameter = reference()
             if parameter is None:
+                return None
+            if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
                 return None
             values = parameter.detach().flatten()
             every = max(1, len(values) // MAX_NUMBERS_OF_PARAMETER)
