@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.consistency import Match, alike, digest, match_samples
+from lockstep.data.consistency import digest
+from lockstep.data.fingerprint import Match, alike, match_samples
 
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 

@@ -255,13 +255,13 @@ MESSAGES: dict[str, str] = {
     "data of other lengths": (
         "world.loader\n"
         "  found: rank 0: a loader over 8 samples in global batches of 4 (checksum 20f0fcb7); rank 1: a loader over 9 samples in global batches of 4 (checksum a4e42c80)\n"
-        "  do:    build the same on every rank: same code, arguments, seed and data\n"
+        "  do:    build the same on every rank: same code, arguments, seed and data; split and draw data before world.prepare, after which every rank draws other random numbers, or with a seed\n"
         "  more:  [LS104: lockstep explain LS104]"
     ),
     "data of other content": (
         "a TensorDataset that is the same on every rank\n"
         "  found: sample 0 on rank 1 differs from sample 0 on rank 0\n"
-        "  do:    compare the copies of the data on the machines; sort what os.listdir or a set gives, and seed what shuffles or draws\n"
+        "  do:    compare the copies of the data on the machines; sort what os.listdir or a set gives; shuffle, split and draw data before world.prepare, after which every rank draws other random numbers, or with a seed\n"
         "  more:  [LS104: lockstep explain LS104]"
     ),
     "plateau of other metrics": (

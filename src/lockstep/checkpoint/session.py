@@ -130,6 +130,9 @@ class Checkpoint:
         self._progress = run.step
         self._policy = policy
         self._state = dict(state)
+        for value in state.values():
+            if isinstance(value, Loader):
+                _ = value.fingerprint  # read before the training: some datasets change in it
         self._world, self._replicas = world, replicas
         self._doing = f"saving a checkpoint in {self.folder}"
         self._passed_over: tuple[str, ...] = ()

@@ -15,16 +15,17 @@ batch are compared: they must be the same where every rank reads the whole of it
 be the same where it is split. Each of several loader workers reads the whole of what its rank
 reads, and takes the global batches from it that are its own, so all workers must read the same too:
 `WorkerComparison`.
+
+Are these the data that an earlier start of the training read? See `fingerprint`; here it is read
+(`read_fingerprint`) and judged (`check_fingerprint`).
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -34,11 +35,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep.data.source import IterableSource, Source
+from lockstep.data.fingerprint import (
+    Fingerprint,
+    Match,
+    Parts,
+    alike,
+    all_alike,
+    compare,
+    match_samples,
+    parts_of,
+)
+from lockstep.data.source import IterableSource, Source, index_bytes, subset_indices
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.distributed.topology import Topology
-from lockstep.errors import DataError, RanksDifferError, some
+from lockstep.errors import CheckpointError, DataError, RanksDifferError, some, warn
 
 _SAMPLES = 4
 SAMPLES_COMPARED = 16
@@ -48,8 +59,16 @@ _NUMBERS, _NUMBERS_OF_BATCH = 2**16, 512
 """Numbers of an array that are looked at, evenly spread."""
 _SMALL = 16
 """Numbers that are compared one by one, whatever they are."""
-_TOLERANCE = 1e-3
-"""Relative; machines decode images and round sums a little differently."""
+DRAW_BEFORE_PREPARE = (
+    "split and draw data before world.prepare, after which every rank draws other random numbers, "
+    "or with a seed"
+)
+HUGGING_FACE_FINGERPRINT = "_fingerprint"
+"""The attribute of `datasets.Dataset` that its documentation calls the fingerprint."""
+_FINGERPRINT_SAMPLES = 32
+_STRIDE = 13
+"""Has no divisor in common with the number of samples of a fingerprint. Every so many of them come
+one after the other, so that those which are read in time are spread over the dataset."""
 
 
 def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
@@ -63,25 +82,27 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     last = len(source.dataset) - 1  # type: ignore[arg-type]
     indices = sorted({last * n // (_SAMPLES - 1) for n in range(_SAMPLES if last >= 0 else 0)})
     # By sample, what every rank has read; as many samples as all of them read in time.
-    first = list(zip(*collectives.exchange(_read(source, seed, indices)), strict=False))
-    differing = [n for n, row in enumerate(first) if None not in row and not _all_alike(row)]
+    first = list(zip(*collectives.exchange(read_samples(source, seed, indices)), strict=False))
+    differing = [n for n, row in enumerate(first) if None not in row and not all_alike(row)]
     if not differing:
         return
-    again = list(zip(*collectives.exchange(_read(source, seed, indices)), strict=False))
+    again = list(zip(*collectives.exchange(read_samples(source, seed, indices)), strict=False))
     for n in differing:
         if n < len(again) and all(map(alike, first[n], again[n])):
             raise RanksDifferError(
                 f"a {type(source.dataset).__name__} that is the same on every rank",
                 _difference(indices[n], first[n]),
                 "compare the copies of the data on the machines; sort what os.listdir or a set "
-                "gives, and seed what shuffles or draws",
+                f"gives; shuffle, {DRAW_BEFORE_PREPARE}",
                 code="LS104",
             )
 
 
-def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
+def read_samples(
+    source: Source, seed: int, indices: Sequence[int], *, file_names: bool = False
+) -> list[Any]:
     """Digests of samples, as many as there is time for; None for one that cannot be read."""
-    digests = _Digests(source.dataset, seed, indices)
+    digests = _Digests(source.dataset, seed, indices, file_names)
     if not source.options["num_workers"]:
         with preserve_rng_state():
             return list(digests)
@@ -105,8 +126,13 @@ def _read(source: Source, seed: int, indices: Sequence[int]) -> list[Any]:
 class _Digests(IterableDataset[Any]):
     """What some samples of a dataset hold, in short, as long as there is time to read them."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, indices: Sequence[int]) -> None:
-        self.dataset, self.seed, self.indices = dataset, seed, indices
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, indices: Sequence[int], file_names: bool
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.indices = indices
+        self.file_names = file_names
 
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
@@ -115,10 +141,79 @@ class _Digests(IterableDataset[Any]):
                 return
             seed_sample(self.seed, 0, index)
             try:
-                found = digest(self.dataset[index])
+                found = digest(self.dataset[index], file_names=self.file_names)
             except Exception:  # whatever it is, the training loop meets it at its own line
                 found = None
             yield found
+
+
+def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
+    """Reads the fingerprint of a dataset with an index; of a stream there is none."""
+    if isinstance(source, IterableSource):
+        return None
+    last = len(source.dataset) - 1  # type: ignore[arg-type]
+    wanted: list[int] = []
+    for number in range(_FINGERPRINT_SAMPLES):
+        place = number * _STRIDE % _FINGERPRINT_SAMPLES
+        index = last * place // (_FINGERPRINT_SAMPLES - 1)
+        if index >= 0 and index not in wanted:
+            wanted.append(index)
+    twice = [index for index in wanted for _ in range(2)]
+    digests = read_samples(source, seed, twice, file_names=True)
+    samples: dict[int, Parts] = {}
+    for index, first, second in zip(wanted, digests[0::2], digests[1::2], strict=False):
+        if first is not None and second is not None:
+            samples[index] = _repeatable(parts_of(first), parts_of(second))
+    name = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
+    return Fingerprint(
+        subsets=[zlib.crc32(index_bytes(indices)) for indices in subset_indices(source.dataset)],
+        hugging_face=name if isinstance(name, str) else None,
+        samples=samples,
+    )
+
+
+def _repeatable(first: Parts, second: Parts) -> Parts:
+    """The parts of a sample that are the same when it is read again."""
+    return {name: part for name, part in first.items() if alike(part, second.get(name))}
+
+
+def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> None:
+    """Compares the data of a checkpoint with those of the run that resumes it.
+
+    Raises:
+        CheckpointError: they are others; it warns where they may be the same.
+    """
+    difference = compare(before, now)
+    name = type(source.dataset).__name__
+    if difference is None:
+        return
+    if difference.other_samples:
+        raise CheckpointError(
+            f"resuming a loader of a {name} of {source.length} samples",
+            f"it is not the data of the checkpoint, although the length is the same: "
+            f"{difference.found}",
+            "continue with the data that the training began with; if they were split or drawn at "
+            "random, do so after lockstep.init(seed=...) and before world.prepare, or with a seed "
+            "of their own; to train on other data, leave the loader out of the checkpoint",
+        )
+    warn(
+        f"resuming a loader of a {name} of {source.length} samples",
+        f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",
+        "nothing, if you changed how samples are prepared; otherwise continue with the data of "
+        "the checkpoint",
+    )
+
+
+def other_beginning(source: IterableSource, epoch: int, place: int) -> CheckpointError:
+    """The error where a stream does not begin as it did before the run was resumed."""
+    return CheckpointError(
+        f"resuming the stream {type(source.dataset).__name__} in the middle of epoch {epoch}",
+        f"sample {place} of this epoch is not the one that the checkpoint's run read there, so "
+        "some samples would be trained twice and others not at all",
+        "continue with the same data; let a stream that shuffles draw from the global generators "
+        "of torch, numpy or random, or from one that is seeded with the epoch; or resume from a "
+        "checkpoint that was saved between two epochs",
+    )
 
 
 def check_global_batch(
@@ -145,7 +240,7 @@ def check_global_batch(
     # A part all of whose samples are alike tells nothing: a stream of zeros is the same everywhere.
     for part in parts:
         twins = [str(rank) for rank, other in enumerate(parts) if alike(part, other)]
-        if len(twins) > 1 and not _all_alike(part):
+        if len(twins) > 1 and not all_alike(part):
             own = source.shard is False
             raise RanksDifferError(
                 f"shard={'False' if own else 'a function'}, for a stream split over the ranks",
@@ -247,70 +342,10 @@ class WorkerComparison:
         )
 
 
-class Match(Enum):
-    """How the same places of two readings of a dataset compare."""
-
-    SAME = "the samples are the same"
-    CHANGED = "something in all samples is the same, such as the labels, and something differs"
-    OTHER = "nothing that tells the samples apart is the same"
-
-
-def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
-    """Compares the digests of the same samples in two readings; more of one are left out.
-
-    Where one part of the samples differs, an image perhaps, and another one is as before in all of
-    them, the label perhaps, they are the same samples, of which something was drawn or computed in
-    another way. Only a part that is not the same in all samples can tell this.
-    """
-    pairs = list(zip(map(parts_of, before), map(parts_of, now), strict=False))
-    if all(alike_parts(old, new) for old, new in pairs):
-        return Match.SAME
-    first = pairs[0][0]
-    for name in first:
-        values = [old.get(name) for old, _ in pairs]
-        tells_apart = len(pairs) == 1 or not _all_alike(values)
-        unchanged = all(name in new and alike(old.get(name), new[name]) for old, new in pairs)
-        if tells_apart and unchanged:
-            return Match.CHANGED
-    return Match.OTHER
-
-
-def alike_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two samples are the same in every part."""
-    return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
-
-
-def parts_of(found: Any, name: str = "sample") -> dict[str, Any]:
-    """The parts of a sample, such as image and label, from its digest; each has a name."""
-    if not isinstance(found, list) or _is_array(found) or _is_long_list_of_values(found):
-        return {name: found}
-    parts: dict[str, Any] = {}
-    for number, item in enumerate(found):
-        if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str):
-            key, value = item  # of a mapping
-            if not _is_array(item):
-                parts |= parts_of(value, f"{name}[{key!r}]")
-                continue
-        parts |= parts_of(item, f"{name}[{number}]")
-    return parts
-
-
-def _is_array(found: list[Any]) -> bool:
-    """Whether this is the digest of an array: dtype, shape, and what tells its numbers."""
-    if len(found) < 2 or not isinstance(found[0], str) or not isinstance(found[1], list):
-        return False
-    return all(type(size) is int for size in found[1])
-
-
-def _is_long_list_of_values(found: list[Any]) -> bool:
-    """Whether these are the values of one thing, such as tokens, rather than several things."""
-    return len(found) > _SMALL and not any(isinstance(item, list) for item in found)
-
-
 def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[Any]]) -> None:
     counts = [len(row) for row in rows]
     shortest = min(counts)
-    differing = (n for n in range(shortest) if not _all_alike([row[n] for row in rows]))
+    differing = (n for n in range(shortest) if not all_alike([row[n] for row in rows]))
     place = next(differing, shortest)
     if place < shortest:
         found = _difference(first + place, [row[place] for row in rows])
@@ -348,10 +383,13 @@ def batch_digests(samples: Sequence[Any]) -> list[Any]:
     return digests
 
 
-def digest(value: Any, most: int = _NUMBERS) -> Any:
+def digest(value: Any, most: int = _NUMBERS, *, file_names: bool = False) -> Any:
     """A sample in short, as JSON: exact but for measured numbers, of which there are many.
 
-    Of an array at most about twice `most` numbers are looked at.
+    Args:
+        value: the sample.
+        most: about half as many numbers of an array as are looked at, at most.
+        file_names: whether a path counts with its last part. Its folders are this machine's own.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
@@ -362,16 +400,21 @@ def digest(value: Any, most: int = _NUMBERS) -> Any:
         value = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic):
         return _digest_array(np.asarray(value), most)
-    if isinstance(value, str):  # a path may be this machine's own
-        return "path" if "/" in value or "\\" in value else zlib.crc32(value.encode())
+    if isinstance(value, str):
+        last_part = value.replace("\\", "/").rpartition("/")[2]
+        if last_part != value and not file_names:  # a path may be this machine's own
+            return "path"
+        return zlib.crc32(last_part.encode())
     if isinstance(value, bytes):
         return zlib.crc32(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return [[str(key), digest(item, most)] for key, item in value.items()]
+        return [
+            [str(key), digest(item, most, file_names=file_names)] for key, item in value.items()
+        ]
     if isinstance(value, Sequence):
-        return [digest(item, most) for item in value]
+        return [digest(item, most, file_names=file_names) for item in value]
     return type(value).__name__
 
 
@@ -395,17 +438,3 @@ def _digest_array(array: npt.NDArray[Any], most: int) -> list[Any]:
     weights = np.linspace(0.5, 1.5, len(numbers))
     means = sizes.mean(), (sizes * weights).mean(), np.maximum(numbers, 0.0).mean()
     return [*form, *map(float, means)]
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two digests are of the same sample."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-9)
-    return bool(one == other)
-
-
-def _all_alike(digests: Sequence[Any]) -> bool:
-    return all(alike(one, digests[0]) for one in digests)

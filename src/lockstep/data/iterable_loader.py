@@ -9,8 +9,9 @@ global batch ahead, so no step waits for it).
 from __future__ import annotations
 
 import itertools
+import json
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -18,8 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.data.consistency import WorkerComparison, check_global_batch, check_length
+from lockstep.data.consistency import (
+    SAMPLES_COMPARED,
+    WorkerComparison,
+    check_global_batch,
+    check_length,
+    other_beginning,
+)
 from lockstep.data.fetch import GlobalBatchKey, IterableFetch, RankBatch, is_compared, to_device
+from lockstep.data.fingerprint import differing_sample
 from lockstep.data.loader import SOME_SKIP, Loader
 from lockstep.data.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
 from lockstep.data.source import IterableSource, Source
@@ -50,6 +58,10 @@ class IterableLoader(Loader):
         self._raw_begins = 0
         self._gave_samples = False
         """Whether a pass over the stream had any."""
+        self._first_samples: dict[int, list[Any]] = {}
+        """Digests of the first samples of the epoch that is trained on, by global batch."""
+        self._first_samples_before: list[Any] | None = None
+        """Those of the checkpoint that was resumed in the middle of this epoch."""
         if source.shard is not None and self._plan.request.undecided:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
@@ -70,7 +82,7 @@ class IterableLoader(Loader):
                 "leave shares out for this loader (shares=(1, 1, ...)), or leave shard out",
             )
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up the position; the next pass begins there.
 
         Raises:
@@ -83,13 +95,68 @@ class IterableLoader(Loader):
                 "continue with the data of the checkpoint, or leave the loader out",
             )
         super().load_state_dict(state)
+        self._first_samples = {}
+        self._first_samples_before = None
+        if "beginning" in state and self.start > 0:
+            self._first_samples_before = json.loads(state["beginning"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; inside of an epoch also what the stream began with (see `Loader`)."""
+        state = super().state_dict()
+        first_samples = self.first_samples_of_epoch
+        if self.mid_epoch and first_samples:
+            state["beginning"] = json.dumps(first_samples)
+        return state
+
+    @property
+    def first_samples_of_epoch(self) -> list[Any]:
+        """Digests of the first samples that the stream gave in the epoch that is trained on.
+
+        Of a stream that is split over the ranks, rank 0 has those that a checkpoint holds. If the
+        ranks seek their samples, only its first one does not depend on the number of ranks.
+        """
+        found: list[Any] = []
+        for position in itertools.count():
+            digests = self._first_samples.get(position)
+            if digests is None:
+                break
+            found += digests
+        if not found and self._first_samples_before is not None:
+            return self._first_samples_before
+        return found[:1] if callable(self.source.shard) else found[:SAMPLES_COMPARED]
 
     def _identity(self) -> dict[str, int]:
         split = self.source.shard is False
         ranks = self._collectives.data_parallel.size if split else 0
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
 
+    def _keep_first_samples(self, digests: Mapping[int, list[Any]]) -> None:
+        """Keeps what the stream began with in this epoch."""
+        for position, found in digests.items():
+            if position * self.batch_size < SAMPLES_COMPARED:
+                self._first_samples[position] = found
+
+    def _check_beginning(self, epoch: int) -> None:
+        """Compares what the stream began with before and after a run was resumed. A collective.
+
+        Raises:
+            CheckpointError: on all ranks, where these are not the same samples.
+        """
+        before = self._first_samples_before
+        if before is None:
+            return
+        differing: int | None = None
+        # A checkpoint holds the samples of rank 0.
+        if self.source.shard is None or self._collectives.data_parallel.rank == 0:
+            differing = differing_sample(before, self.first_samples_of_epoch)
+        found = [place for place in self._collectives.exchange(differing) if place is not None]
+        if found:
+            raise other_beginning(self.source, epoch, found[0])
+
     def _train(self, epoch: int, start: int) -> Iterator[Any]:
+        self._first_samples = {}
+        if start == 0:
+            self._first_samples_before = None
         return self._run(epoch, start, self._pairs(epoch, start, training=True), training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
@@ -178,6 +245,10 @@ class IterableLoader(Loader):
         ahead: deque[tuple[RankBatch, Any]] = deque()
         with closing(self._global_batches(epoch, begin)) as read:
             for own in read:
+                if training:
+                    self._keep_first_samples(own.digests)
+                    if own.position == begin:
+                        self._check_beginning(epoch)
                 if own.ended and not asks:
                     break
                 if compares and is_compared(own.position, begin, self.batch_size):
@@ -235,8 +306,11 @@ class IterableLoader(Loader):
         """
         plan = self._plan
         needed, replicas = plan.num_micro_batches // plan.turns, plan.replicas
+        compares_beginning = self._first_samples_before is not None
         keys = (
-            GlobalBatchKey(epoch, t, plan.shares, needed, replicas, begin)
+            GlobalBatchKey(
+                epoch, t, plan.shares, needed, replicas, begin, compares_beginning and t == begin
+            )
             for t in itertools.count(begin)
         )
         # Workers begin a pass of their own; here the one that is open goes on.

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lockstep.data.batch_plan import Indices
+from lockstep.data.fingerprint import Fingerprint, compare, differing_sample
 from lockstep.errors import (
     CheckpointError,
     SettingError,
@@ -88,6 +89,8 @@ class Ledger(Callback):
         self._loaders = loaders
         self._introduced: set[int] = set()
         """The numbers of the loaders that have been written down."""
+        self._begun: set[tuple[int, int]] = set()
+        """Numbers of streams, and the epochs whose first samples have been written down."""
         self._open: dict[Loader, list[BatchEvent]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         name = f"{_NAME}{collectives.data_parallel.rank}{SUFFIX}"
@@ -116,7 +119,9 @@ class Ledger(Callback):
             place = first.epoch, first.position, first.micro_batch.count
             samples = np.concatenate([event.samples for event in events])
             indices = samples.astype("<i8", copy=False).tobytes()
-            self._write(b"S" + STEP.pack(number, self._number(loader), *place) + indices)
+            loader_number = self._number(loader)
+            self._write(b"S" + STEP.pack(number, loader_number, *place) + indices)
+            self._write_beginning(loader_number, loader, first.epoch)
         if not trained:
             self._write(b"S" + STEP.pack(number, NO_LOADER, 0, 0, 0))
 
@@ -136,9 +141,18 @@ class Ledger(Callback):
                     "batch_size": source.batch_size,
                     "drop_last": source.drop_last,
                     "own_order": source.custom_order,
+                    "data": None if loader.fingerprint is None else loader.fingerprint.to_text(),
                 }
             )
         return number
+
+    def _write_beginning(self, number: int, loader: Loader, epoch: int) -> None:
+        """Writes down, once an epoch, what a stream began with."""
+        if (number, epoch) in self._begun or not loader.first_samples_of_epoch:
+            return
+        self._begun.add((number, epoch))
+        beginning = loader.first_samples_of_epoch
+        self._write_json({"stream": number, "epoch": epoch, "beginning": beginning})
 
     def _write_json(self, values: dict[str, Any]) -> None:
         self._write(b"J" + json.dumps(values).encode())
@@ -230,6 +244,12 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What is worth knowing and not wrong."""
+    by_sample: list[int] = field(default_factory=list)
+    """Loaders of which the ledger knows the samples."""
+    by_position: list[int] = field(default_factory=list)
+    """Loaders of streams, of which it knows positions."""
+    by_batch: list[int] = field(default_factory=list)
+    """Loaders with a sampler of the script's own, which may repeat and leave out samples."""
 
     def find(self, code: str, what: str, **where: Any) -> None:
         """Adds a finding."""
@@ -259,13 +279,46 @@ class Report:
         if len(self.findings) > _LISTED:
             found.append(f"and {len(self.findings) - _LISTED} more findings")
         if not self.findings:
-            found.append("every sample once: nothing was trained twice, nothing was left out")
+            found += self._what_is_once()
+        return found
+
+    def _what_is_once(self) -> list[str]:
+        """What a ledger without findings shows, which is not the same for all loaders."""
+        if not self.by_position and not self.by_batch:
+            return ["every sample once: nothing was trained twice, nothing was left out"]
+        found = []
+        if self.by_position:
+            found.append(
+                f"every position of the streams once ({_name_loaders(self.by_position)}): nothing "
+                "was trained twice, nothing was left out, if they give the same samples in the "
+                "same order to every rank, worker and start; the ledger records positions, and "
+                "the first samples of each epoch"
+            )
+        if self.by_batch:
+            found.append(
+                f"every global batch of the script's own order once "
+                f"({_name_loaders(self.by_batch)}): which samples are in it, and how often, is up "
+                "to the sampler"
+            )
+        if self.by_sample:
+            found.append(f"every sample once ({_name_loaders(self.by_sample)})")
         return found
 
     def as_json(self) -> dict[str, Any]:
         """The report as values for `json.dumps`."""
-        verdict = "REPEATS OR GAPS" if self.findings else "EVERY SAMPLE ONCE"
+        verdict = "EVERY SAMPLE ONCE"
+        if self.by_batch:
+            verdict = "EVERY GLOBAL BATCH ONCE"
+        if self.by_position:
+            verdict = "EVERY POSITION ONCE"
+        if self.findings:
+            verdict = "REPEATS OR GAPS"
         return {"verdict": verdict, **asdict(self)}
+
+
+def _name_loaders(numbers: Sequence[int]) -> str:
+    plural = "s" if len(numbers) > 1 else ""
+    return f"loader{plural} {', '.join(map(str, numbers))}"
 
 
 class Row(NamedTuple):
@@ -293,6 +346,8 @@ class RankFile:
     name: str
     ranks: int = 0
     loaders: list[dict[str, Any]] = field(default_factory=list)
+    beginnings: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    """Digests of the first samples of a stream, by its loader and the epoch."""
     parts: list[list[Row]] = field(default_factory=lambda: [[]])
     """What was trained; a new part begins where the run went back to an earlier step."""
     cut: bool = False
@@ -325,6 +380,7 @@ def judge(folder: str | Path) -> Report:
     trained_by = _last_words(attempts, report)
     loaders = _loaders(attempts, report)
     epochs = _batches(attempts, trained_by, report)
+    _check_beginnings(attempts, epochs, trained_by, report)
     _check_steps(trained_by, report)
     keys = sorted(epochs)
     for key, later in itertools.zip_longest(keys, keys[1:]):
@@ -393,7 +449,66 @@ def _loaders(attempts: Sequence[Attempt], report: Report) -> dict[int, dict[str,
                             f"{number}, and was {known[name]}",
                             loader=loader,
                         )
+                if (loader, "data") not in said and _check_data(known, values, number, report):
+                    said.add((loader, "data"))
+    trained = {row.loader for attempt in attempts for rows in attempt.rows.values() for row in rows}
+    for loader in sorted(found.keys() & trained):
+        if found[loader]["stream"] is not None:
+            report.by_position.append(loader)
+        elif found[loader]["own_order"]:
+            report.by_batch.append(loader)
+        else:
+            report.by_sample.append(loader)
     return found
+
+
+def _check_data(
+    known: Mapping[str, Any], values: Mapping[str, Any], number: int, report: Report
+) -> bool:
+    """Compares the dataset of a loader with that of the first start; True: something differs."""
+    if known.get("data") is None or values.get("data") is None:
+        return False
+    before, now = Fingerprint.from_text(known["data"]), Fingerprint.from_text(values["data"])
+    difference = compare(before, now)
+    if difference is None:
+        return False
+    what = f"loader {known['loader']}: the data of start {number} are not those of the first start"
+    if difference.other_samples:
+        report.find("LS104", f"{what}: {difference.found}", loader=known["loader"])
+    else:
+        report.notes.append(
+            f"loader {known['loader']}: start {number} read the samples in another way, "
+            f"{difference.found}; other parts of them, such as the labels, are the same"
+        )
+    return True
+
+
+def _check_beginnings(
+    attempts: Sequence[Attempt],
+    epochs: Mapping[tuple[int, int], Sequence[Row]],
+    trained_by: Mapping[int, int],
+    report: Report,
+) -> None:
+    """Compares the first samples of a stream in an epoch that several starts have trained."""
+    for (loader, epoch), batches in sorted(epochs.items()):
+        first: tuple[int, list[Any]] | None = None
+        for number in sorted({trained_by[batch.step] for batch in batches}):
+            file = attempts[number].files.get(0)
+            beginning = None if file is None else file.beginnings.get((loader, epoch))
+            if beginning is None:
+                continue
+            if first is None:
+                first = number, beginning
+                continue
+            place = differing_sample(first[1], beginning)
+            if place is not None:
+                what = (
+                    f"loader {loader}, epoch {epoch}: in start {number + 1} the stream began with "
+                    f"other samples than in start {first[0] + 1}, from sample {place} on, so the "
+                    "same position is another sample"
+                )
+                report.find("LS104", what, loader=loader, epoch=epoch)
+                break
 
 
 def _batches(
@@ -637,6 +752,8 @@ def read_file(path: Path) -> RankFile:
         values = json.loads(data[begin + 1 : end])
         if "loader" in values:
             file.loaders.append(values)
+        elif "stream" in values:
+            file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
         elif values["ledger"] == FORMAT:
             file.ranks = values["ranks"]
         else:

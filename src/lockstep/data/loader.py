@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
+from functools import cached_property
 from itertools import islice, tee
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.data.batch_plan import CustomPlan, Plan, permutes
+from lockstep.data.consistency import check_fingerprint, read_fingerprint
 from lockstep.data.coverage import Coverage
 from lockstep.data.fetch import Fetch, Workers, to_device
+from lockstep.data.fingerprint import Fingerprint
 from lockstep.data.micro_batches import (
     MicroBatchPlan,
     PlannedMicroBatch,
@@ -156,6 +159,16 @@ class Loader:
             return False
         return not running.ended or bool(running.untrained) or not running.stepped
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        """What tells these data from others; some samples are read for it, once."""
+        return read_fingerprint(self.source, self.seed)
+
+    @property
+    def first_samples_of_epoch(self) -> list[Any]:
+        """Of a stream: digests of the first samples that it gave in the present epoch."""
+        return []
+
     def choice(self, number: int) -> Choice:
         """How the global batch is computed, in words; `number` is that of this loader."""
         begins, ends = self._plan.split(self.batch_size).transpose(2, 0, 1)
@@ -217,6 +230,8 @@ class Loader:
             epoch, step = self._epoch - 1, self._position + int(done)
         position = {"epoch": epoch, "step": step, "evaluations": self._evaluations}
         state: dict[str, Any] = {**position, **self._identity()}
+        if self.fingerprint is not None:
+            state["data"] = self.fingerprint.to_text()
         if self.mid_epoch and self._custom_plan is not None:
             state |= {name: torch.from_numpy(a) for name, a in vars(self._custom_plan).items()}
         return state
@@ -235,6 +250,9 @@ class Loader:
                     "continue with the same data, batch size, seed and Lockstep, or leave the "
                     "loader out",
                 )
+        if "data" in state and self.fingerprint is not None:  # an older checkpoint has none
+            before = Fingerprint.from_text(state["data"])
+            check_fingerprint(self.source, before, self.fingerprint)
         self._epoch, self.start, self._running = state["epoch"], state["step"], None
         # An older checkpoint has one count of both.
         self._evaluations = state.get("evaluations", state["epoch"])

@@ -104,8 +104,8 @@ class Source:
         """
         sizes = (self.length, self.batch_size, self.shuffle, self.drop_last, self.steps or 0)
         found = zlib.crc32(repr(tuple(map(int, sizes))).encode())
-        for indices in _subsets(self.dataset):
-            found = zlib.crc32(_index_bytes(indices), found)
+        for indices in subset_indices(self.dataset):
+            found = zlib.crc32(index_bytes(indices), found)
         plan = self.plan(0, 0) if self.custom_order else None
         if isinstance(plan, CustomPlan):
             found = zlib.crc32(plan.order.tobytes(), found)
@@ -213,17 +213,17 @@ def _generators(*samplers: object) -> list[_Generator]:
     return found
 
 
-def _subsets(dataset: object) -> Iterator[Any]:
+def subset_indices(dataset: object) -> Iterator[Any]:
     """The indices of a Subset and of those it is made of."""
     if isinstance(dataset, torch_data.Subset):
         yield dataset.indices
-        yield from _subsets(dataset.dataset)
+        yield from subset_indices(dataset.dataset)
     elif isinstance(dataset, torch_data.ConcatDataset):
         for part in dataset.datasets:
-            yield from _subsets(part)
+            yield from subset_indices(part)
 
 
-def _index_bytes(indices: Any) -> bytes:
+def index_bytes(indices: Any) -> bytes:
     """Equal for equal indices, whether given as list, range, array or tensor."""
     try:
         array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)

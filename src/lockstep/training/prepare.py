@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.checkpoint.sharding import in_memory
 from lockstep.communication.compression import CompressedMeans
-from lockstep.data.consistency import check_samples
+from lockstep.data.consistency import DRAW_BEFORE_PREPARE, check_samples
 from lockstep.data.iterable_loader import make_loader
 from lockstep.data.loader import Loader
 from lockstep.data.micro_batches import MicroBatchPlan
@@ -154,15 +154,21 @@ class Preparer:
         mine = [describe(thing) for thing in things]
         brought: list[list[str]] = self.run.collectives.exchange(mine)
         if any(other != mine for other in brought):
+            code = _code_of(brought)
+            advice = "build the same on every rank: same code, arguments, seed and data"
+            if code is not None:  # it is data that differs
+                advice += f"; {DRAW_BEFORE_PREPARE}"
             raise RanksDifferError(
                 what,
                 "; ".join(f"rank {rank}: {'; '.join(each)}" for rank, each in enumerate(brought)),
-                "build the same on every rank: same code, arguments, seed and data",
-                code=_code_of(brought),
+                advice,
+                code=code,
             )
         for loader in things:
             if isinstance(loader, Loader):
                 check_samples(loader.source, loader.seed, self.run.collectives)
+                if self.run.settings.ledger is not None:
+                    _ = loader.fingerprint  # the ledger holds it; it is read before the training
 
     def unsent(self) -> dict[str, Tensor]:
         """What this rank has to remember of how it sends gradients; empty: nothing."""
